@@ -1,0 +1,100 @@
+"""Nats per token: a model over windows, or over a document read in segments through its cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_linattn.errors import LinattnError, UnsupportedModelError
+
+from .windows import Texts, Window
+
+LOSS_CHUNK = 1024
+"""Positions whose logits are raised to float32 at a time."""
+
+
+@contextmanager
+def scoring(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; the training mode comes back afterwards."""
+    training = model.training
+    model.eval()
+    _reset_dynamic_rope(model)
+    try:
+        # not inference_mode: RoPE may register buffers here, which a later training could not use
+        with torch.no_grad():
+            yield
+    finally:
+        _reset_dynamic_rope(model)
+        model.train(training)
+
+
+def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
+    """[windows, scored] nats in float32; all windows have one length."""
+    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in windows])
+    if texts.window_bos is not None:
+        ids[:, 0] = texts.window_bos
+    ids = ids.to(_device(model))
+    scored = windows[0].scored
+    # logits belong to the token after theirs: one position more, and the last one is nobody's
+    logits = _forward(model, ids, scored + 1, use_cache=False).logits[:, -scored - 1 : -1]
+    return _nats(logits, ids[:, -scored:])
+
+
+def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[int, Tensor]]:
+    """Position of the first scored token and [tokens] nats in float32, segment by segment.
+
+    The cache that a segment leaves is handed to the next one, so the context is all of `ids` so far.
+    """
+    ids = ids.to(_device(model))
+    cache = None
+    for start in range(0, len(ids) - 1, segment):
+        part = ids[start : min(start + segment, len(ids) - 1)]
+        out = _forward(model, part[None], len(part), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        yield start + 1, _nats(out.logits, ids[None, start + 1 : start + 1 + len(part)])[0]
+
+
+def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
+    """The output, with logits for the last `keep` positions, or for all where the model cannot limit them."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        kwargs["logits_to_keep"] = keep
+    try:
+        return model(input_ids=ids, **kwargs)
+    except torch.OutOfMemoryError as error:
+        raise LinattnError(
+            f"out of memory with {ids.shape[0]} windows of {ids.shape[1]} tokens and {keep} logits each: "
+            "take a smaller batch size or stride, or a half precision dtype"
+        ) from error
+    except IndexError as error:
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        raise UnsupportedModelError(
+            f"{type(model).__name__} failed on {ids.shape[1]} tokens ({error}); if it learns its positions, "
+            f"its table ends at {limit}"
+        ) from error
+
+
+def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """[B, N, V], [B, N] -> [B, N] in float32."""
+    parts = [
+        F.cross_entropy(chunk.float().transpose(1, 2), target, reduction="none")
+        for chunk, target in zip(logits.split(LOSS_CHUNK, 1), targets.split(LOSS_CHUNK, 1), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _reset_dynamic_rope(model: nn.Module) -> None:
+    """Forget the longest input so far, whose frequencies dynamic NTK would keep for shorter ones."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.register_buffer("inv_freq", module.original_inv_freq, persistent=False)
+            module.max_seq_len_cached = module.original_max_seq_len

@@ -1,0 +1,151 @@
+"""The measurement behind the perplexity command: texts and curves in, rows and files out."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from torch import nn
+
+from hf_linattn.data import load_documents
+from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+
+from . import results as files
+from .loading import Curve, load_model, load_tokenizer, train_length
+from .rows import Row
+from .scoring import score_length, score_stream
+from .windows import Plan, Texts, encode, plan_windows
+
+
+def curves(args: argparse.Namespace) -> list[Curve]:
+    """The model and its baselines, with labels that differ."""
+    name = Path(args.model).name or args.model
+    main_label = " ".join(filter(None, [name, args.patch, args.rope_scaling]))
+    found = [Curve(main_label, args.model, args.patch, args.options, args.rope_scaling)]
+    for baseline in dict.fromkeys(args.baseline):
+        if baseline == "unpatched":
+            found.append(Curve(f"{name} unpatched", args.model, "unpatched"))
+            continue
+        label = Path(baseline).name or baseline
+        found.append(Curve(baseline if label in [curve.label for curve in found] else label, baseline))
+    if len({curve.label for curve in found}) < len(found):
+        raise OptionError("a baseline is the measured model itself; leave out --baseline")
+    return found
+
+
+def check_tokenizers(args: argparse.Namespace, documents: list[str], texts: Texts) -> None:
+    """Refuse a baseline with other tokens: its numbers would answer another question."""
+    for curve in curves(args)[1:]:
+        if curve.source == args.model or args.tokenizer is not None:
+            continue
+        other = encode(load_tokenizer(curve.source), documents, bos=args.bos, join=args.join)
+        pairs = zip(other.documents, texts.documents, strict=True)
+        if not all(torch.equal(theirs.ids, ours.ids) for theirs, ours in pairs):
+            raise DataError(
+                f"baseline {curve.source} cuts the text into other tokens than {args.model}: measure it in a "
+                "run of its own and compare byte_perplexity, or name one tokenizer for both with --tokenizer"
+            )
+
+
+def missing_rows(
+    args: argparse.Namespace, curve: Curve, plan: Texts | Plan, done: set[int], device: torch.device
+) -> Iterator[Row]:
+    """Measure what is not done yet; the model is loaded only if something is missing."""
+    lengths = [] if isinstance(plan, Texts) else [length for length in plan.lengths if length not in done]
+    if (isinstance(plan, Texts) and done) or (isinstance(plan, Plan) and not lengths):
+        return
+    set_seed(args.seed)
+    model = load_model(curve, dtype=args.dtype, device=device)
+    if isinstance(plan, Texts):
+        _refuse_growing_cache(model, curve.label)
+        budget = None if args.max_tokens == "all" else args.max_tokens
+        yield from score_stream(model, plan, max_tokens=budget, segment=args.segment, progress=True)
+        return
+    for length in lengths:
+        yield score_length(model, plan, length, batch_size=args.batch_size, progress=True)
+
+
+def _refuse_growing_cache(model: nn.Module, label: str) -> None:
+    from hf_linattn.patching import is_linear
+
+    if not is_linear(model):
+        raise UnsupportedModelError(
+            f"--stream needs attention with a constant state in every layer; {label} has layers whose cache "
+            "grows with the document; try a linear patch, such as --patch elu1"
+        )
+
+
+def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measure all curves; the first process writes the files. The content of results.json comes back."""
+    state = PartialState()
+    recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
+    earlier = files.load(args.output_dir, recorded)
+    state.wait_for_everyone()  # before anyone writes
+    if earlier is not None and earlier["complete"]:
+        return earlier
+    rows: list[dict[str, Any]] = earlier["rows"] if earlier else []
+    seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
+    documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
+    texts = encode(load_tokenizer(args.tokenizer or args.model), documents, bos=args.bos, join=args.join)
+    budget = None if args.max_tokens == "all" else args.max_tokens
+    plan: Texts | Plan = texts
+    if not args.stream:
+        plan = plan_windows(texts, args.lengths, stride=args.stride, max_tokens=budget)
+    check_tokenizers(args, documents, texts)
+    results = {
+        "format": files.FORMAT,
+        "complete": False,
+        "command": command,
+        "arguments": recorded,
+        "seed": args.seed,
+        "versions": files.versions(),
+        "data": describe_data(texts, plan),
+        "train_length": args.train_length or train_length(args.model),
+        "models": [asdict(curve) for curve in curves(args)],
+        "rows": rows,
+        "run": {
+            "processes": state.num_processes,
+            "device": str(state.device),
+            "threads": torch.get_num_threads(),
+            "seconds": seconds,
+        },
+    }
+    for curve in curves(args):
+        done = {row["length"] for row in rows if row["model"] == curve.label}
+        start = time.perf_counter()
+        for row in missing_rows(args, curve, plan, done, state.device):
+            rows.append({"model": curve.label, **asdict(row)})
+            seconds[f"{curve.label} {row.length}"] = round(time.perf_counter() - start, 3)
+            start = time.perf_counter()
+            # a stream gives all its rows at once: one that is half written would pass for a whole one
+            if state.is_main_process and not args.stream:
+                files.save(args.output_dir, results)
+        if state.is_main_process:
+            files.save(args.output_dir, results)
+    results["complete"] = True
+    if state.is_main_process:
+        files.save(args.output_dir, results)
+        files.save_csv(args.output_dir / "results.csv", rows)
+        files.save_plot(args.output_dir / "perplexity.png", rows, results["train_length"], args.stream)
+    return results
+
+
+def describe_data(texts: Texts, plan: Texts | Plan) -> dict[str, Any]:
+    """What the results say about the data."""
+    facts: dict[str, Any] = {
+        "documents": len(texts.documents),
+        "tokens": sum(map(len, texts.documents)),
+        "bytes": sum(int(document.byte_ends[-1]) for document in texts.documents),
+    }
+    if isinstance(plan, Plan):
+        facts["documents_long_enough"] = sum(
+            len(document) >= plan.lengths[-1] for document in texts.documents
+        )
+    return facts

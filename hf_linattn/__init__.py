@@ -1,0 +1,20 @@
+"""Change the attention of pretrained Hugging Face models: `patch_model(model, "elu1")`."""
+
+from hf_linattn.checkpoint import from_pretrained
+from hf_linattn.description import describe, is_linear
+from hf_linattn.errors import LinattnError
+from hf_linattn.patching import is_patched, patch_model, patched, unpatch_model
+from hf_linattn.registry import available_patches, register
+
+__all__ = [
+    "LinattnError",
+    "available_patches",
+    "describe",
+    "from_pretrained",
+    "is_linear",
+    "is_patched",
+    "patch_model",
+    "patched",
+    "register",
+    "unpatch_model",
+]

@@ -1,0 +1,243 @@
+"""The constant-size state as a layer of transformers' cache.
+
+It answers questions of length as if every key were there, so that masks cover past and new columns, and it refuses
+to serve an attention that would need the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+from hf_linattn.errors import CacheError
+from hf_linattn.ops.linear import State, state_of
+
+
+class StateLayer(CacheLayerMixin):
+    """State of one attention layer: S `[B, Hkv, D, Dv]`, z `[B, Hkv, D]`, tokens seen.
+
+    Args:
+        max_cache_len: length announced by a static cache; None grows without bound (in tokens, not in bytes).
+        pending: keys and values `[B, Hkv, N, D]` stored by another attention, absorbed at the next call.
+        seen: number of tokens behind `pending`.
+    """
+
+    is_sliding = False
+    is_croppable = True  # after activate_past_recording(); crop() says so otherwise
+    supports_early_init = False  # shapes are those of phi(k): known at the first update
+
+    def __init__(
+        self, max_cache_len: int | None = None, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0
+    ) -> None:
+        super().__init__()
+        self.static = max_cache_len is not None
+        self.is_compileable = self.static
+        self.max_cache_len = max_cache_len
+        self.pending = pending
+        self.state: State | None = None
+        self.seen: int | Tensor = torch.tensor(0) if self.static else seen
+        self.visible: Tensor | None = None  # [B] keys in the state; None while nothing was ever padded
+        self.record_past = False
+        self.tail: list[tuple[Tensor, Tensor, Tensor]] = []  # while recording: phi(k), v, valid since the last crop
+        self.base: tuple[State | None, Tensor | None] | None = None  # the state before the tail
+        self.armed = False
+        self.device: torch.device | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember the device; the tensors come with the first write."""
+        self.device = key_states.device
+        if isinstance(self.seen, Tensor):
+            self.seen = self.seen.to(self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values alone; the attention itself reads and writes the state.
+
+        Raises:
+            CacheError: an attention that is not patched asks.
+        """
+        if not self.armed:
+            raise CacheError(
+                "this cache holds linear-attention states and cannot serve an attention that is not patched: the past "
+                "keys no longer exist. Start from a new cache."
+            )
+        self.armed = False
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def write(self, state: State, phi_k: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Store the state after a call.
+
+        Args:
+            state: sums over every token so far.
+            phi_k, value: the new tokens; kept only while the past is recorded.
+            valid: boolean `[B, N]`, False for padding; None when all new tokens count.
+        """
+        batch, length = phi_k.shape[0], phi_k.shape[2]
+        if isinstance(self.seen, Tensor):
+            self._write_static(state, length)
+            return
+        if valid is None and (self.visible is not None or self.record_past):
+            valid = torch.ones(batch, length, dtype=torch.bool, device=phi_k.device)
+        if self.record_past:
+            if self.base is None:
+                self.base = (self.state, self.visible)
+            assert valid is not None
+            self.tail.append((phi_k, value, valid))
+        if valid is not None and (self.visible is not None or not bool(valid.all())):
+            before = torch.full((batch,), self.seen, device=valid.device) if self.visible is None else self.visible
+            self.visible = before + valid.sum(1)
+        self.state, self.seen = state, self.seen + length
+
+    def _write_static(self, state: State, length: int) -> None:
+        assert isinstance(self.seen, Tensor)
+        if self.state is None:
+            self.state = State(torch.zeros_like(state.S), torch.zeros_like(state.z))
+            self.batch_size = state.S.shape[0]
+            if not torch.compiler.is_compiling():
+                for tensor in (*self.state, self.seen):
+                    torch._dynamo.mark_static_address(tensor)
+        self.state.S.copy_(state.S)
+        self.state.z.copy_(state.z)
+        self.seen.add_(length)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; a tensor with a static cache, as transformers' own static layers answer."""
+        return self.seen  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns, offset) of the mask, past columns included."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len, 0
+        return int(self.seen) + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Length of a static cache, -1 for no bound."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, all rows together."""
+        return 0 if self.state is None else sum(x.numel() * x.element_size() for x in self.state)
+
+    def activate_past_recording(self) -> None:
+        """Keep the tokens since the last `crop`, so that assisted decoding can take candidates back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, exactly: from the snapshot, never by subtraction.
+
+        Raises:
+            ValueError: a positive number. CacheError: tokens that were not recorded.
+        """
+        count = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError("`crop` takes a negative number of tokens to remove")
+        if count and self.pending is not None:
+            raise CacheError("`crop` came before the keys of the unpatched model were absorbed: run one step first")
+        if count and self.is_initialized:
+            recorded = sum(phi_k.shape[2] for phi_k, _, _ in self.tail)
+            if recorded < count or self.base is None:
+                raise CacheError(
+                    f"crop({-count}): a constant-size state cannot forget tokens unless recording was on when they came: "
+                    "call cache.activate_past_recording() first, as assisted decoding does."
+                )
+            phi_k = torch.cat([x[0] for x in self.tail], 2)[:, :, : recorded - count]
+            value = torch.cat([x[1] for x in self.tail], 2)[:, :, : recorded - count]
+            valid = torch.cat([x[2] for x in self.tail], 1)[:, : recorded - count]
+            kept = state_of(phi_k, value)
+            state, visible = self.base
+            self.state = kept if state is None else State(state.S + kept.S, state.z + kept.z)
+            assert isinstance(self.seen, int)
+            self.seen -= count
+            if self.visible is not None:
+                before = self.seen - (recorded - count) if visible is None else visible
+                self.visible = before + valid.sum(1)
+        self.tail, self.base = [], None
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        def each(x: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(None if y is None else function(y) for y in x)
+
+        if self.state is not None:
+            self.state = State(*each(self.state))
+        self.visible = None if self.visible is None else function(self.visible)
+        self.tail = [each(x) for x in self.tail]  # type: ignore[misc]
+        if self.base is not None:
+            state, visible = self.base
+            self.base = (
+                None if state is None else State(*each(state)),
+                None if visible is None else function(visible),
+            )
+        self.pending = None if self.pending is None else each(self.pending)  # type: ignore[assignment]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order (beam search)."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self._map(lambda x: x[indices, ...])
+
+    def reset(self) -> None:
+        """Nothing seen; static tensors stay where compiled code expects them."""
+        if isinstance(self.seen, Tensor):
+            self.seen.zero_()
+            for tensor in self.state or ():
+                tensor.zero_()
+        else:
+            self.seen, self.state = 0, None
+        self.pending, self.tail, self.base, self.visible = None, [], None, None
+
+    def offload(self) -> None:
+        """State to the CPU."""
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """State back to its device."""
+        self._map(lambda x: x.to(self.device, non_blocking=True))
+
+
+def self_attention_cache(cache: Any) -> Any:
+    """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def install(cache: Any, index: int, where: str) -> StateLayer:
+    """Put a state layer at `index` of the cache and return it; keys already there are absorbed at the next call.
+
+    Raises:
+        CacheError: what is there cannot become a state exactly.
+    """
+    if not isinstance(cache, Cache):
+        raise CacheError(f"{where}: a linear attention needs a transformers Cache, got {type(cache).__name__}")
+    while len(cache.layers) <= index:
+        if cache.layer_class_to_replicate is None:
+            raise CacheError(f"{where}: the cache has {len(cache.layers)} layers, and this is layer {index}")
+        cache.layers.append(cache.layer_class_to_replicate())
+    old = cache.layers[index]
+    if isinstance(old, StateLayer):
+        return old
+    if type(old) is DynamicLayer or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer)):
+        seen = int(old.get_seq_length())
+        if seen and old.keys.shape[-2] != seen:
+            raise CacheError(f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state")
+        new = StateLayer(pending=(old.keys, old.values) if seen else None, seen=seen)
+        new.record_past = getattr(old, "record_past", False)
+    elif isinstance(old, StaticLayer):
+        if old.is_initialized and int(old.get_seq_length()) > 0:
+            raise CacheError(f"{where}: a StaticCache that already holds keys cannot be absorbed: start from an empty one")
+        new = StateLayer(max_cache_len=cache.get_max_length())
+    else:
+        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state")
+    cache.layers[index] = new
+    return new

@@ -1,0 +1,251 @@
+"""Fine-tune a model, patched or not, on plain text.
+
+    accelerate launch -m hf_linattn.finetune --model DIR --patch elu1 --data books/ --output-dir out
+
+`finetune(FinetuneArguments(...))` is the same from Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hf_linattn.errors import LinattnError, OptionError
+
+EPILOG = """\
+examples:
+  python -m hf_linattn.finetune --model models/small --patch elu1 --data books/ --eval-data moby.txt \\
+      --block-size 512 --max-steps 500 --lr 1e-3 --output-dir out
+  python -m hf_linattn.finetune ... --output-dir out --resume   # after a crash or Ctrl-C; also the first time
+  accelerate launch --num_processes 2 -m hf_linattn.finetune --model Qwen/Qwen3-0.6B \\
+      --patch '{"0-13": "hedgehog"}' --data wikitext:wikitext-103-raw-v1 --lora 16 \\
+      --mixed-precision bf16 --output-dir out
+  python -m hf_linattn.finetune --model DIR --patch hedgehog --train-only-patch --lr 1e-2 \\
+      --data articles.jsonl --text-column body --output-dir out
+
+data:
+  A text file is one document; a folder gives every .txt, .md, .py, .rst and .raw file below it; a .jsonl,
+  .json, .parquet or .csv file gives one document per row; anything else is a name for datasets.load_dataset
+  (name:config). Each document is preceded by the tokenizer's BOS token (else EOS, else nothing); all are
+  joined in order and cut into blocks of --block-size tokens, the rest is dropped. Attention crosses the
+  borders of documents in a block.
+
+batches:
+  One step uses --batch-size x --grad-accum x processes blocks. The loss is the mean over all their tokens;
+  which blocks they are depends on --seed and the step alone.
+
+output directory:
+  model.safetensors, config.json and the tokenizer (load them with hf_linattn.from_pretrained); adapter/ with
+  --lora, whose weights are also merged into model.safetensors; train.csv, loss.png, results.json; run.json,
+  and checkpoint/ while it runs. A run interrupted at any moment is continued by --resume, and on a CPU it
+  ends with the same model byte for byte.
+"""
+
+
+def _option(default: Any, text: str, **extra: Any) -> Any:
+    """A field that is also a command-line option: `--its-name`."""
+    return field(default=default, metadata={"help": text, **extra})
+
+
+@dataclass
+class FinetuneArguments:
+    """Everything `finetune` is told; each field is an option of the command."""
+
+    model: str = field(metadata={"help": "folder or Hub name of a causal language model, patched or not"})
+    data: str = field(
+        metadata={"help": "text file, folder, .jsonl/.parquet/.csv, or dataset name (see below)"}
+    )
+    output_dir: str = field(metadata={"help": "where everything is written"})
+    patch: str | dict[str, str] | None = field(
+        default=None,
+        metadata={
+            "help": "attention to install: a name, or JSON per layer (default: leave the model as it is)",
+            "parse": "patch",
+        },
+    )
+    options: dict[str, Any] | None = field(
+        default=None, metadata={"help": "the patch's options as JSON", "parse": "json", "metavar": "JSON"}
+    )
+    sliding: Literal["keep", "global", "refuse"] = _option(
+        "keep", "sliding-window layers: see patch_model", choices=("keep", "global", "refuse")
+    )
+    tokenizer: str | None = _option(None, "folder or name of the tokenizer (default: the model's)")
+    text_column: str = _option("text", "column of a table or dataset that holds the text")
+    data_split: str = _option("train", "split of --data when it is a dataset name")
+    block_size: int = _option(512, "tokens per training row", minimum=2)
+    max_steps: int = _option(1000, "updates of the weights", minimum=1)
+    lr: float = _option(1e-4, "peak learning rate; a cosine takes it to a tenth at the last step", minimum=0)
+    warmup: int | None = _option(None, "steps of linear warm-up (default: 3 %% of --max-steps)", minimum=0)
+    batch_size: int = _option(8, "rows per process and forward pass", minimum=1)
+    grad_accum: int = _option(1, "forward passes per update", minimum=1)
+    weight_decay: float = _option(0.0, "AdamW's weight decay", minimum=0)
+    max_grad_norm: float = _option(1.0, "clip the gradient to this norm; 0 does not clip", minimum=0)
+    lora: int = _option(
+        0, "rank of LoRA on all linear layers; the patch's own parameters train in full", minimum=0
+    )
+    lora_alpha: int | None = _option(None, "LoRA's scale times its rank (default: twice the rank)", minimum=1)
+    train_only_patch: bool = _option(False, "train the patch's parameters and freeze everything else")
+    mixed_precision: str | None = _option(
+        None, "default: as accelerate is configured, else no", choices=("no", "bf16", "fp16")
+    )
+    dtype: str = _option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
+    seed: int = _option(0, "decides new weights, the order of the data and dropout", minimum=0)
+    eval_data: str | None = _option(
+        None, "text for the validation loss, as --data; start, every N steps, end"
+    )
+    eval_split: str = _option("validation", "split of --eval-data when it is a dataset name")
+    eval_every: int = _option(100, "steps between validations", minimum=1)
+    eval_blocks: int = _option(64, "blocks of --eval-data to use, from its start", minimum=1)
+    checkpoint_every: int = _option(100, "steps between checkpoints; only the latest is kept", minimum=1)
+    resume: bool = _option(False, "continue what is in --output-dir, or start when nothing is")
+    overwrite: bool = _option(False, "delete the run in --output-dir first")
+    cpu: bool = _option(False, "use the CPU even where there is a GPU")
+
+    def __post_init__(self) -> None:
+        """Check values as the command line does, so that both ways in refuse the same."""
+        for item in dataclasses.fields(self):
+            value, minimum = getattr(self, item.name), item.metadata.get("minimum")
+            flag = "--" + item.name.replace("_", "-")
+            if minimum is not None and value is not None and not minimum <= value < math.inf:
+                raise OptionError(f"{flag} must be at least {minimum}, not {value}")
+            choices = item.metadata.get("choices")
+            if choices and value is not None and value not in choices:
+                raise OptionError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+        for first, second in (("lora", "train_only_patch"), ("resume", "overwrite")):
+            if getattr(self, first) and getattr(self, second):
+                flags = f"--{first.replace('_', '-')} and --{second.replace('_', '-')}"
+                raise OptionError(f"{flags} exclude each other")
+        if self.patch == "none":
+            self.patch = None
+        if self.options and self.patch is None:
+            raise OptionError("--options belong to a --patch, and none is given")
+        if self.warmup is None:
+            self.warmup = math.ceil(0.03 * self.max_steps)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's parser, one option per field of `FinetuneArguments`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_linattn.finetune",
+        description="Fine-tune a causal language model, with its attention patched or not, on plain text.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for item in dataclasses.fields(FinetuneArguments):
+        flag, extra = "--" + item.name.replace("_", "-"), dict(item.metadata)
+        extra.pop("minimum", None)
+        required, parse = item.default is dataclasses.MISSING, extra.pop("parse", None)
+        if item.default is False:
+            parser.add_argument(flag, action="store_true", help=extra["help"])
+            continue
+        kinds: dict[str, Callable[[str], Any]] = {
+            "int": int,
+            "float": float,
+            "patch": _patch,
+            "json": _json_object,
+        }
+        kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
+        if not required and item.default is not None:
+            extra["help"] += " (default: %(default)s)"
+        parser.add_argument(
+            flag, type=kind, required=required, default=None if required else item.default, **extra
+        )
+    return parser
+
+
+def finetune(arguments: FinetuneArguments, command: str | None = None) -> dict[str, Any]:
+    """Train as told and return what `results.json` holds.
+
+    Args:
+        arguments: the options.
+        command: how the run was started, for the record; by default the call from Python.
+
+    Raises:
+        DataError: the text or the tokenizer cannot be used.
+        TrainingError: training cannot start or go on; the message names the step and what is kept.
+        OptionError: an option cannot be used on this machine.
+    """
+    # Imported here so that --help and a wrong option answer without loading accelerate and datasets.
+    from hf_linattn.finetune_run import run
+
+    return run(arguments, command or f"finetune({arguments!r})")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser()
+    try:
+        arguments = FinetuneArguments(**vars(parser.parse_args(argv)))
+    except OptionError as error:
+        parser.error(str(error))
+    command = shlex.join(["python", "-m", "hf_linattn.finetune", *argv])
+    process = int(os.environ.get("RANK", "0"))
+    try:
+        _quiet_libraries(process)
+        results = finetune(arguments, command)
+    except LinattnError as error:
+        sys.stderr.write(f"error: {error}\n" if process == 0 else f"error (process {process}): {error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"error: {error.name} is not installed; pip install 'hf-linattn[train]'\n")
+        return 1
+    except KeyboardInterrupt:
+        if process == 0:
+            sys.stderr.write(
+                "\ninterrupted; the same command with --resume continues from the last checkpoint\n"
+            )
+        return 130
+    if process == 0:
+        sys.stdout.write(_summary(results))
+    return 0
+
+
+def _quiet_libraries(process: int) -> None:
+    """Leave the terminal to our own progress bar; let other processes than the first report errors only."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if process > 0:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+
+
+def _summary(results: dict[str, Any]) -> str:
+    lines = [f"{results['steps']} steps, {results['tokens']:,} tokens, {results['seconds']:.0f} s"]
+    if results["eval_loss"] is not None:
+        before, after = results["eval_loss_before"], results["eval_loss"]
+        lines.append(
+            f"validation loss {before:.4f} -> {after:.4f} nats per token "
+            f"(perplexity {math.exp(before):.2f} -> {math.exp(after):.2f})"
+        )
+    lines.append(f"model, train.csv, loss.png and results.json are in {results['arguments']['output_dir']}")
+    return "\n".join(lines) + "\n"
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {text} ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"name": 1}}, not {text}')
+    return value
+
+
+def _patch(text: str) -> str | dict[str, Any]:
+    return _json_object(text) if text.lstrip().startswith("{") else text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,296 @@
+"""What the fine-tuning command does: data, model, training loop and the files it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import peft
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, set_seed
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
+from hf_linattn.data import document_separator, load_blocks
+from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
+from hf_linattn.finetune import FinetuneArguments
+from hf_linattn.plots import save_loss_curve
+from hf_linattn.training import LoopSettings, TrainingLoop
+
+FREE_TO_CHANGE = (
+    *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
+    *("checkpoint_every", "batch_size", "grad_accum"),
+)
+"""What a resumed run may give differently: none changes the weights (batches are compared as a whole)."""
+
+RUN_FILES = (
+    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter"),
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+)
+"""What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
+
+PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
+
+PATCH_PART = ".linattn."
+"""In the name of every parameter that belongs to a patch."""
+
+
+def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
+    """See `hf_linattn.finetune.finetune`."""
+    accelerator = _make_accelerator(arguments)
+    folder = Path(arguments.output_dir).expanduser()
+    settings = _settings(arguments, accelerator)
+    if accelerator.is_main_process:
+        _check_folder(folder, arguments, settings)
+    accelerator.wait_for_everyone()
+    if arguments.resume and (folder / "results.json").exists():
+        finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return finished
+    tokenizer = _load_tokenizer(arguments.tokenizer or arguments.model)
+    with accelerator.main_process_first():  # the others find the tokens of tables in the cache
+        blocks, eval_blocks = _load_data(arguments, tokenizer)
+    base = _load_model(arguments)
+    _check_fit(base, blocks, eval_blocks)
+    model = _choose_trained(base, arguments)
+    if accelerator.is_main_process:
+        _begin(
+            folder, {**settings, "data_sha256": hashlib.sha256(blocks.data).hexdigest()}, arguments.overwrite
+        )
+    accelerator.wait_for_everyone()
+    loop = TrainingLoop(
+        accelerator, model, blocks, _loop_settings(arguments), folder, eval_blocks=eval_blocks
+    )
+    loop.run()
+    box: list[dict[str, Any]] = [{}]
+    if loop.log is not None:
+        box = [_results(arguments, command, loop, document_separator(tokenizer)[1])]
+        _save(accelerator.unwrap_model(loop.model), tokenizer, folder)
+        with replacing(folder / "loss.png") as partial:
+            save_loss_curve(loop.log.rows, partial, f"{arguments.model}, {arguments.patch or 'no new patch'}")
+        # Written last: where it is, the run is complete and its checkpoint no longer needed.
+        write_json(folder / "results.json", box[0])
+        loop.checkpoint.remove()
+    broadcast_object_list(box)
+    accelerator.end_training()
+    return box[0]
+
+
+def _make_accelerator(arguments: FinetuneArguments) -> Accelerator:
+    try:
+        return Accelerator(mixed_precision=arguments.mixed_precision, cpu=arguments.cpu)
+    except ValueError as error:
+        raise OptionError(f"--mixed-precision {arguments.mixed_precision}: {_first_line(error)}") from error
+
+
+def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[str, Any]:
+    """What decides the trained weights; a resumed run must have the same."""
+    everything = dataclasses.asdict(arguments)
+    settings = {name: value for name, value in everything.items() if name not in FREE_TO_CHANGE}
+    settings["mixed_precision"] = str(accelerator.mixed_precision)
+    settings["global batch"] = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
+    return settings
+
+
+def _check_folder(folder: Path, arguments: FinetuneArguments, settings: dict[str, Any]) -> None:
+    """See that the output folder can be used for this run, before anything slow begins.
+
+    Raises:
+        TrainingError: it cannot; the message says what to do.
+    """
+    if folder.exists() and Path(arguments.model).exists() and folder.samefile(arguments.model):
+        raise TrainingError(f"--output-dir {folder} is --model itself: choose another directory")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    if not (folder / "run.json").exists():
+        strange = [name for name in RUN_FILES if any(folder.glob(name))]
+        if strange:
+            raise TrainingError(
+                f"{folder} holds {', '.join(strange)} but no run of this command: choose another directory"
+            )
+    elif arguments.resume:
+        _check_same_settings(folder, settings)
+    elif not arguments.overwrite:
+        raise TrainingError(f"{folder} already holds a run: give --resume, --overwrite or another directory")
+
+
+def _check_same_settings(folder: Path, settings: dict[str, Any]) -> None:
+    before = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(settings))
+    changed = [
+        f"{name} ({before.get(name)!r} then, {value!r} now)"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if changed:
+        raise TrainingError(f"cannot resume the run in {folder}: it began with other {', '.join(changed)}")
+
+
+def _begin(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    """Record the settings, over an old run when told so; a resumed run must have the same text as before."""
+    run_file = folder / "run.json"
+    if overwrite and run_file.exists():
+        with writing(folder):
+            for path in [path for name in RUN_FILES for path in folder.glob(name) if path != run_file]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    elif run_file.exists():
+        _check_same_settings(folder, settings)
+        Checkpoint(folder).sweep()
+        return
+    write_json(run_file, settings)
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"no tokenizer in {name} (give one with --tokenizer): {_first_line(error)}"
+        ) from error
+    return tokenizer
+
+
+def _load_data(
+    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase
+) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+    size, column = arguments.block_size, arguments.text_column
+    blocks = load_blocks(arguments.data, tokenizer, size, column=column, split=arguments.data_split)
+    if arguments.eval_data is None:
+        return blocks, None
+    held_out = load_blocks(arguments.eval_data, tokenizer, size, column=column, split=arguments.eval_split)
+    return blocks, held_out[: arguments.eval_blocks]
+
+
+def _load_model(arguments: FinetuneArguments) -> PreTrainedModel:
+    """The model with its patch; new parameters depend on the seed."""
+    from hf_linattn import from_pretrained, patch_model
+
+    try:
+        model: PreTrainedModel = from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
+    except LinattnError:
+        raise
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"cannot load --model {arguments.model}: {_first_line(error)}") from error
+    set_seed(arguments.seed)
+    if arguments.patch is not None:
+        patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
+    return model
+
+
+def _choose_trained(model: PreTrainedModel, arguments: FinetuneArguments) -> nn.Module:
+    """Everything, the patch's parameters, or LoRA and the patch's parameters."""
+    learned = [name for name, _ in model.named_parameters() if PATCH_PART in name]
+    if arguments.lora:
+        return _add_lora(model, arguments, with_patch=bool(learned))
+    if arguments.train_only_patch:
+        if not learned:
+            patch = arguments.patch or f"the attention of {arguments.model}"
+            raise TrainingError(f"--train-only-patch: {patch} has no parameters of its own to train")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(PATCH_PART in name)
+    return model
+
+
+def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments, *, with_patch: bool) -> nn.Module:
+    config = peft.LoraConfig(
+        r=arguments.lora,
+        lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
+        target_modules="all-linear",
+        exclude_modules=rf".*{re.escape(PATCH_PART.rstrip('.'))}(\..*)?",
+        modules_to_save=[PATCH_PART.strip(".")] if with_patch else None,
+        # GPT-2 keeps its weights transposed
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config)
+
+
+def _check_fit(model: PreTrainedModel, *data: NDArray[np.int32] | None) -> None:
+    """The model must know every token and every position.
+
+    Raises:
+        DataError: it does not.
+    """
+    known = len(cast("Tensor", model.get_input_embeddings().weight))
+    config = model.config.get_text_config()
+    # Rotary models count on beyond the length they were trained at; learned positions end.
+    limit = (
+        None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+    )
+    for blocks in data:
+        if blocks is None:
+            continue
+        if blocks.max() >= known:
+            raise DataError(
+                f"the tokenizer gives token {blocks.max()}, the model knows {known}: give its own --tokenizer"
+            )
+        if limit is not None and blocks.shape[1] > limit:
+            raise DataError(f"--block-size {blocks.shape[1]} is more than the model's {limit} positions")
+
+
+def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:
+    names = [item.name for item in dataclasses.fields(LoopSettings)]
+    return LoopSettings(**{name: getattr(arguments, name) for name in names})
+
+
+def _save(model: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the model, with LoRA merged into it, so that `hf_linattn.from_pretrained(folder)` loads it."""
+    with filling(folder) as partial:
+        if isinstance(model, peft.PeftModel):
+            # Otherwise peft looks the base model's vocabulary up on the Hub.
+            model.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
+            model = model.merge_and_unload()
+        model.save_pretrained(str(partial))
+        tokenizer.save_pretrained(partial)
+
+
+def _results(
+    arguments: FinetuneArguments, command: str, loop: TrainingLoop, separation: str
+) -> dict[str, Any]:
+    assert loop.log is not None
+    rows = loop.log.rows
+    losses = [float(row["eval_loss"]) for row in rows if row["eval_loss"]]
+    named = list(loop.bare_model.named_parameters())
+    return {
+        "command": command,
+        "arguments": dataclasses.asdict(arguments),
+        "seed": arguments.seed,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "device": str(loop.accelerator.device),
+        "processes": loop.accelerator.num_processes,
+        "global_batch": loop.global_batch,
+        "parameters": sum(parameter.numel() for _, parameter in named),
+        "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),
+        "patch_parameters": sum(parameter.numel() for name, parameter in named if PATCH_PART in name),
+        "blocks": len(loop.blocks),
+        "documents": f"{separation}; joined in order and cut into blocks; attention crosses their borders",
+        "steps": loop.step,
+        "tokens": int(rows[-1]["tokens"]),
+        "loss": float(rows[-1]["loss"]),
+        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss": losses[-1] if losses else None,
+        "seconds": round(loop.seconds, 3),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,175 @@
+"""The mask function registered with transformers: it keeps the meaning of a mask instead of its N x N picture.
+
+For plain patterns it returns a *compact mask*, an integer tensor `[B, 1, R, S]` over the S keys with rows
+
+    0  index of the key minus index of the first query (the offset would be lost with a static cache otherwise)
+    1  document of the key, counted from 1; 0 for padding        (absent: nothing is padded or packed)
+    2  size of the sliding window, 0 for none                    (rows 2 and 3 come together)
+    3  chunk of the key, for chunked attention
+
+int32 says causal, int64 bidirectional. Every other pattern becomes the ordinary boolean mask of transformers,
+`[B, 1, N, S]`, which each attention reads for itself. Nothing is ever approximated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
+
+
+def is_compact(mask: Tensor | None) -> bool:
+    """Whether a mask was written by `compact_mask`."""
+    return mask is not None and mask.dtype in (CAUSAL, BIDIRECTIONAL)
+
+
+class Pattern:
+    """What a mask function of transformers means: its kind, its documents, its window."""
+
+    def __init__(self, kind: str | None, documents: Tensor | None = None, overlay: str | None = None):
+        self.kind, self.documents, self.overlay = kind, documents, overlay
+
+
+UNKNOWN = Pattern(None)
+
+
+def _closure(function: Callable[..., Any], name: str) -> Any:
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (c.cell_contents for c in cells), strict=True))[name]
+
+
+def read_pattern(function: Callable[..., Any]) -> Pattern:
+    """Recognise a mask function by identity and by the closures that transformers builds."""
+    if function is masking_utils.causal_mask_function:
+        return Pattern("causal")
+    if function is masking_utils.bidirectional_mask_function:
+        return Pattern("bidirectional")
+    name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask")
+    if name == "and_masks.<locals>.and_mask":
+        parts = [read_pattern(part) for part in _closure(function, "mask_functions")]
+        kinds = {part.kind for part in parts if part.kind != "any"}
+        documents = [part.documents for part in parts if part.documents is not None]
+        overlays = [part.overlay for part in parts if part.overlay is not None]
+        if len(kinds) == 1 and len(documents) < 2 and len(overlays) < 2:
+            return Pattern(kinds.pop(), *(documents or [None]), *(overlays or [None]))
+    elif name == "packed_sequence_mask_function":
+        return Pattern("any", documents=_closure(function, "packed_sequence_mask"))
+    elif name == "remap_positions_for_packed_sequence":
+        return read_pattern(_closure(function, "mask_function"))
+    elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
+        return Pattern("any", overlay="window")
+    elif name == "chunked_overlay":
+        return Pattern("any", overlay="chunk")
+    return UNKNOWN
+
+
+def _traced_pattern(
+    function: Callable[..., Any], local_size: int | None, config: Any, batch: int, length: int | None, device: Any
+) -> Pattern:
+    """While tracing, closures cannot be read, and transformers wraps every mask as if documents were packed.
+
+    By elimination (custom parts set `use_vmap`, islands are an `or_mask`) an `and_mask` is causal with documents, a
+    window or chunks. Documents and chunks end where a key no longer sees the one before it.
+    """
+    if function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function:
+        return read_pattern(function)
+    if getattr(function, "__name__", "") != "and_mask" or not getattr(config, "is_causal", True):
+        return UNKNOWN
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if length is None:
+        return UNKNOWN if chunked or local_size is None else Pattern("causal", overlay="window")
+    index = torch.arange(1, length, device=device)[None]
+    linked = function(torch.arange(batch, device=device)[:, None], 0, index, index - 1)
+    documents = torch.nn.functional.pad((~linked).expand(batch, -1).long().cumsum(1), (1, 0))
+    return Pattern("causal", documents, None if chunked or local_size is None else "window")
+
+
+def compact_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The registered mask function; arguments as transformers passes them.
+
+    Returns:
+        A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.
+    """
+    tracing = torch.compiler.is_compiling()
+    whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
+    if use_vmap:
+        pattern = UNKNOWN
+    elif tracing:
+        pattern = _traced_pattern(mask_function, local_size, config, batch_size, q_length if whole else None, device)
+    else:
+        pattern = read_pattern(mask_function)
+    # a model that asks for a real mask combines it with one of its own (sparse indexers)
+    combines = kwargs.get("allow_is_causal_skip") is False and local_size is None and q_length > 1
+    if pattern.kind == "causal" and pattern.documents is None and combines and not tracing:
+        pattern = UNKNOWN
+    packed_chunks = pattern.overlay == "chunk" and pattern.documents is not None
+    packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
+    if pattern.kind not in ("causal", "bidirectional") or packed_chunks or packed_both_ways:
+        kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False  # None would lose the padding
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            device=device,
+            **kwargs,
+        )
+    return _encode(pattern, batch_size, kv_length, q_offset, kv_offset, attention_mask, local_size, device)
+
+
+def _encode(
+    pattern: Pattern,
+    batch: int,
+    length: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+    device: torch.device | str,
+) -> Tensor:
+    dtype = CAUSAL if pattern.kind == "causal" else BIDIRECTIONAL
+    index = torch.arange(length, device=device) + kv_offset
+    rows = [(index - q_offset)[None]]
+    visible = None
+    if pattern.documents is not None:
+        visible = pattern.documents + 1
+    elif attention_mask is not None:
+        width = attention_mask.shape[-1]
+        visible = attention_mask[:, index.clamp(max=width - 1)] & (index < width)
+        if not torch.compiler.is_compiling() and bool(visible.all()):
+            visible = None
+    if visible is not None or pattern.overlay is not None:
+        ones = torch.ones_like(index)[None]
+        rows.append(ones if visible is None else visible)
+    if pattern.overlay is not None:
+        assert local_size is not None
+        window = local_size if pattern.overlay == "window" else 0
+        first = 0
+        if pattern.overlay == "chunk" and attention_mask is not None:
+            first = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
+        chunk = (index[None] - first) // local_size if pattern.overlay == "chunk" else torch.zeros_like(index)[None]
+        rows += [torch.full_like(index, window)[None], chunk]
+    return torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]

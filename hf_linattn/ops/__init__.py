@@ -1,0 +1,1 @@
+"""Attention arithmetic on tensors; nothing here knows of transformers."""

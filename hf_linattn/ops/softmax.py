@@ -1,0 +1,110 @@
+"""Softmax attention with an optional sink: an extra key of logit b and value 0, so that a head may attend to nothing.
+
+    o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij))
+
+b = 0 is softmax1 ("Attention is off by one", Miller 2023); b per head is the sink of gpt-oss.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def additive(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """One mask for SDPA from a boolean mask and a bias: boolean, additive, or None."""
+    if bias is None:
+        return mask
+    bias = bias.to(like.dtype)
+    return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    shared = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=shared
+    )
+
+
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    scaling: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention through torch's fused kernels, exact with a sink too.
+
+    Args:
+        query: `[B, H, N, D]`; key, value: `[B, Hkv, S, D]`, `[B, Hkv, S, Dv]`.
+        mask: boolean, broadcast to `[B, H, N, S]`, True where visible. Rows that see nothing give 0.
+        bias: added to the scores, broadcast to `[B, H, N, S]`.
+        is_causal: no mask, N == S, query i sees keys up to i.
+        scaling: of the scores; None for D^-0.5.
+        sink: logit b, a scalar or `[H]`; None for plain softmax.
+        dropout: probability, applied to the weights.
+
+    Returns:
+        `[B, H, N, Dv]`.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if sink is None:
+        allowed = additive(mask, bias, query)
+        return _sdpa(query, key, value, allowed, dropout, is_causal, scale)
+    if is_causal and sink.ndim == 0 and not sink.requires_grad and bias is None and mask is None:
+        # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
+        query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))
+        return _sdpa(query, key, value, None, dropout, True, scale)[:, :, 1:]
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+        mask = (mask.tril(keys - queries) if is_causal else mask)[None, None]
+    column = torch.as_tensor(sink, dtype=query.dtype, device=query.device).reshape(1, -1, 1, 1)
+    scores = additive(mask, bias if bias is not None else torch.zeros_like(column), query)
+    assert scores is not None
+    shape = torch.broadcast_shapes(scores.shape[:3], (1, column.shape[1], queries))
+    scores = torch.cat([scores.expand(*shape, keys), column.expand(*shape, 1)], -1)
+    key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    return _sdpa(query, key, value, scores, dropout, False, scale)
+
+
+def scores_of(
+    query: Tensor, key: Tensor, scaling: float | None, bias: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Scaled, capped and biased scores `[B, H, N, S]` in float32 (float64 in float64 models)."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.to(dtype) @ key.to(dtype).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores if bias is None else scores + bias.to(dtype)
+
+
+def softmax_weights(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
+    """Weights `[B, H, N, S]`: rows sum to 1, or to less with a sink; rows that see nothing are 0."""
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    top = scores.amax(-1, keepdim=True).detach()
+    logit = None if sink is None else torch.as_tensor(sink, dtype=scores.dtype, device=scores.device).reshape(1, -1, 1, 1)
+    if logit is not None:
+        top = torch.maximum(top, logit.detach())
+    top = top.clamp_min(torch.finfo(scores.dtype).min)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    if logit is not None:
+        total = total + (logit - top).exp()
+    return weights / total.clamp_min(torch.finfo(scores.dtype).tiny)

@@ -1,0 +1,153 @@
+"""The one function registered with transformers, and the pre-hook that finds the state of each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_linattn.cache import StateLayer, install, self_attention_cache
+from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.masks import CAUSAL, compact_mask, is_compact
+from hf_linattn.sites import CACHE_ARGUMENTS, read_source
+from hf_linattn.visibility import read_visibility
+
+NAME = "linattn"
+"""Name of the attention implementation, of the child module, and of the entry in config.json."""
+KEPT = "_linattn_kept"
+"""Attribute of attention modules that keep their own implementation in a patched model: its name."""
+CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
+USED = "used"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Route one attention call to the module's patch, or to its own implementation where it keeps that.
+
+    Args:
+        module: the attention module.
+        query: `[B, H, N, D]`; key: `[B, Hkv, S, D]`; value: `[B, Hkv, S, Dv]`.
+        attention_mask: see `masks`.
+        scaling, dropout, is_causal, kwargs: as transformers passes them.
+
+    Returns:
+        Output `[B, N, H, Dv]` and attention weights or None.
+
+    Raises:
+        NotPatchedError: a module that was never patched asks for this implementation.
+    """
+    child = module._modules.get(NAME)
+    if child is None:
+        kept = getattr(module, KEPT, None)
+        if kept is None:
+            raise NotPatchedError(
+                f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the folder with "
+                "hf_linattn.from_pretrained, or call patch_model on this model."
+            )
+        if is_causal is not None:
+            kwargs["is_causal"] = is_causal
+        return own_attention(module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs)
+    layer = child.layer
+    if layer is not None:
+        if layer == USED:
+            raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
+        child.layer = USED
+    return child(module, layer, query, key, value, attention_mask, scaling, dropout, is_causal, kwargs)  # type: ignore[no-any-return]
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of a module that stays as it was inside a patched model."""
+    if is_compact(mask):
+        assert mask is not None
+        causal = mask.dtype == CAUSAL
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+        if visibility.plain and kept == "sdpa":
+            mask = None
+            kwargs.setdefault("is_causal", causal and query.shape[2] > 1)
+        else:
+            mask = visibility.mask(query.device)[..., : key.shape[2]]
+            mask = mask.expand(query.shape[0], *mask.shape[1:])
+    if mask is not None and mask.dtype == torch.bool and kept == "eager":
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    if kept == "eager":
+        function = type(module).forward.__globals__["eager_attention_forward"]
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[kept]
+    return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def check_kept(module: nn.Module, name: str, kept: str) -> None:
+    """Refuse implementations that read masks of a kind of their own.
+
+    Raises:
+        UnsupportedModelError: naming the module and what to load instead.
+    """
+    known = kept in KEPT_IMPLEMENTATIONS
+    if not known or (kept == "eager" and "eager_attention_forward" not in type(module).forward.__globals__):
+        raise UnsupportedModelError(
+            f"{name} keeps its own attention, {kept!r}, beside patched layers; that works for "
+            f"{' and '.join(KEPT_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
+        )
+
+
+def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: put a state layer into the cache at this module's place, and hand it to the child.
+
+    Raises:
+        NotPatchedError: another attention implementation was set after patching.
+    """
+    child = module._modules[NAME]
+    assert child is not None
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    if implementation != NAME:
+        raise NotPatchedError(
+            f"the attention implementation was set to {implementation!r} after patch_model, which would undo half of it: "
+            "call unpatch_model first, or set it back to 'linattn'."
+        )
+    child.layer = None
+    child.cross = any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
+    if child.cross or not child.linear:
+        return
+    source = read_source(type(module))
+    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+    if source is None or not source.updates:
+        return
+    if cache is None and source.cache_position is not None and len(args) > source.cache_position:
+        cache = args[source.cache_position]
+    if cache is None:
+        return
+    index = module.layer_idx
+    if source.slot == "argument":
+        position = source.parameters.index("layer_idx")
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
+    elif source.slot not in (None, "self"):
+        index = index + kwargs.get(source.slot, 0)
+    layer: StateLayer = install(self_attention_cache(cache), index, f"{type(module).__name__} {index}")
+    layer.armed = True
+    child.layer = layer
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, compact_mask)

@@ -1,0 +1,204 @@
+"""Attention modules of a model that route through transformers' attention interface, read from their own source.
+
+An attention module is recognised by what its `forward` does: it calls `attention_interface(self, q, k, v, ...)`. The
+keywords of that call say what the module adds to softmax(qk)v; where it stores its keys says which cache layer is its.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
+EXTRAS = {
+    "position_bias": "adds a learned position bias to the scores",
+    "softcap": "caps its scores with tanh",
+    "s_aux": "has attention sinks of its own",
+    "sinks": "has attention sinks of its own",
+    "indices": "sees only the keys that an indexer selects",
+    "block_indices": "sees only the blocks that an indexer selects",
+}
+"""Keywords of the interface call that change the mathematics, and what each does."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the source of an attention class says.
+
+    Attributes:
+        calls: number of calls of the interface on one path through `forward`.
+        extras: keyword of `EXTRAS` -> the expression passed, as text.
+        slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a name for
+            self.layer_idx plus that argument, None where it cannot be told or there is no cache.
+        updates: whether a cache is written at all.
+        cache_position: index of the cache among forward's positional arguments, None if keyword only.
+    """
+
+    calls: int
+    extras: tuple[tuple[str, str], ...]
+    slot: str | None
+    updates: bool
+    cache_position: int | None
+    parameters: tuple[str, ...]
+
+
+def _is_interface_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "attention_interface" in node.func.id
+
+
+def _calls_on_a_path(node: ast.AST) -> int:
+    """Interface calls on the longest path: branches of an `if` are alternatives, a comprehension counts once."""
+    if isinstance(node, ast.If):
+        return max(sum(map(_calls_on_a_path, node.body)), sum(map(_calls_on_a_path, node.orelse)))
+    here = 1 if _is_interface_call(node) else 0
+    return here + sum(map(_calls_on_a_path, ast.iter_child_nodes(node)))
+
+
+def _slot(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str | None, bool]:
+    updates = [
+        node.args[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "update"
+        and len(node.args) > 2
+        and "cross" not in ast.unparse(node.func.value)
+    ]
+    slots = set()
+    for argument in updates:
+        text = ast.unparse(argument)
+        if text == "self.layer_idx":
+            slots.add("self")
+        elif text == "layer_idx" and text in parameters:
+            slots.add("argument")
+        elif text.startswith("self.layer_idx + ") and text.removeprefix("self.layer_idx + ") in parameters:
+            slots.add(text.removeprefix("self.layer_idx + "))
+        else:
+            slots.add("")
+    slot = slots.pop() if len(slots) == 1 else None
+    return slot or None, bool(updates)
+
+
+@lru_cache(maxsize=None)
+def read_source(cls: type[nn.Module]) -> Source | None:
+    """What the class's forward says, or None if it does not call the attention interface."""
+    forward = inspect.unwrap(cls.forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    text = ast.unparse(tree)
+    if "ALL_ATTENTION_FUNCTIONS" not in text and not any(map(_is_interface_call, ast.walk(tree))):
+        return None
+    parameters = tuple(inspect.signature(forward).parameters)[1:]
+    extras = {
+        keyword.arg: ast.unparse(keyword.value)
+        for call in ast.walk(tree)
+        if _is_interface_call(call)
+        for keyword in call.keywords  # type: ignore[attr-defined]
+        if keyword.arg in EXTRAS
+    }
+    slot, updates = _slot(tree, parameters)
+    position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
+    calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
+    return Source(max(1, calls), tuple(extras.items()), slot, updates, position, parameters)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module of a model.
+
+    Attributes:
+        name: dotted name in the model.
+        module: the attention module.
+        source: what its class's source says.
+        layer_idx: its index among the layers, None where it has none.
+        window: "sliding" or "chunked" for a limited window, else None.
+        head_dim, value_dim, heads, kv_heads: sizes, None where they cannot be told.
+        max_positions: the config's max_position_embeddings, in tokens.
+    """
+
+    name: str
+    module: nn.Module
+    source: Source
+    layer_idx: int | None
+    window: str | None
+    head_dim: int | None
+    value_dim: int | None
+    heads: int | None
+    kv_heads: int | None
+    max_positions: int | None
+
+    def extras(self) -> dict[str, str]:
+        """Keyword -> what the module does with it, for those that are in force."""
+        found = {}
+        for keyword, text in self.source.extras:
+            if text == "None":
+                continue
+            attribute = text.removeprefix("self.")
+            if text.startswith("self.") and attribute.isidentifier() and getattr(self.module, attribute, None) is None:
+                continue
+            found[keyword] = EXTRAS[keyword]
+        return found
+
+
+def window_of(module: nn.Module) -> str | None:
+    """Whether the layer is windowed; many modules leave that to the config (mistral)."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types and index is not None and index < len(types):
+        kind = str(types[index])
+        return "chunked" if "chunked" in kind else "sliding" if "sliding" in kind else None
+    if hasattr(module, "sliding_window"):
+        return "sliding" if module.sliding_window not in (None, -1, (-1, -1)) else None
+    if getattr(config, "attention_chunk_size", None):
+        return "chunked"
+    return "sliding" if getattr(config, "sliding_window", None) else None
+
+
+def _first(owner: Any, *names: str) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _site(name: str, module: nn.Module, source: Source) -> Site:
+    config = getattr(module, "config", None)
+    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
+    head_dim = _first(module, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+    value_dim = _first(module, "v_head_dim") or head_dim
+    kv_heads = _first(module, "num_key_value_heads", "num_kv_heads")
+    if kv_heads is None and heads is not None:
+        groups = _first(module, "num_key_value_groups")
+        latent = hasattr(module, "kv_lora_rank")  # keys of latent attention come in expanded to every head
+        kv_heads = heads if latent or not groups else heads // groups
+    index = _first(module, "layer_idx")
+    positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
+    window = window_of(module)
+    return Site(name, module, source, index, window, head_dim, value_dim, heads, kv_heads, positions)
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Every attention module that routes through the interface, in the order of the model."""
+    found = []
+    for name, module in model.named_modules():
+        source = read_source(type(module))
+        if source is not None and getattr(module, "config", None) is not None:
+            found.append(_site(name, module, source))
+    return found
+
+
+def attention_classes(model: nn.Module) -> list[str]:
+    """Names of classes that look like attention but do not route, for messages."""
+    names = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
+    routed = {type(site.module).__name__ for site in find_sites(model)}
+    return sorted(names - routed)

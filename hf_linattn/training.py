@@ -1,0 +1,283 @@
+"""The training loop: AdamW, cosine schedule with warm-up, validation, checkpoints; one or many processes.
+
+What step k does depends only on the settings and k: the rows of its batch, its learning rate and its random
+numbers are computed from them, never carried along. So a run that is killed and resumed repeats the
+uninterrupted one exactly, and the same global batch gives the same update however many processes share it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hf_linattn.checkpointing import Checkpoint, TrainLog
+from hf_linattn.errors import TrainingError
+
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+"""(model, token ids [B, N]) -> mean loss of every row [B]."""
+
+FINAL_LR = 0.1
+"""Learning rate of the last step, as a part of the peak."""
+
+MAX_SKIPPED = 20
+"""float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the loop does; the names are those of the command's options."""
+
+    max_steps: int
+    lr: float
+    warmup: int
+    batch_size: int
+    grad_accum: int = 1
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    eval_every: int = 100
+    checkpoint_every: int = 100
+
+
+def learning_rate(step: int, settings: LoopSettings) -> float:
+    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine to a tenth of it."""
+    if step <= settings.warmup:
+        return settings.lr * step / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
+    return settings.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64]:
+    """Block numbers of the global batch of step 1, 2, ...: a new permutation of all blocks per epoch.
+
+    A batch may take the end of one epoch and the start of the next.
+    """
+    places = np.arange((step - 1) * size, step * size)
+    epochs = places // blocks
+    rows = np.empty(size, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        order = np.random.default_rng([seed, int(epoch)]).permutation(blocks)
+        here = epochs == epoch
+        rows[here] = order[places[here] % blocks]
+    return rows
+
+
+def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """Mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1).mean(1)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    blocks: NDArray[np.int32],
+    batch_size: int,
+    losses: LossFunction = next_token_losses,
+) -> float:
+    """Mean loss over all blocks, shared between the processes; nats per token.
+
+    Every process runs the same number of full batches (the last ones repeat rows, with weight 0), because a
+    process without work would leave the others waiting.
+    """
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    stride = batch_size * accelerator.num_processes
+    for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
+        rows = np.arange(start, start + batch_size)
+        values = losses(model, _to_device(blocks[rows % len(blocks)], accelerator))
+        total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
+    model.train(was_training)
+    return math.fsum(gather_object([total])) / len(blocks)
+
+
+class TrainingLoop:
+    """Trains the parameters of `model` that require gradients.
+
+        loop = TrainingLoop(Accelerator(), model, blocks, settings, Path("out"))
+        loop.run()  # continues from the checkpoint in out/ where there is one
+
+    Writes `train.csv` and `checkpoint/` in `output_dir`, on the main process only.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        blocks: NDArray[np.int32],
+        settings: LoopSettings,
+        output_dir: Path,
+        *,
+        eval_blocks: NDArray[np.int32] | None = None,
+        losses: LossFunction = next_token_losses,
+    ) -> None:
+        if accelerator.distributed_type not in _SUPPORTED:
+            raise TrainingError(
+                f"{accelerator.distributed_type.value} is not supported: it splits the parameters; "
+                "use plain data parallelism (accelerate launch --multi_gpu, or --cpu)"
+            )
+        self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
+        self.eval_blocks, self.losses = eval_blocks, losses
+        self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
+        model.to(accelerator.device)
+        self.bare_model = model
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        )
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.checkpoint = Checkpoint(output_dir)
+        progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
+        self.step: int = progress["step"]
+        """Steps done."""
+        self._saved_step: int | None = self.step or None
+        self._seconds_before: float = progress["seconds"]
+        self._started = time.perf_counter()
+        if accelerator.scaler is not None and "scaler" in progress:
+            accelerator.scaler.load_state_dict(progress["scaler"])
+        self._skipped = 0
+        # nobody may still be reading the checkpoint when it is replaced
+        accelerator.wait_for_everyone()
+        self.log = TrainLog(output_dir / "train.csv", self.step) if accelerator.is_main_process else None
+
+    def run(self) -> None:
+        """Train up to `max_steps`.
+
+        Raises:
+            TrainingError: loss or gradient is not a number, or a file cannot be written.
+        """
+        settings, main = self.settings, self.accelerator.is_main_process
+        if self.step == 0 and self.eval_blocks is not None:
+            self._write_row(eval_loss=self._evaluate())
+        self.model.train()
+        with tqdm(
+            total=settings.max_steps,
+            initial=self.step,
+            desc="train",
+            unit="step",
+            disable=not main,
+            mininterval=0.5,
+        ) as bar:
+            while self.step < settings.max_steps:
+                row = self._train_step()
+                due = self.step % settings.eval_every == 0 or self.step == settings.max_steps
+                eval_loss = self._evaluate() if due and self.eval_blocks is not None else None
+                self._write_row(**row, eval_loss=eval_loss)
+                bar.set_postfix(
+                    {"loss": f"{row['loss']:.4f}", "tokens/s": f"{row['tokens_per_second']:.0f}"},
+                    refresh=False,
+                )
+                bar.update()
+        for name, parameter in self.bare_model.named_parameters():
+            if parameter.requires_grad and not torch.isfinite(parameter).all():
+                raise self._stop(f"the last step, {self.step}, left numbers in {name} that are not finite")
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, over all its resumed parts, without what a kill threw away."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _train_step(self) -> dict[str, float]:
+        """One update of the parameters; returns the numbers of its row in `train.csv`."""
+        began = time.perf_counter()
+        step, settings, accelerator = self.step + 1, self.settings, self.accelerator
+        # every process needs dropout of its own
+        randomness = np.random.SeedSequence([settings.seed, step, accelerator.process_index])
+        torch.manual_seed(int(randomness.generate_state(1)[0]))
+        rate = learning_rate(step, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._backward(batch_rows(step, self.global_batch, len(self.blocks), settings.seed))
+        if not math.isfinite(loss):
+            raise self._stop(f"the loss is {loss} at step {step}")
+        norm = float(accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf))
+        if not math.isfinite(norm) and accelerator.scaler is None:
+            raise self._stop(f"the gradient's norm is {norm} at step {step}")
+        lost = time.perf_counter()
+        # Only now: the loss of this step has shown that the state after the one before is sound.
+        if self.step and self.step % settings.checkpoint_every == 0 and self.step != self._saved_step:
+            self._save_checkpoint()
+        lost = time.perf_counter() - lost
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._skipped = self._skipped + 1 if self.optimizer.step_was_skipped else 0
+        if self._skipped > MAX_SKIPPED:
+            raise self._stop(f"the float16 gradients overflow again and again, last at step {step}")
+        self.step = step
+        tokens = self.global_batch * self.blocks.shape[1]
+        speed = tokens / (time.perf_counter() - began - lost)
+        return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens_per_second": round(speed, 1)}
+
+    def _backward(self, rows: NDArray[np.int64]) -> float:
+        """Add the gradient of the global batch's mean loss; returns that loss."""
+        accelerator, settings = self.accelerator, self.settings
+        mine = rows.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
+        total = torch.zeros((), device=accelerator.device)
+        for micro in range(settings.grad_accum):
+            last = micro == settings.grad_accum - 1
+            ids = _to_device(self.blocks[mine[micro, accelerator.process_index]], accelerator)
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                # all rows have the same number of targets, so the mean of means is the mean over tokens
+                loss = self.losses(self.model, ids).mean() / settings.grad_accum
+                accelerator.backward(loss)
+            total += loss.detach()
+        return float(accelerator.reduce(total, "mean"))
+
+    def _evaluate(self) -> float:
+        assert self.eval_blocks is not None
+        loss = evaluate(self.accelerator, self.model, self.eval_blocks, self.settings.batch_size, self.losses)
+        if not math.isfinite(loss):
+            raise self._stop(f"the validation loss is {loss} after step {self.step}")
+        return loss
+
+    def _write_row(self, **values: float | None) -> None:
+        if self.log is not None:
+            tokens = self.step * self.global_batch * self.blocks.shape[1]
+            self.log.append(step=self.step, tokens=tokens, **values)
+
+    def _save_checkpoint(self) -> None:
+        if self.log is not None:
+            self.log.sync()
+            progress: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
+            if self.accelerator.scaler is not None:
+                progress["scaler"] = self.accelerator.scaler.state_dict()
+            self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress)
+        self._saved_step = self.step
+
+    def _stop(self, what: str) -> TrainingError:
+        kept = (
+            f"the checkpoint of step {self._saved_step} is kept"
+            if self._saved_step
+            else "no checkpoint was due yet"
+        )
+        return TrainingError(f"{what}; {kept}. Try a lower --lr, a longer --warmup or --mixed-precision no.")
+
+
+_SUPPORTED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+}
+
+
+def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+    return torch.from_numpy(rows).to(accelerator.device, dtype=torch.int64)

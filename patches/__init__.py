@@ -1,0 +1,1 @@
+"""One attention per file; `hf_linattn.registry` finds them."""

@@ -1,0 +1,58 @@
+"""logn: scores scaled by the logarithm of the number of visible keys."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention import Modifier
+from hf_linattn.errors import OptionError
+from hf_linattn.registry import register
+from hf_linattn.sites import Site
+
+
+@register("logn")
+class Logn(Modifier):
+    """Log-n scaling: scores times log(n) / log(train_length), so that entropy stays put as the context grows.
+
+    s'_ij = s_ij log(n_i) / log(train_length), n_i the number of keys that query i sees: padding, other documents and
+    keys outside the window do not count. With `kappa` the factor is kappa log(n_i). The query carries the factor, so it
+    comes before a model's own softcap and leaves its sinks alone.
+
+    Options:
+        train_length: tokens at which the factor is 1; "config" takes the model's max_position_embeddings.
+        kappa: the factor per log n, instead of 1 / log(train_length).
+        clip: hold the factor at 1 or more, as Qwen does: nothing changes inside the training length.
+
+    Source: Su 2021, kexue.fm/archives/8823 (512); "Overcoming a Theoretical Limitation of Self-Attention", Chiang and
+    Cholak 2022, arXiv:2202.12172; Qwen's logn_attn (clip).
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        train_length: int | Literal["config"] = 512,
+        kappa: float | None = None,
+        clip: bool = False,
+    ) -> None:
+        super().__init__(site)
+        length = train_length
+        if length == "config":
+            if site.max_positions is None:
+                raise OptionError(f"{site.name}: its config has no max_position_embeddings; give train_length in tokens")
+            length = site.max_positions
+        if length < 2:
+            raise OptionError(f"train_length must be at least 2 tokens, got {length}")
+        if kappa is not None and not (math.isfinite(kappa) and kappa > 0):
+            raise OptionError(f"kappa must be a positive number, got {kappa}")
+        if kappa is not None and train_length != 512:
+            raise OptionError("kappa and train_length say the same thing twice: give one of them")
+        self.clip = clip
+        self.factor = 1 / math.log(length) if kappa is None else float(kappa)
+
+    def query_scale(self, visible: Tensor) -> Tensor:
+        """kappa log(n_i); rows that see nothing count as one key."""
+        scale = self.factor * visible.clamp(min=1).log()
+        return torch.clamp(scale, min=1.0) if self.clip else scale
