@@ -11,10 +11,11 @@ import evaluate
 from hf_linattn.eval.scoring import measure
 
 _DESCRIPTION = """\
-Does more context help or hurt a language model? The same tokens are scored at every length: windows of all lengths
-end at the same tokens, and the last `stride` tokens of each window count. Each text is a document of its own; texts
-shorter than the longest length are left out. Unlike the metric `perplexity` of the Hub, this one takes the model as it
-is in memory, so a patched model is what is measured. In a process group every process must call it.
+Does more context help or hurt a language model? The same tokens are scored at every length: windows of all
+lengths end at the same tokens, and the last `stride` tokens of each window count. Each text is a document of
+its own; texts shorter than the longest length are left out. Unlike the Hub's metric `perplexity`, this one
+takes the model as it is in memory, so a patched model is what is measured. In a process group every process
+must call it.
 """
 
 _KWARGS_DESCRIPTION = """\
@@ -23,19 +24,20 @@ Args:
     model: a loaded causal language model.
     tokenizer: its tokenizer.
     lengths (list of int): tokens per window.
-    stride (int or "full"): scored tokens per window; "full" scores windows that lie side by side. Default: 256.
-    max_tokens (int or None): scored tokens per length; None takes all. Default: 65536.
-    batch_size (int): windows per forward pass. Default: 1.
-    bos ("auto", "yes", "no" or "window"): BOS before each document, or at the start of every window. Default: "auto".
-    join (bool): join the texts, in order, into one document. Default: False.
+    stride (int or "full"): scored tokens per window, 256 by default; "full": windows side by side.
+    max_tokens (int or None): scored tokens per length, 65536 by default; None takes all.
+    batch_size (int): windows per forward pass, 1 by default.
+    bos (str): BOS before each document as the tokenizer does ("auto", the default), "yes" or "no"; "window"
+        for one at the start of every window.
+    join (bool): join the texts, in order, into one document.
 Returns:
-    dict: lists with one entry per length, shortest first: `lengths`, `perplexities`, `byte_perplexities`, `stderrs`,
-    `tokens`; and `rows`, the same with all details.
+    dict: lists with one entry per length, shortest first: `lengths`, `perplexities`, `byte_perplexities`,
+    `stderrs`, `tokens`; and `rows`, the same with all details.
 Examples:
     >>> import evaluate, hf_linattn.eval.length_perplexity as module
     >>> metric = evaluate.load(module.__file__)
-    >>> result = metric.compute(predictions=[text], model=model, tokenizer=tokenizer, lengths=[512, 1024, 2048])
-    >>> result["perplexities"]  # doctest: +SKIP
+    >>> result = metric.compute(predictions=[text], model=model, tokenizer=tokenizer, lengths=[512, 1024])
+    >>> result["perplexities"]
 """
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_linattn.errors import CheckpointError, DataError, NotPatchedError, OptionError
+from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
+from hf_linattn.errors import CheckpointError, DataError, OptionError
 
 from .options import parse_rope_scaling
+
+UNPATCHED = "unpatched"
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,18 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
         OptionError: the RoPE scaling is unknown or does not suit the model.
         LinattnError: the patch is unknown or does not suit the model.
     """
-    from hf_linattn import from_pretrained, patch_model, unpatch_model
-
-    kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    if curve.rope_scaling is not None:
-        kwargs["config"] = scaled_config(curve.source, curve.rope_scaling)
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model = from_pretrained(curve.source, **kwargs)
+        model: Any = from_pretrained(curve.source, dtype=wanted)
     except OSError as error:
         raise CheckpointError(f"no model at {curve.source!r}: {_first_line(error)}") from error
-    if curve.patch == "unpatched":
-        with suppress(NotPatchedError):  # then there is nothing to take off
-            unpatch_model(model)
-    elif curve.patch is not None:
+    if curve.rope_scaling is not None:
+        scale_rope(model, curve.rope_scaling)
+    if curve.patch == UNPATCHED and is_patched(model):
+        unpatch_model(model)
+    elif curve.patch not in (None, UNPATCHED):
         patch_model(model, curve.patch, options=curve.options)
-    return model.to(device)
+    return model.to(device)  # type: ignore[no-any-return]
 
 
 def load_config(source: str) -> Any:
@@ -65,6 +66,8 @@ def load_config(source: str) -> Any:
     Raises:
         CheckpointError: there is none.
     """
+    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
+        raise CheckpointError(f"no such folder: {source}")
     try:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -94,27 +97,31 @@ def train_length(source: str) -> int | None:
     return int(length) if length else None
 
 
-def scaled_config(source: str, rope_scaling: str) -> Any:
-    """The configuration with its RoPE scaled; where layer types differ, only full attention is scaled.
+def scale_rope(model: nn.Module, rope_scaling: str) -> None:
+    """Rebuild the RoPE of a loaded model from its configuration with another scaling, in place.
+
+    Where layer types have RoPEs of their own, that of full attention is scaled: others never see more than a
+    window.
 
     Raises:
         OptionError: the model has no RoPE, or one that is scaled already.
     """
     kind, factor = parse_rope_scaling(rope_scaling)
-    config = load_config(source)
-    text_config = config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    if "rope_theta" not in rope:
-        raise OptionError(f"{source} has no RoPE to scale (model type {config.model_type})")
-    if rope.get("rope_type", "default") != "default":
-        raise OptionError(
-            f"{source} scales its RoPE already ({rope['rope_type']}); --rope-scaling would replace it"
-        )
-    rope.update(rope_type=kind, factor=factor)
-    if kind == "yarn":
-        rope["original_max_position_embeddings"] = text_config.max_position_embeddings
-    return config
+    rotaries = {name: module for name, module in model.named_modules() if hasattr(module, "rope_type")}
+    if not rotaries:
+        raise OptionError(f"{type(model).__name__} has no RoPE to scale")
+    for name, module in rotaries.items():
+        config = copy.deepcopy(module.config)
+        parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+        if parameters["rope_type"] != "default":
+            raise OptionError(
+                f"the RoPE of this model is scaled already ({parameters['rope_type']}); --rope-scaling would "
+                "replace that"
+            )
+        parameters.update(rope_type=kind, factor=factor)
+        if kind == "yarn":
+            parameters["original_max_position_embeddings"] = config.max_position_embeddings
+        model.set_submodule(name, type(module)(config=config))
 
 
 def _first_line(error: Exception) -> str:

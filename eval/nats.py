@@ -95,6 +95,16 @@ def _device(model: nn.Module) -> torch.device:
 def _reset_dynamic_rope(model: nn.Module) -> None:
     """Forget the longest input so far, whose frequencies dynamic NTK would keep for shorter ones."""
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
-            module.register_buffer("inv_freq", module.original_inv_freq, persistent=False)
-            module.max_seq_len_cached = module.original_max_seq_len
+        kinds = getattr(module, "rope_type", None)
+        # families whose layer types differ hold one RoPE per type, its buffers named after it
+        prefixes = (
+            {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
+            if isinstance(kinds, dict)
+            else {"": kinds}
+        )
+        for prefix, kind in prefixes.items():
+            if kind == "dynamic":
+                module.register_buffer(
+                    f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"), persistent=False
+                )
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)

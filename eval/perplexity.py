@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
 def _fail(message: str, process: int) -> int:
     # every process fails in the same way; one line is enough
     if process == 0:
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 1
 
 
@@ -206,11 +206,11 @@ def _quiet_libraries(process: int) -> None:
     import datasets
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()
     if process > 0:
         datasets.logging.set_verbosity_error()
-        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _summary(results: dict[str, Any], args: argparse.Namespace) -> str:

@@ -14,11 +14,12 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
+from hf_linattn import is_linear
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 
 from . import results as files
-from .loading import Curve, load_model, load_tokenizer, train_length
+from .loading import UNPATCHED, Curve, load_model, load_tokenizer, train_length
 from .rows import Row
 from .scoring import score_length, score_stream
 from .windows import Plan, Texts, encode, plan_windows
@@ -30,8 +31,8 @@ def curves(args: argparse.Namespace) -> list[Curve]:
     main_label = " ".join(filter(None, [name, args.patch, args.rope_scaling]))
     found = [Curve(main_label, args.model, args.patch, args.options, args.rope_scaling)]
     for baseline in dict.fromkeys(args.baseline):
-        if baseline == "unpatched":
-            found.append(Curve(f"{name} unpatched", args.model, "unpatched"))
+        if baseline == UNPATCHED:
+            found.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
             continue
         label = Path(baseline).name or baseline
         found.append(Curve(baseline if label in [curve.label for curve in found] else label, baseline))
@@ -73,8 +74,6 @@ def missing_rows(
 
 
 def _refuse_growing_cache(model: nn.Module, label: str) -> None:
-    from hf_linattn.patching import is_linear
-
     if not is_linear(model):
         raise UnsupportedModelError(
             f"--stream needs attention with a constant state in every layer; {label} has layers whose cache "
@@ -92,6 +91,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         return earlier
     rows: list[dict[str, Any]] = earlier["rows"] if earlier else []
     seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
+    length = args.train_length or train_length(args.model)
     documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
     texts = encode(load_tokenizer(args.tokenizer or args.model), documents, bos=args.bos, join=args.join)
     budget = None if args.max_tokens == "all" else args.max_tokens
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "seed": args.seed,
         "versions": files.versions(),
         "data": describe_data(texts, plan),
-        "train_length": args.train_length or train_length(args.model),
+        "train_length": length,
         "models": [asdict(curve) for curve in curves(args)],
         "rows": rows,
         "run": {

@@ -140,9 +140,9 @@ def score_stream(
     with scoring(model), _bar(sum(ends), "stream", progress) as advance:
         for index in range(rank, len(documents), size):
             sums[index] = [0.0] * (len(edges) - 1)
-            for start, nats in stream_nats(model, documents[index].ids[: ends[index]], segment):
-                _add_by_position(sums[index], edges, start, nats)
-                advance(nats.numel() * size)
+            for start, nll in stream_nats(model, documents[index].ids[: ends[index]], segment):
+                _add_by_position(sums[index], edges, start, nll)
+                advance(nll.numel() * size)
     sums = _exchange(sums)
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for index, document in enumerate(documents):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,16 @@ from hf_linattn.seam import NAME
 
 ABSENT = object()
 GUARD = "load-this-folder-with-hf_linattn.from_pretrained.safetensors"
-"""What config.json names as the weights' file: loaders that would drop the patch stop with this name in their error."""
+"""The weights' file that config.json names: loaders that would drop the patch stop with this name in the error."""
+
+
+@dataclass
+class Copy:
+    """A config, the copy that a patched model uses instead, and the copy's values when it was made."""
+
+    original: PreTrainedConfig
+    copied: PreTrainedConfig
+    before: dict[str, Any]
 
 
 class OwnConfigs:
@@ -23,85 +33,69 @@ class OwnConfigs:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.copies: list[Copy] = []
+        self.places: list[tuple[nn.Module, str, Copy]] = []
         memo: dict[int, Any] = {}
-        self.places: list[tuple[nn.Module, str, PreTrainedConfig, PreTrainedConfig]] = []
         for module in model.modules():
-            for key, value in list(module.__dict__.items()):
+            for key, value in module.__dict__.items():
                 if isinstance(value, PreTrainedConfig):
-                    self.places.append((module, key, value, copy.deepcopy(value, memo)))
-        self.pairs = {id(old): (old, new) for _, _, old, new in self.places}
-        pending = list(self.pairs.values())
-        while pending:
-            old, _ = pending.pop()
-            for key in getattr(old, "sub_configs", {}):
-                sub = old.__dict__.get(key)
-                if isinstance(sub, PreTrainedConfig) and id(sub) not in self.pairs:
-                    self.pairs[id(sub)] = (sub, copy.deepcopy(sub, memo))
-                    pending.append(self.pairs[id(sub)])
-        self.before = {id(new): _snapshot(new) for _, new in self.pairs.values()}
+                    self.places.append((module, key, self._copy(value, memo)))
 
-    def implementation(self, config: PreTrainedConfig) -> str:
-        """The attention implementation before patching, of an original config."""
-        return config._attn_implementation or "eager"
+    def _copy(self, config: PreTrainedConfig, memo: dict[int, Any]) -> Copy:
+        for known in self.copies:
+            if known.original is config:
+                return known
+        copied = copy.deepcopy(config, memo)
+        new = Copy(config, copied, _values(copied))
+        self.copies.append(new)
+        for key in config.sub_configs:
+            sub = config.__dict__.get(key)
+            if isinstance(sub, PreTrainedConfig):
+                self._copy(sub, memo)
+        return new
 
-    def use_copies(self, entry: dict[str, Any], root: PreTrainedConfig) -> None:
-        """Put the copies in place, switched to this package's attention and marked with the entry."""
-        for module, key, _, new in self.places:
-            module.__dict__[key] = new
-        for old, new in self.pairs.values():
-            new._attn_implementation_internal = NAME
-            mark(new, entry if old is root else {**{k: entry[k] for k in ("format", "version")}, "part": True})
+    def original(self, config: Any) -> Any:
+        """The config that this copy stands for; any other config is its own."""
+        return next((known.original for known in self.copies if known.copied is config), config)
+
+    def use_copies(self, entry: dict[str, Any], root: Any) -> None:
+        """Put the copies in place, switched to this package's attention and marked with the entry.
+
+        Copies of other configs than `root` say that they describe a part, which cannot be loaded alone.
+        """
+        part = {"format": entry["format"], "version": entry["version"], "part": True}
+        for module, key, known in self.places:
+            module.__dict__[key] = known.copied
+        for known in self.copies:
+            known.copied._attn_implementation_internal = NAME
+            mark(known.copied, entry if known.original is root else part)
 
     def restore(self) -> None:
         """Put the originals back."""
-        for module, key, old, new in self.places:
-            if module.__dict__.get(key) is new:
-                module.__dict__[key] = old
-        for old, new in self.pairs.values():
-            unmark(new)
-            before, after = self.before[id(new)], _snapshot(new)
-            for key in before.keys() | after.keys():
-                if _differ(before.get(key, ABSENT), after.get(key, ABSENT)):
-                    if key in after:
-                        old.__dict__[key] = after[key]
-                    else:
-                        old.__dict__.pop(key, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnConfigs:
-        new = copy.copy(self)
-        memo[id(self)] = new
-        new.places = copy.deepcopy(self.places, memo)
-        pairs = copy.deepcopy(list(self.pairs.values()), memo)
-        new.before = {id(copied): self.before[id(own)] for (_, own), (_, copied) in zip(self.pairs.values(), pairs, strict=True)}
-        new.pairs = {id(old): (old, copied) for old, copied in pairs}
-        return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        pairs = list(self.pairs.values())
-        return _rebuild, (self.places, pairs, [self.before[id(new)] for _, new in pairs])
+        for module, key, known in self.places:
+            if module.__dict__.get(key) is known.copied:
+                module.__dict__[key] = known.original
+        for known in self.copies:
+            unmark(known.copied)
+            _carry_over(known.before, _values(known.copied), known.original)
 
 
-def _rebuild(places: list[Any], pairs: list[Any], before: list[dict[str, Any]]) -> OwnConfigs:
-    own = OwnConfigs.__new__(OwnConfigs)
-    own.places = places
-    own.pairs = {id(old): (old, new) for old, new in pairs}
-    own.before = {id(new): values for (_, new), values in zip(pairs, before, strict=True)}
-    return own
-
-
-def _snapshot(config: PreTrainedConfig) -> dict[str, Any]:
-    skipped = {"_attn_implementation_internal"}
+def _values(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config's own values; nested configs have copies of their own."""
     return {
-        key: value if isinstance(value, PreTrainedConfig) else copy.deepcopy(value)
+        key: copy.deepcopy(value)
         for key, value in config.__dict__.items()
-        if key not in skipped and not isinstance(value, PreTrainedConfig)
+        if key != "_attn_implementation_internal" and not isinstance(value, PreTrainedConfig)
     }
 
 
-def _differ(a: Any, b: Any) -> bool:
-    if a is ABSENT or b is ABSENT:
-        return a is not b
-    return bool(a != b)
+def _carry_over(before: dict[str, Any], after: dict[str, Any], config: PreTrainedConfig) -> None:
+    for key in before.keys() | after.keys():
+        old, new = before.get(key, ABSENT), after.get(key, ABSENT)
+        if new is ABSENT:
+            config.__dict__.pop(key, None)
+        elif old is ABSENT or old != new:
+            config.__dict__[key] = new
 
 
 def _to_dict(config: PreTrainedConfig) -> dict[str, Any]:
@@ -115,10 +109,10 @@ def _to_dict(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Make a config say in config.json that its model is patched, so that no plain loader drops the patch in silence.
+    """Make a config say in config.json that its model is patched, so that no plain loader drops it in silence.
 
-    `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are told to
-    use another implementation. transformers deletes the second from any config that it saves, hence `to_dict`.
+    `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are told
+    to use another implementation. transformers deletes the second from any config that it saves, hence `to_dict`.
     """
     config.__dict__[NAME] = copy.deepcopy(entry)
     config.__dict__["attn_implementation"] = NAME

@@ -178,9 +178,8 @@ def _load_dataset(source: str, *args: Any, **kwargs: Any) -> datasets.Dataset:
     ) as error:
         # the generator's own message says only that something went wrong
         reason = str(error.__cause__ or error).strip().split("\n")[0]
-        raise DataError(
-            f"cannot load the data {source!r} (no such file, so taken as a dataset): {reason}"
-        ) from error
+        tried = "" if "data_files" in kwargs else " (no file or folder, so taken as the name of a dataset)"
+        raise DataError(f"cannot load the data {source!r}{tried}: {reason}") from error
 
 
 def _from_table(table: datasets.Dataset, source: str, column: str) -> datasets.Dataset:
@@ -189,7 +188,9 @@ def _from_table(table: datasets.Dataset, source: str, column: str) -> datasets.D
     kind = getattr(table.features[column], "dtype", "nested values")
     if kind not in ("string", "large_string"):
         raise DataError(f"column {column!r} of {source} holds {kind}, not text")
-    documents = table.select_columns([column]).rename_column(column, "text")
+    documents = table.select_columns([column])
+    if column != "text":
+        documents = documents.rename_column(column, "text")
     kept = [row for row, text in enumerate(documents["text"]) if text]
     if not kept:
         raise DataError(f"column {column!r} of {source} is empty")

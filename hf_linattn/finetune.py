@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.processes import start_missing_processes
 
 EPILOG = """\
 examples:
@@ -93,6 +94,7 @@ class FinetuneArguments:
     )
     lora_alpha: int | None = _option(None, "LoRA's scale times its rank (default: twice the rank)", minimum=1)
     train_only_patch: bool = _option(False, "train the patch's parameters and freeze everything else")
+    no_dropout: bool = _option(False, "switch dropout off; linear patches have no attention weights to drop")
     mixed_precision: str | None = _option(
         None, "default: as accelerate is configured, else no", choices=("no", "bf16", "fp16")
     )
@@ -190,6 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "hf_linattn.finetune", *argv])
     process = int(os.environ.get("RANK", "0"))
     try:
+        start_missing_processes("hf_linattn.finetune", argv)
         _quiet_libraries(process)
         results = finetune(arguments, command)
     except LinattnError as error:

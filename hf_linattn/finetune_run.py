@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from hf_linattn import from_pretrained, patch_model
 from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
 from hf_linattn.data import document_separator, load_blocks
 from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
 from hf_linattn.plots import save_loss_curve
+from hf_linattn.registry import patches
+from hf_linattn.sites import find_sites
 from hf_linattn.training import LoopSettings, TrainingLoop
 
 FREE_TO_CHANGE = (
@@ -63,6 +67,10 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
         blocks, eval_blocks = _load_data(arguments, tokenizer)
     base = _load_model(arguments)
     _check_fit(base, blocks, eval_blocks)
+    sizes = {
+        "parameters": sum(parameter.numel() for parameter in base.parameters()),
+        "patch_parameters": sum(p.numel() for name, p in base.named_parameters() if PATCH_PART in name),
+    }
     model = _choose_trained(base, arguments)
     if accelerator.is_main_process:
         _begin(
@@ -75,7 +83,7 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     loop.run()
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [_results(arguments, command, loop, document_separator(tokenizer)[1])]
+        box = [_results(arguments, command, loop, document_separator(tokenizer)[1], sizes)]
         _save(accelerator.unwrap_model(loop.model), tokenizer, folder)
         with replacing(folder / "loss.png") as partial:
             save_loss_curve(loop.log.rows, partial, f"{arguments.model}, {arguments.patch or 'no new patch'}")
@@ -89,9 +97,14 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
 
 def _make_accelerator(arguments: FinetuneArguments) -> Accelerator:
     try:
-        return Accelerator(mixed_precision=arguments.mixed_precision, cpu=arguments.cpu)
+        accelerator = Accelerator(mixed_precision=arguments.mixed_precision, cpu=arguments.cpu)
     except ValueError as error:
         raise OptionError(f"--mixed-precision {arguments.mixed_precision}: {_first_line(error)}") from error
+    if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise OptionError(
+            "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
+        )
+    return accelerator
 
 
 def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[str, Any]:
@@ -175,18 +188,27 @@ def _load_data(
 
 def _load_model(arguments: FinetuneArguments) -> PreTrainedModel:
     """The model with its patch; new parameters depend on the seed."""
-    from hf_linattn import from_pretrained, patch_model
-
     try:
         model: PreTrainedModel = from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
     except LinattnError:
         raise
     except (OSError, ValueError) as error:
         raise TrainingError(f"cannot load --model {arguments.model}: {_first_line(error)}") from error
+    if arguments.no_dropout:
+        _switch_off_dropout(model)
     set_seed(arguments.seed)
     if arguments.patch is not None:
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     return model
+
+
+def _switch_off_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # llama: self.attention_dropout = config...
+                setattr(module, name, 0.0)
 
 
 def _choose_trained(model: PreTrainedModel, arguments: FinetuneArguments) -> nn.Module:
@@ -197,10 +219,26 @@ def _choose_trained(model: PreTrainedModel, arguments: FinetuneArguments) -> nn.
     if arguments.train_only_patch:
         if not learned:
             patch = arguments.patch or f"the attention of {arguments.model}"
-            raise TrainingError(f"--train-only-patch: {patch} has no parameters of its own to train")
+            others = ", ".join(_patches_with_parameters(model)) or "none of the installed ones"
+            raise TrainingError(
+                f"--train-only-patch: {patch} has no parameters of its own to train; some have: {others}"
+            )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(PATCH_PART in name)
     return model
+
+
+def _patches_with_parameters(model: nn.Module) -> list[str]:
+    """Names of patches that, with their default options, would bring learned parameters to this model."""
+    sites, names = find_sites(model), []
+    for name, cls in patches().items() if sites else ():
+        try:
+            patch = cls(sites[0])
+        except (TypeError, ValueError):  # needs options, or other sizes
+            continue
+        if any(True for _ in patch.parameters()):
+            names.append(name)
+    return names
 
 
 def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments, *, with_patch: bool) -> nn.Module:
@@ -214,7 +252,10 @@ def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments, *, with_patc
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers 5.23 for a property by its old name
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return peft.get_peft_model(model, config)
 
 
 def _check_fit(model: PreTrainedModel, *data: NDArray[np.int32] | None) -> None:
@@ -257,12 +298,11 @@ def _save(model: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenize
 
 
 def _results(
-    arguments: FinetuneArguments, command: str, loop: TrainingLoop, separation: str
+    arguments: FinetuneArguments, command: str, loop: TrainingLoop, separation: str, sizes: dict[str, int]
 ) -> dict[str, Any]:
     assert loop.log is not None
     rows = loop.log.rows
     losses = [float(row["eval_loss"]) for row in rows if row["eval_loss"]]
-    named = list(loop.bare_model.named_parameters())
     return {
         "command": command,
         "arguments": dataclasses.asdict(arguments),
@@ -271,9 +311,8 @@ def _results(
         "device": str(loop.accelerator.device),
         "processes": loop.accelerator.num_processes,
         "global_batch": loop.global_batch,
-        "parameters": sum(parameter.numel() for _, parameter in named),
+        **sizes,
         "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),
-        "patch_parameters": sum(parameter.numel() for name, parameter in named if PATCH_PART in name),
         "blocks": len(loop.blocks),
         "documents": f"{separation}; joined in order and cut into blocks; attention crosses their borders",
         "steps": loop.step,

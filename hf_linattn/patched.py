@@ -149,8 +149,8 @@ class PatchedAttention(nn.Module):
         sink = attention(query)
         own = extras.get("s_aux")
         if own is not None:
-            own = own.float()
-            sink = own if sink is None else torch.logaddexp(own, sink.float())
+            own = own.to(torch.promote_types(own.dtype, torch.float32))
+            sink = own if sink is None else torch.logaddexp(own, sink.to(own.dtype))
         bias = visibility.bias
         if extras.get("position_bias") is not None:
             given = extras["position_bias"]

@@ -1,0 +1,469 @@
+"""Every causal language model of transformers against the oracle, and the table docs/families.md.
+
+    python tests/families.py --write docs/families.md          all types
+    python tests/families.py --only llama,mistral --jobs 2     some, printed
+
+Each type gets a tiny random model (`build`), and each patch is compared with `oracle.py` on the same model (`check`).
+Encoders, encoder-decoders and multimodal models are in `OTHERS`; `test_families.py` runs them and a subset of types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import multiprocessing
+import platform
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from oracle import as_oracle
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+from hf_linattn import LinattnError, patch_model, unpatch_model
+from hf_linattn.sites import find_sites
+
+ROOT = Path(__file__).resolve().parents[1]
+PATCHES = ("elu1", "softmax1", "logn")
+LENGTH, PAD = 70, 9  # tokens, longer than a chunk of 64; padding at the left of row 0
+WINDOW = 24  # of sliding and chunked layers, shorter than the batch
+CUTS = (0, 40, 41, LENGTH)  # borders of the calls with a cache
+SECONDS = 180
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
+CACHE_TOLERANCE = 1e-4  # many families compute norms in float32, and chunks round them differently
+
+TINY: dict[str, Any] = {
+    **dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64),
+    **dict(vocab_size=128, head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    **dict(moe_intermediate_size=32, num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2),
+    **dict(n_group=1, topk_group=1, n_shared_experts=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8),
+    **dict(qk_nope_head_dim=8, v_head_dim=8, n_embd=32, n_layer=2, n_head=4, n_positions=256, d_model=32, n_layers=2),
+    **dict(n_heads=4, ffn_dim=64, num_layers=2, rotary_dim=4, encoder_layers=2, decoder_layers=2),
+    **dict(encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64),
+    **dict(word_embed_proj_dim=32, embedding_size=32, first_k_dense_replace=1, shared_expert_intermediate_size=32),
+    **dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, state_size=8),
+    **dict(expert_ffn_hidden_size=32, num_hash_layers=1, d_ff=64, d_kv=8, num_decoder_layers=2, hidden_dropout=0.0),
+    **dict(attention_dropout=0.0, is_decoder=True, sliding_window=WINDOW, local_attention=2 * WINDOW),
+    **dict(full_attention_interval=2, attn_layer_indices=[1], attention_chunk_size=WINDOW),
+}
+"""Sizes under all the names that configs give them."""
+WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size")
+
+
+def tiny(*without: str, **changes: Any) -> dict[str, Any]:
+    """TINY with some keys left out and others changed."""
+    return {**{key: value for key, value in TINY.items() if key not in without}, **changes}
+
+
+GENERIC: list[dict[str, Any]] = [
+    TINY,
+    tiny("head_dim"),
+    tiny("num_key_value_heads"),
+    tiny(num_key_value_heads=4),
+    tiny(head_dim=16),
+    tiny(num_hidden_layers=4, layer_types=None),
+    tiny("num_hidden_layers"),
+    tiny("v_head_dim"),
+    tiny(layer_types=["mamba", "attention"]),
+    tiny(layer_types=["linear_attention", "full_attention"]),
+    {"text_config": TINY, "vocab_size": 128},
+]
+"""Tried in turn for types without a recipe of their own."""
+
+RECIPES: dict[str, Any] = {}
+"""Causal type -> arguments of its config, or a function that makes the config."""
+
+
+class NotBuilt(Exception):
+    """No config of ours makes a model of this type that runs."""
+
+
+class Slow(Exception):
+    """A type took longer than its time limit."""
+
+
+@dataclass
+class Result:
+    """What was found for one type; errors are largest differences of logits relative to max(1, largest logit).
+
+    Attributes:
+        status: right, refused, wrong, not routed, not built.
+        dtype: of the model; patches, cache: patch -> error, or the reason of a refusal or failure.
+        own_cache: the unpatched model's error with a cache.
+        own: error of the oracle's softmax against the model's own attention.
+        modules: attention modules that ran through the interface, and all that can.
+        untouched: attention classes beside them that do not route.
+    """
+
+    name: str
+    status: str = "not built"
+    reason: str = ""
+    dtype: str = ""
+    patches: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    own_cache: Any = None
+    own: float | None = None
+    modules: tuple[int, int] = (0, 0)
+    untouched: list[str] = field(default_factory=list)
+
+
+def token_batch() -> dict[str, Tensor]:
+    """Two rows of tokens, the first padded at the left."""
+    ids = torch.randint(3, 120, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :PAD] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def main_output(output: Any) -> Tensor:
+    """Logits, or the last hidden state."""
+    for key in ("logits", "last_hidden_state"):
+        if getattr(output, key, None) is not None:
+            return output[key]
+    return output[0]
+
+
+def first_line(error: BaseException | str, length: int = 200) -> str:
+    """An error as one short line."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:length]
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference relative to max(1, largest value wanted); NaN stays NaN."""
+    return float((got - want).abs().max() / want.abs().max().clamp_min(1))
+
+
+def prepare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Weights of std 0.2: with those of an initialisation, attention would be nearly uniform and errors small."""
+    model = model.to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.std() > 0:
+                parameter.mul_(0.2 / parameter.std())
+    return model
+
+
+def assemble(cls: type[nn.Module], config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of a config, on the implementation of attention that it supports."""
+    config._attn_implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+    config._experts_implementation = "eager"  # grouped matrix products do not take float64
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    if size > 3e6:
+        raise NotBuilt(f"{size / 1e6:.0f} million parameters")
+    torch.manual_seed(0)
+    return prepare(cls(config), dtype)
+
+
+def build(
+    name: str, cls: type[nn.Module], config_cls: type, inputs: dict[str, Any], recipes: list[Any] | None = None
+) -> nn.Module:
+    """A tiny model that runs, by the type's recipe or the first generic one that fits.
+
+    Raises:
+        NotBuilt: with the first error.
+    """
+    if recipes is None:
+        recipes = [RECIPES[name]] if name in RECIPES else GENERIC
+    error, unrouted = None, None
+    for dtype in (torch.float64, torch.float32):
+        for recipe in recipes:
+            try:
+                config = recipe(config_cls) if callable(recipe) else config_cls(**known_windows(config_cls, recipe))
+                model = assemble(cls, config, dtype)
+                with torch.no_grad():
+                    model(**cast(inputs, dtype))
+                if not find_sites(model):
+                    unrouted = unrouted or model
+                    continue
+                with torch.no_grad(), as_oracle(model, "softmax"):
+                    model(**cast(inputs, dtype))
+                return model
+            except Slow:
+                raise
+            except Exception as problem:
+                error = error or problem
+        if unrouted is not None:
+            return unrouted
+    raise NotBuilt(first_line(error or "no recipe")) from error
+
+
+def known_windows(config_cls: type, recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without windows that the type does not have: transformers' cache would slide all the same."""
+    fields = getattr(config_cls, "__dataclass_fields__", {})
+    return {key: value for key, value in recipe.items() if key not in WINDOWS or key in fields}
+
+
+def cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Floating inputs in the model's dtype."""
+    return {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+
+
+def in_chunks(model: nn.Module, inputs: dict[str, Tensor], cuts: tuple[int, ...]) -> Tensor | None:
+    """Logits of the same rows, call by call through a cache; None if the model returns no cache."""
+    ids, mask, cache, outputs = inputs["input_ids"], inputs["attention_mask"], None, []
+    batch = mask.shape[0]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        output = model(
+            input_ids=ids[:, start:end], attention_mask=mask[:batch, :end], past_key_values=cache, use_cache=True
+        )
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            return None
+        outputs.append(output.logits)
+    return torch.cat(outputs, 1)
+
+
+def with_cache(model: nn.Module, inputs: dict[str, Any], want: Tensor, pick: Callable[[Tensor], Tensor]) -> Any:
+    """Error of chunks through a cache against the whole at once, or what was raised."""
+    try:
+        got = in_chunks(model, inputs, CUTS)
+        if got is None:
+            return "no cache in the output"
+        error = relative(pick(got), want)
+        if not error < CACHE_TOLERANCE:
+            # recurrent layers do not continue a padded chunk or one of several tokens, patched or not
+            plain = dict(inputs, attention_mask=torch.ones_like(inputs["attention_mask"]))
+            want = model(**plain, use_cache=False).logits
+            got = in_chunks(model, plain, (0, *range(64, LENGTH + 1)))
+            error = relative(got, want)
+        return error
+    except Slow:
+        raise
+    except Exception as problem:
+        return first_line(problem)
+
+
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """What unpatching must bring back beside the logits: keys, config, hooks, children."""
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    names = [name for name, _ in model.named_modules()]
+    attributes = [sorted(m.__dict__) for m in model.modules()]
+    return list(model.state_dict()), model.config.to_dict(), hooks, names, attributes
+
+
+def untouched(model: nn.Module) -> list[str]:
+    """Classes of attention that do not route: no site is above or below them."""
+    sites = [site.name for site in find_sites(model)]
+    found = set()
+    for name, module in model.named_modules():
+        related = any(f"{site}.".startswith(f"{name}.") or name.startswith(f"{site}.") for site in sites)
+        if not related and name and "Attention" in type(module).__name__:
+            found.add(type(module).__name__)
+    return sorted(found)
+
+
+@torch.no_grad()
+def check(
+    name: str, model: nn.Module, inputs: dict[str, Any], patches: tuple[str, ...] = PATCHES, cached: bool = True
+) -> Result:
+    """Compare every patch with the oracle, on the positions that are not padded."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    tolerance = TOLERANCE[dtype]
+    result = Result(name, dtype=str(dtype).removeprefix("torch."))
+    inputs = cast(inputs, dtype)
+    text = "input_ids" in inputs
+    whole = {**inputs, "use_cache": False} if text else inputs
+    live = inputs.get("attention_mask")
+
+    def pick(output: Tensor) -> Tensor:
+        fits = live is not None and output.dim() == 3 and output.shape[:2] == live.shape
+        return output[live.bool()] if fits else output
+
+    def run() -> Tensor:
+        return main_output(model(**whole))
+
+    base = run()
+    sites = find_sites(model)
+    result.untouched = untouched(model)
+    if not sites:
+        try:
+            patch_model(model, patches[0])
+        except LinattnError as error:
+            result.status, result.reason = "not routed", first_line(error, 400)
+        return result
+    with as_oracle(model, "softmax") as seen:
+        finite = pick(base).isfinite()  # eager attention makes NaN of padded rows in float64
+        result.own = relative(pick(run())[finite], pick(base)[finite])
+    result.modules = (len({id(module) for module in seen.calls}), len(sites))
+    if not seen.calls:
+        result.status, result.reason = "wrong", "no attention module was called"
+        return result
+    before = fingerprint(model)
+    problems = [] if result.own < 1e-4 else [f"the oracle's softmax differs from the model's own by {result.own:.1e}"]
+    for patch in patches:
+        sliding = "global" if patch == "elu1" else "keep"
+        try:
+            patch_model(model, patch, sliding=sliding)
+        except LinattnError as error:
+            result.patches[patch] = first_line(error, 400)
+            if fingerprint(model) != before:
+                problems.append(f"{patch}: the refusal left traces")
+            continue
+        try:
+            got = pick(run())
+            if cached and text:
+                result.cache[patch] = with_cache(model, inputs, got, pick)
+        except Slow:
+            raise
+        except Exception as error:
+            problems.append(f"{patch}, call: {first_line(error)}")
+            continue
+        finally:
+            unpatch_model(model)
+        with as_oracle(model, patch, windows=sliding == "keep"):
+            want = pick(run())
+        result.patches[patch] = error = relative(got, want)
+        if not error <= tolerance:
+            problems.append(f"{patch} differs by {error:.1e}")
+        if float((got - pick(base)).abs().max()) < 1e-6:
+            problems.append(f"{patch} changed nothing")
+    after = run()
+    if not torch.equal(after.nan_to_num(7e7), base.nan_to_num(7e7)) or fingerprint(model) != before:
+        problems.append("unpatching is not exact")
+    if cached and text:
+        result.own_cache = with_cache(model, inputs, pick(after), pick)
+        for patch, error in result.cache.items():
+            if not _good(error) and _good(result.own_cache):
+                problems.append(f"{patch} with a cache: {error}")
+    refused = [patch for patch, value in result.patches.items() if isinstance(value, str)]
+    result.status = "wrong" if problems else "refused" if refused else "right"
+    result.reason = "; ".join(problems)
+    return result
+
+
+def _good(error: Any) -> bool:
+    return isinstance(error, float) and error < CACHE_TOLERANCE
+
+
+def causal_model(name: str) -> nn.Module:
+    """The tiny model of a causal type.
+
+    Raises:
+        NotBuilt: no class of that name is exported, or no recipe fits.
+    """
+    cls = getattr(transformers, CAUSAL_LM[name], None)
+    if cls is None or name not in CONFIG_MAPPING:
+        raise NotBuilt("transformers exports no such class")
+    inputs = {**causal_inputs(name), "use_cache": False}
+    return build(name, cls, CONFIG_MAPPING[name], inputs)
+
+
+def causal_inputs(name: str) -> dict[str, Any]:
+    """Tokens, in the shape that this type takes."""
+    return token_batch()
+
+
+def check_causal(name: str, patches: tuple[str, ...] = PATCHES, cached: bool = True) -> Result:
+    """Build and check one causal type."""
+    try:
+        model = causal_model(name)
+    except NotBuilt as error:
+        return Result(name, reason=str(error))
+    return check(name, model, causal_inputs(name), patches, cached)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def _limited(job: tuple[str, str]) -> Result:
+    name, folder = job
+    path = Path(folder) / f"{name}.json"
+    if path.exists():
+        return Result(**json.loads(path.read_text()))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+
+    def stop(*_: Any) -> None:
+        raise Slow(f"took longer than {SECONDS} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        result = check_causal(name)
+    except Slow as error:
+        result = Result(name, reason=str(error))
+    except Exception as error:
+        traceback.print_exc()
+        result = Result(name, status="wrong", reason=first_line(error))
+    finally:
+        signal.alarm(0)
+    path.write_text(json.dumps(asdict(result)))
+    return result
+
+
+def _state_folder() -> Path:
+    """Results of an interrupted run, valid for these very sources and versions."""
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for folder in ("hf_linattn", "patches", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if folder != "tests" or path.name in ("families.py", "oracle.py"):
+                digest.update(path.read_bytes())
+    return Path(tempfile.gettempdir()) / f"hf_linattn-families-{digest.hexdigest()[:16]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the check and print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there instead of printing results")
+    parser.add_argument("--only", help="types, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--state", type=Path, help="folder of results so far; default: by the sources' checksum")
+    arguments = parser.parse_args(argv)
+    names = arguments.only.split(",") if arguments.only else sorted(CAUSAL_LM)
+    if strange := [name for name in names if name not in CAUSAL_LM]:
+        parser.error(f"no causal type {strange[0]!r}")
+    if arguments.write and arguments.only:
+        parser.error("--write takes all types")
+    folder = arguments.state or _state_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [(name, str(folder)) for name in names]
+    results = []
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        for result in tqdm(pool.imap_unordered(_limited, jobs), total=len(jobs), file=sys.stderr):
+            results.append(result)
+            if not arguments.write:
+                tqdm.write(summary(result), file=sys.stdout)
+    results.sort(key=lambda result: result.name)
+    print(dict(Counter(result.status for result in results)))
+    if arguments.write:
+        arguments.write.write_text(document(results))
+    return int(any(result.status == "wrong" for result in results))
+
+
+def summary(result: Result) -> str:
+    """One line for the terminal."""
+    values = {k: f"{v:.0e}" if isinstance(v, float) else v[:90] for k, v in result.patches.items()}
+    cached = {k: f"{v:.0e}" if isinstance(v, float) else v[:90] for k, v in result.cache.items()}
+    own = f"{result.own_cache:.0e}" if isinstance(result.own_cache, float) else result.own_cache
+    return (
+        f"{result.name}: {result.status} {result.reason} {result.dtype} {values} cache {cached} (own {own}) "
+        f"modules {result.modules} {result.untouched or ''}"
+    )
+
+
+def document(results: list[Result]) -> str:
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

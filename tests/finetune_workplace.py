@@ -1,0 +1,125 @@
+"""A small workplace for the tests of the fine-tuning command; load it with pytest_plugins."""
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_linattn import registry
+from hf_linattn.attention import Modifier
+from hf_linattn.finetune import main
+
+STEPS = 10
+BASE = (
+    "--model",
+    "model",
+    "--data",
+    "train.txt",
+    "--block-size",
+    "32",
+    "--batch-size",
+    "4",
+    "--lr",
+    "1e-2",
+    "--cpu",
+)
+SHORT = (
+    *BASE,
+    "--max-steps",
+    str(STEPS),
+    "--eval-data",
+    "eval.txt",
+    "--eval-every",
+    "4",
+    "--eval-blocks",
+    "6",
+)
+
+
+class Gain(Modifier):
+    """A patch with a learned parameter: one gain of the query for all heads."""
+
+    name = "gain"
+
+    def __init__(self, site):
+        super().__init__(site)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def query_scale(self, visible):
+        return self.gain.to(visible.dtype) * torch.ones_like(visible)
+
+
+def make_workplace(folder):
+    """A Llama of 11k parameters with dropout, a byte tokenizer and texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=bytes_only, bos_token="<s>").save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, attention_dropout=0.1, tie_word_embeddings=True, bos_token_id=256, eos_token_id=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "train.txt").write_text("the cat sat on the mat and the dog ran to the log. " * 60)
+    (folder / "eval.txt").write_text("the dog sat on the log and the cat ran to the mat. " * 8)
+    (folder / "tiny.txt").write_text("too short")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    make_workplace(folder)
+    return folder
+
+
+@pytest.fixture
+def surroundings(workplace, monkeypatch):
+    """In the data's folder; one thread as in the subprocesses; accelerate's process-wide state as at the start."""
+    monkeypatch.chdir(workplace)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def gain(monkeypatch):
+    registry.patches()
+    monkeypatch.setitem(registry._PATCHES, "gain", Gain)
+
+
+@pytest.fixture(scope="module")
+def finished(workplace):
+    """Folder of an uninterrupted run."""
+    here = Path.cwd()
+    os.chdir(workplace)
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert main([*SHORT, "--output-dir", "finished"]) == 0
+    os.chdir(here)
+    return workplace / "finished"
+
+
+def rows_of(folder):
+    with (Path(folder) / "train.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def weights_of(folder):
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def stable_rows(folder):
+    """All columns but the one that is a clock's."""
+    return [
+        {name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows_of(folder)
+    ]
