@@ -174,8 +174,12 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "hf_linattn.eval.perplexity", *argv])
     process = int(os.environ.get("RANK", "0"))
     try:
-        _quiet_libraries(process)
+        from hf_linattn.processes import start_missing_processes
+
         from .perplexity_run import run
+
+        start_missing_processes("hf_linattn.eval.perplexity", argv)
+        _quiet_libraries(process)
 
         results = run(args, command)
     except LinattnError as error:
@@ -184,10 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"{error.name} is not installed; pip install 'hf-linattn[eval]'", process)
     except KeyboardInterrupt:
         if process == 0:
-            print(
-                f"\ninterrupted; finished lengths are in {args.output_dir}, the same command goes on",
-                file=sys.stderr,
-            )
+            print("\ninterrupted; the same command goes on after the last finished length", file=sys.stderr)
         return 130
     if process == 0:
         print(_summary(results, args))

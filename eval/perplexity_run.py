@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import parse_flag_from_env, set_seed
 from torch import nn
 
 from hf_linattn import is_linear
@@ -83,7 +83,9 @@ def _refuse_growing_cache(model: nn.Module, label: str) -> None:
 
 def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Measure all curves; the first process writes the files. The content of results.json comes back."""
-    state = PartialState()
+    # torchrun on a machine without accelerator: only cpu=True makes its processes one group
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu)
     recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
     earlier = files.load(args.output_dir, recorded)
     state.wait_for_everyone()  # before anyone writes

@@ -11,10 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from hf_linattn.errors import CacheError
 from hf_linattn.ops.linear import State, state_of
+
+
+def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
+    """Which of the tokens from `start` count: boolean `[B, N]` -> int64 `[B]`. Pieces add up to the whole."""
+    index = torch.arange(start + 1, start + valid.shape[1] + 1, device=valid.device)
+    return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
 
 
 class StateLayer(CacheLayerMixin):
@@ -40,7 +56,7 @@ class StateLayer(CacheLayerMixin):
         self.pending = pending
         self.state: State | None = None
         self.seen: int | Tensor = torch.tensor(0) if self.static else seen
-        self.visible: Tensor | None = None  # [B] keys in the state; None while nothing was ever padded
+        self.visible: Tensor | None = None  # [B] fingerprint of the keys summed; None while nothing was ever padded
         self.record_past = False
         self.tail: list[tuple[Tensor, Tensor, Tensor]] = []  # while recording: phi(k), v, valid since the last crop
         self.base: tuple[State | None, Tensor | None] | None = None  # the state before the tail
@@ -50,6 +66,7 @@ class StateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember the device; the tensors come with the first write."""
         self.device = key_states.device
+        self.keys = self.values = key_states.new_empty(0)  # some model code asks every layer for keys.numel()
         if isinstance(self.seen, Tensor):
             self.seen = self.seen.to(self.device)
         self.is_initialized = True
@@ -90,8 +107,8 @@ class StateLayer(CacheLayerMixin):
             assert valid is not None
             self.tail.append((phi_k, value, valid))
         if valid is not None and (self.visible is not None or not bool(valid.all())):
-            before = torch.full((batch,), self.seen, device=valid.device) if self.visible is None else self.visible
-            self.visible = before + valid.sum(1)
+            before = fingerprint(torch.ones_like(valid[:, :1]).expand(-1, self.seen)) if self.visible is None else self.visible
+            self.visible = before + fingerprint(valid, self.seen)
         self.state, self.seen = state, self.seen + length
 
     def _write_static(self, state: State, length: int) -> None:
@@ -156,8 +173,10 @@ class StateLayer(CacheLayerMixin):
             assert isinstance(self.seen, int)
             self.seen -= count
             if self.visible is not None:
-                before = self.seen - (recorded - count) if visible is None else visible
-                self.visible = before + valid.sum(1)
+                start = self.seen - (recorded - count)
+                ones = torch.ones(valid.shape[0], start, dtype=torch.bool, device=valid.device)
+                before = fingerprint(ones) if visible is None else visible
+                self.visible = before + fingerprint(valid, start)
         self.tail, self.base = [], None
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -207,9 +226,96 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda x: x.to(self.device, non_blocking=True))
 
 
+class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
+    """A state beside the convolutional and recurrent states of a layer that has both kinds of mixers.
+
+    Args:
+        old: the layer whose place it takes; its convolutional and recurrent states are kept.
+        pending, seen: as `StateLayer`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, old: LinearAttentionLayer, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0) -> None:
+        StateLayer.__init__(self, pending=pending, seen=seen)
+        for name in (*vars(LinearAttentionLayer()), "device", "dtype"):
+            self.__dict__[name] = getattr(old, name, None)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come by position, the other states by keyword."""
+        if args:
+            StateLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Recurrent states cannot be cropped."""
+        own = getattr(LinearAttentionLayer, "is_croppable", None)  # transformers < 5.20 never crops them
+        return bool(own.fget(self)) if isinstance(own, property) else False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Both kinds of states."""
+        StateLayer.crop(self, tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(self, name)
+            if isinstance(states, dict):
+                setattr(self, name, {key: None if x is None else function(x) for key, x in states.items()})
+            elif states is not None:
+                setattr(self, name, function(states))
+
+    def reset(self) -> None:
+        """Nothing seen."""
+        StateLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+
 def self_attention_cache(cache: Any) -> Any:
     """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _layer_at(cache: Any, index: int, where: str) -> Any:
+    if not isinstance(cache, Cache):
+        raise CacheError(f"{where}: a patched attention needs a transformers Cache, got {type(cache).__name__}")
+    while len(cache.layers) <= index:
+        if cache.layer_class_to_replicate is None:
+            raise CacheError(f"{where}: the cache has {len(cache.layers)} layers, and this is layer {index}")
+        cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index]
+
+
+def _static_length(cache: Any, where: str) -> int:
+    if all(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        raise CacheError(f"{where}: a static cache of sliding windows alone does not tell its length: use a dynamic one")
+    return int(cache.get_max_length())
+
+
+def install_full(cache: Any, index: int, where: str) -> None:
+    """Have all keys kept at `index` of the cache, where transformers would keep those of a window.
+
+    Raises:
+        CacheError: keys were dropped already, or the layer is of another kind.
+    """
+    old = _layer_at(cache, index, where)
+    if not getattr(old, "is_sliding", False):
+        return
+    seen = int(old.get_seq_length())
+    if type(old) is DynamicSlidingWindowLayer:
+        if seen and old.keys.shape[-2] != seen:
+            raise CacheError(f"{where}: a sliding-window cache has dropped keys that sliding='global' would need")
+        new: Any = DynamicLayer()
+        if seen:
+            new.update(old.keys, old.values)
+    elif type(old) is StaticSlidingWindowLayer and not seen:
+        new = StaticLayer(max_cache_len=_static_length(cache, where))
+    else:
+        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep the keys of sliding='global'")
+    cache.layers[index] = new
 
 
 def install(cache: Any, index: int, where: str) -> StateLayer:
@@ -218,25 +324,23 @@ def install(cache: Any, index: int, where: str) -> StateLayer:
     Raises:
         CacheError: what is there cannot become a state exactly.
     """
-    if not isinstance(cache, Cache):
-        raise CacheError(f"{where}: a linear attention needs a transformers Cache, got {type(cache).__name__}")
-    while len(cache.layers) <= index:
-        if cache.layer_class_to_replicate is None:
-            raise CacheError(f"{where}: the cache has {len(cache.layers)} layers, and this is layer {index}")
-        cache.layers.append(cache.layer_class_to_replicate())
-    old = cache.layers[index]
+    old = _layer_at(cache, index, where)
     if isinstance(old, StateLayer):
         return old
-    if type(old) is DynamicLayer or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer)):
+    hybrid = isinstance(old, LinearAttentionLayer)
+    if hybrid and not isinstance(old, DynamicLayer):
+        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state")
+    if hybrid or type(old) is DynamicLayer or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer)):
         seen = int(old.get_seq_length())
         if seen and old.keys.shape[-2] != seen:
             raise CacheError(f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state")
-        new = StateLayer(pending=(old.keys, old.values) if seen else None, seen=seen)
+        pending = (old.keys, old.values) if seen else None
+        new = HybridStateLayer(old, pending, seen) if hybrid else StateLayer(pending=pending, seen=seen)
         new.record_past = getattr(old, "record_past", False)
     elif isinstance(old, StaticLayer):
         if old.is_initialized and int(old.get_seq_length()) > 0:
             raise CacheError(f"{where}: a StaticCache that already holds keys cannot be absorbed: start from an empty one")
-        new = StateLayer(max_cache_len=cache.get_max_length())
+        new = StateLayer(max_cache_len=_static_length(cache, where))
     else:
         raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state")
     cache.layers[index] = new

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_linattn.errors import CheckpointError, LinattnError, PlanError
-from hf_linattn.patching import FORMAT, patch_model
+from hf_linattn.errors import CheckpointError, LinattnError, OptionError
+from hf_linattn.patching import FORMAT, Sliding, patch_model
 from hf_linattn.registry import parse
 from hf_linattn.seam import NAME
 from hf_linattn.sites import find_sites
 
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+KEYS = {"format", "version", "sliding", "patches"}
 MARKS = (NAME, "attn_implementation", "transformers_weights")
+WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
+"""Keywords that transformers reads for the weights; the config would swallow them."""
 
 
-def from_pretrained(name_or_path: str, *, auto_class: Any = None, **kwargs: Any) -> Any:
+def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model: patched as it was saved, or as it is if the folder holds an ordinary checkpoint.
 
     Args:
         name_or_path: a folder or a hub name.
-        auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the class the
-            checkpoint was saved from.
-        kwargs: transformers' own (dtype, device_map, attn_implementation for layers that keep theirs, ...).
+        auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the class
+            the checkpoint was saved from.
+        kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers that
+            keep theirs, ...).
 
     Returns:
         The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.
@@ -33,30 +40,66 @@ def from_pretrained(name_or_path: str, *, auto_class: Any = None, **kwargs: Any)
     Raises:
         CheckpointError: a damaged, incomplete or newer entry, or weights of the patch that are missing.
     """
-    hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
-    try:
-        raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name_or_path}: config.json cannot be read: {error}") from error
+    if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
+        raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
+    where = str(name_or_path)
+    raw = _read(where, kwargs)
     if NAME not in raw:
         loader = auto_class or _saved_class(raw) or AutoModelForCausalLM
         return loader.from_pretrained(name_or_path, **kwargs)
-    entry = raw[NAME]
-    groups = check_entry(entry, str(name_or_path))
-    config = _config(raw, str(name_or_path))
-    implementation = kwargs.pop("attn_implementation", None)
-    config._attn_implementation = implementation
-    base = _class_for(auto_class, config, raw, str(name_or_path))
+    if "config" in kwargs:
+        raise OptionError(
+            f"{where} holds a patched model: pass attributes of its config by name, not config="
+        )
+    groups = check_entry(raw[NAME], where)
+    weights = {key: kwargs.pop(key) for key in WEIGHTS if key in kwargs}
     wanted = bool(kwargs.pop("output_loading_info", False))
-    subclass = _patching_class(base, groups, entry["sliding"])
-    model, info = subclass.from_pretrained(name_or_path, config=config, output_loading_info=True, **kwargs)
+    implementation = kwargs.pop("attn_implementation", None)
+    config, kwargs = _config(raw, where, kwargs)
+    config._attn_implementation = implementation
+    base = _class_for(auto_class or _saved_class(raw), config, where)
+    subclass = _patching_class(base, groups, raw[NAME]["sliding"], where)
+    lenient = bool(kwargs.pop("ignore_mismatched_sizes", False))
+    weights |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = subclass.from_pretrained(where, config=config, **weights, **kwargs)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{where}: the weights cannot be read: {error}") from error
     model.__class__ = base  # an ordinary model again: deepcopy, pickle and type checks see the class itself
-    lost = sorted(key for key in info["missing_keys"] if f".{NAME}." in f".{key}")
-    strange = sorted(key for key in info["unexpected_keys"] if f".{NAME}." in f".{key}")
-    if lost or strange:
-        what = f"lacks {lost[0]!r}" if lost else f"holds {strange[0]!r}, which its plan does not"
-        raise CheckpointError(f"{name_or_path}: the patch's weights do not fit its entry: the checkpoint {what}")
+    _check_weights(info, where, same_class=base is _saved_class(raw), lenient=lenient)
     return (model, info) if wanted else model
+
+
+def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """config.json as it stands."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(where, **{key: kwargs[key] for key in HUB if key in kwargs})
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: JSON that is not an object
+        raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
+    if not isinstance(raw, dict) or not raw:
+        adapter = Path(where, "adapter_config.json").is_file()
+        hint = "; it holds a peft adapter: load its base model, then PeftModel.from_pretrained" if adapter else ""
+        raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
+    return raw
+
+
+def _check_weights(info: dict[str, Any], where: str, *, same_class: bool, lenient: bool) -> None:
+    """Refuse a checkpoint that lacks weights of the patch or of its own class, or has others.
+
+    Args:
+        info: what transformers says about the keys.
+        where: for messages.
+        same_class: the model's class is the saved one, so that not even a head is missing.
+        lenient: weights of another shape were asked to be passed over.
+    """
+    complaints = {
+        "lacks": (info["missing_keys"], same_class),
+        "has no place for": (info["unexpected_keys"], False),
+        "has another shape of": ({key for key, *_ in info["mismatched_keys"]}, not lenient),
+    }
+    for complaint, (keys, all_count) in complaints.items():
+        if wrong := sorted(key for key in keys if all_count or NAME in key.split(".")):
+            raise CheckpointError(f"{where}: the weights do not fit config.json: it {complaint} {wrong[0]!r}")
 
 
 def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
@@ -78,9 +121,9 @@ def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
         raise wrong(f"has format {form}, and this version reads up to {FORMAT}: update hf-linattn")
     if entry.get("part"):
         raise wrong("says that the folder holds a part of a patched model: save the whole model instead")
-    if strange := sorted(entry.keys() - {"format", "version", "sliding", "patches"}):
+    if strange := sorted(entry.keys() - KEYS):
         raise wrong(f"has unknown keys: {', '.join(map(repr, strange))}")
-    if entry.get("sliding") not in ("keep", "global", "refuse"):
+    if entry.get("sliding") not in get_args(Sliding):
         raise wrong(f"has sliding={entry.get('sliding')!r}")
     groups = entry.get("patches")
     if not isinstance(groups, list) or not groups:
@@ -91,17 +134,20 @@ def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
         names = group["modules"]
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise wrong("has a group whose modules are not a list of names")
-        if not isinstance(group["options"], dict) or not all(isinstance(v, dict) for v in group["options"].values()):
+        options = group["options"]
+        if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
             raise wrong("has a group whose options are not an object per part")
         try:
-            parse(group["patch"], group["options"])
+            parse(group["patch"], options)
         except LinattnError as error:
             raise wrong(f"cannot be used: {error}") from error
     return groups
 
 
-def _config(raw: dict[str, Any], where: str) -> PreTrainedConfig:
-    """The config without this package's marks, nested ones too."""
+def _config(
+    raw: dict[str, Any], where: str, kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config without this package's marks, nested ones too, and the keywords that are not attributes of it."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -110,55 +156,70 @@ def _config(raw: dict[str, Any], where: str) -> PreTrainedConfig:
 
     values = clean(raw)
     kind = values.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"{where}: transformers {transformers.__version__} has no model type {kind!r}")
     try:
-        cls = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
-    except KeyError:
-        raise CheckpointError(f"{where}: transformers {transformers.__version__} has no model type {kind!r}") from None
-    config = cls.from_dict(values)
-    assert isinstance(config, PreTrainedConfig)
+        config, rest = CONFIG_MAPPING[kind].from_dict(values, return_unused_kwargs=True, **kwargs)
+    except (StrictDataclassError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{where}: config.json does not describe a {kind} model: {error}") from error
     config.name_or_path = where
-    return config
+    return config, rest
 
 
-def _saved_class(raw: dict[str, Any]) -> Any:
-    names = raw.get("architectures") or []
-    return getattr(transformers, str(names[0]), None) if names else None
+def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:
+    """The class of transformers that the model was saved from; no other name in the file is looked up."""
+    names = raw.get("architectures")
+    cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
-def _class_for(auto_class: Any, config: PreTrainedConfig, raw: dict[str, Any], where: str) -> type[nn.Module]:
-    cls = auto_class or _saved_class(raw)
+def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
+    """The model class that `cls`, an auto class or a model class, means for this config."""
+    if cls is None:
+        raise CheckpointError(
+            f"{where}: config.json names no class of transformers in 'architectures'; pass auto_class="
+        )
     mapping = getattr(cls, "_model_mapping", None)
-    if mapping is not None:
-        try:
-            cls = mapping[type(config)]
-        except KeyError:
-            raise CheckpointError(f"{where}: {auto_class.__name__} has no class for {type(config).__name__}") from None
-        cls = cls[0] if isinstance(cls, tuple) else cls
-    if cls is None or not isinstance(cls, type):
-        raise CheckpointError(f"{where}: config.json names no class of transformers in 'architectures'; pass auto_class=")
+    if mapping is not None and type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    if mapping is not None or not isinstance(config, getattr(cls, "config_class", None) or ()):
+        raise CheckpointError(f"{where}: {cls.__name__} has no class for {type(config).__name__}")
     return cls
 
 
-def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any) -> Any:
-    """A subclass that is patched before its weights arrive, so that sharded, meta-device and offloaded loads just work."""
+def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
+    """A subclass that is patched before its weights arrive: sharded, meta-device and offloaded loads just work."""
 
     def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        sites = {site.name for site in find_sites(self)}
-        plan: dict[Any, Any] = {}
-        for group in groups:
-            for name in group["modules"]:
-                plan[_local_name(name, sites, base)] = (group["patch"], group["options"])
-        patch_model(self, lambda name, _: plan.get(name), sliding=sliding)
+        try:
+            plan = _plan(self, groups)
+            patch_model(self, lambda name, _: plan.get(name), sliding=sliding)
+        except LinattnError as error:
+            raise CheckpointError(
+                f"{where}: the {NAME!r} entry does not fit {base.__name__}: {error}"
+            ) from error
 
     # the same name: loss function, architectures and class checks go by it
-    return type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__, "config_class": base.config_class})
+    members = {"__init__": init, "__module__": base.__module__, "config_class": base.config_class}
+    return type(base.__name__, (base,), members)
 
 
-def _local_name(name: str, sites: set[str], base: Any) -> str:
-    """The module's name in this class: a bare model lacks the prefix that its head adds, and the other way round."""
-    prefix = f"{getattr(base, 'base_model_prefix', '')}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        if candidate in sites:
-            return candidate
-    raise CheckpointError(f"the saved plan names {name!r}, and {base.__name__} has no such attention module") from PlanError(name)
+def _plan(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Module name -> (patch, options), by the names that this class gives its modules.
+
+    A bare model lacks the prefix that its head adds, and the other way round.
+    """
+    sites = {site.name for site in find_sites(model)}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    plan: dict[str, Any] = {}
+    for group in groups:
+        for name in group["modules"]:
+            local = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in sites), None)
+            if local is None:
+                raise CheckpointError(f"it has no attention module {name!r}")
+            if local in plan:
+                raise CheckpointError(f"{name!r} is named twice")
+            plan[local] = (group["patch"], group["options"])
+    return plan

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_linattn.masks import DENSE_MASKS
 from hf_linattn.seam import NAME
 
 ABSENT = object()
@@ -58,10 +59,15 @@ class OwnConfigs:
         """The config that this copy stands for; any other config is its own."""
         return next((known.original for known in self.copies if known.copied is config), config)
 
-    def use_copies(self, entry: dict[str, Any], root: Any) -> None:
+    def use_copies(self, entry: dict[str, Any], root: Any, *, dense_masks: bool = False) -> None:
         """Put the copies in place, switched to this package's attention and marked with the entry.
 
         Copies of other configs than `root` say that they describe a part, which cannot be loaded alone.
+
+        Args:
+            entry: of config.json.
+            root: the model's own config.
+            dense_masks: some module computes with the mask itself, so it must be the ordinary boolean one.
         """
         part = {"format": entry["format"], "version": entry["version"], "part": True}
         for module, key, known in self.places:
@@ -69,6 +75,8 @@ class OwnConfigs:
         for known in self.copies:
             known.copied._attn_implementation_internal = NAME
             mark(known.copied, entry if known.original is root else part)
+            if dense_masks:
+                known.copied.__dict__[DENSE_MASKS] = True
 
     def restore(self) -> None:
         """Put the originals back."""
@@ -105,6 +113,7 @@ def _to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     finally:
         config.__dict__["to_dict"] = own
     output["transformers_weights"] = GUARD
+    output.pop(DENSE_MASKS, None)
     return output
 
 
@@ -121,5 +130,5 @@ def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
 
 def unmark(config: PreTrainedConfig) -> None:
     """Take the marks off again."""
-    for key in (NAME, "attn_implementation", "to_dict"):
+    for key in (NAME, "attn_implementation", "to_dict", DENSE_MASKS):
         config.__dict__.pop(key, None)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_linattn.patched import PatchedAttention
-from hf_linattn.plan import sites_of
+from hf_linattn.patching import RECORD, Record
+from hf_linattn.plan import sites_of, transformers_model
 from hf_linattn.seam import NAME
 from hf_linattn.sites import Site
 
@@ -20,13 +20,13 @@ class Row:
 
     Attributes:
         module: dotted name; layer: its index or None.
-        patch: composition, "softmax" for the model's own attention; note: why it stayed, if it did.
+        patch: composition, "softmax" for the model's own attention; note: what became of its window, if it has one.
         options: by part of the composition.
         parameters: number of parameters added.
         linear: time linear and state constant in the number of tokens.
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence, where it is constant; None where it grows or is not known.
-        bytes_per_token: growth of the ordinary cache per token, float32 count of the model's dtype; None if constant.
+        bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
     """
 
     module: str
@@ -66,41 +66,63 @@ class Description:
 
     def __str__(self) -> str:
         head = ("module", "patch", "options", "parameters", "time", "state per sequence")
-        lines = [head]
-        for row in self.rows:
-            options = " ".join(f"{k}={v}" for part in row.options.values() for k, v in part.items())
-            if row.linear:
-                cost, state = "O(n)", "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
-            else:
-                cost = "O(n window)" if row.window else "O(n^2)"
-                state = "grows" if row.bytes_per_token is None else f"{row.bytes_per_token:,} B per token"
-                state += " up to the window" if row.window else ""
-            patch = row.patch + (f" ({row.note})" if row.note else "")
-            lines.append((row.module, patch, options, f"{row.parameters:,}", cost, state))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([self.model, *table])
+        lines = [head, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        pairs = [zip(line, widths, strict=True) for line in lines]
+        return "\n".join([self.model, *("  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs)])
 
 
-def _row(site: Site, child: PatchedAttention | None, own: dict[str, Any] | None) -> Row:
-    width = None
-    if site.kv_heads is not None and site.head_dim is not None and site.value_dim is not None:
-        parameter = next(site.module.parameters(), None)
-        size = 4 if parameter is None else parameter.element_size()
-        width = (site.head_dim + site.value_dim) * site.kv_heads * size
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.linear:
+        time, state = "O(n)", "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
+    else:
+        time = "O(n window)" if row.window else "O(n^2)"
+        state = "grows" if row.bytes_per_token is None else f"{row.bytes_per_token:,} B per token"
+        state += " up to the window" if row.window else ""
+    patch = f"{row.patch} ({row.note})" if row.note else row.patch
+    options = " ".join(f"{k}={v}" for part in row.options.values() for k, v in part.items())
+    return row.module, patch, options, f"{row.parameters:,}", time, state
+
+
+def _bytes_per_token(site: Site) -> int | None:
+    """Keys and values of one token in an ordinary cache, in the module's dtype."""
+    if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
+        return None
+    parameter = next(site.module.parameters(), None)
+    size = 4 if parameter is None else parameter.element_size()
+    return (site.head_dim + site.value_dim) * site.kv_heads * size
+
+
+def _state_bytes(site: Site, attention: nn.Module) -> int | None:
+    """S and z of one sequence, in float32 (float64 in float64 models)."""
+    features = getattr(attention, "features", None) or site.head_dim
+    if site.kv_heads is None or features is None or site.value_dim is None:
+        return None
+    parameter = next(site.module.parameters(), None)
+    size = 8 if parameter is not None and parameter.element_size() == 8 else 4
+    return size * site.kv_heads * features * (site.value_dim + 1)
+
+
+def _row(site: Site, record: Record) -> Row:
+    child: Any = site.module._modules.get(NAME)
+    note = record.notes.get(site.name, "")
     if child is None:
-        kept = own is not None and own["kept"].get(site.name, "")
-        return Row(site.name, site.layer_idx, "softmax", window=site.window, bytes_per_token=width, note=kept or "")
-    parameters = sum(p.numel() for p in child.parameters())
-    window = site.window if child.keep_window else None
-    options = own["options"].get(site.name, {}) if own is not None else {}
-    if not child.linear:
-        return Row(site.name, site.layer_idx, child.spec, options, parameters, False, window, None, width)
-    state = None
-    if width is not None and site.kv_heads and site.head_dim and site.value_dim:
-        features = getattr(child.attention, "features", site.head_dim)
-        state = 4 * site.kv_heads * features * (site.value_dim + 1)
-    return Row(site.name, site.layer_idx, child.spec, options, parameters, True, window, state, None)
+        growth = _bytes_per_token(site)
+        return Row(
+            site.name, site.layer_idx, "softmax", window=site.window, bytes_per_token=growth, note=note
+        )
+    return Row(
+        module=site.name,
+        layer=site.layer_idx,
+        patch=child.spec,
+        options=record.options.get(site.name, {}),
+        parameters=sum(p.numel() for p in child.parameters()),
+        linear=child.linear,
+        window=site.window if child.keep_window else None,
+        state_bytes=_state_bytes(site, child.attention) if child.linear else None,
+        bytes_per_token=None if child.linear else _bytes_per_token(site),
+        note=note,
+    )
 
 
 def describe(model: nn.Module) -> Description:
@@ -109,10 +131,9 @@ def describe(model: nn.Module) -> Description:
     Raises:
         UnsupportedModelError: no attention module routes through transformers' interface.
     """
-    record = model.__dict__.get("_linattn")
-    own = None if record is None else {"options": record.options, "kept": record.notes}
-    rows = (_row(site, site.module._modules.get(NAME), own) for site in sites_of(model))  # type: ignore[arg-type]
-    return Description(type(model).__name__, tuple(rows))
+    inside = transformers_model(model)
+    record = inside.__dict__.get(RECORD, Record())
+    return Description(type(inside).__name__, tuple(_row(site, record) for site in sites_of(inside)))
 
 
 def is_linear(model: nn.Module) -> bool:

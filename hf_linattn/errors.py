@@ -9,6 +9,10 @@ class UnknownPatchError(LinattnError, ValueError):
     """No patch is registered under this name."""
 
 
+class RegistrationError(LinattnError, ValueError):
+    """A patch cannot be registered: its name is taken or not a name, or it is not a patch."""
+
+
 class OptionError(LinattnError, ValueError):
     """An option does not exist, has the wrong type, or a value outside its range."""
 

@@ -27,9 +27,9 @@ examples:
       --block-size 512 --max-steps 500 --lr 1e-3 --output-dir out
   python -m hf_linattn.finetune ... --output-dir out --resume   # after a crash or Ctrl-C; also the first time
   accelerate launch --num_processes 2 -m hf_linattn.finetune --model Qwen/Qwen3-0.6B \\
-      --patch '{"0-13": "hedgehog"}' --data wikitext:wikitext-103-raw-v1 --lora 16 \\
+      --patch '{"0-13": "elu1"}' --data wikitext:wikitext-103-raw-v1 --lora 16 \\
       --mixed-precision bf16 --output-dir out
-  python -m hf_linattn.finetune --model DIR --patch hedgehog --train-only-patch --lr 1e-2 \\
+  python -m hf_linattn.finetune --model DIR --patch softmax1+logn --options '{"train_length": 2048}' \\
       --data articles.jsonl --text-column body --output-dir out
 
 data:

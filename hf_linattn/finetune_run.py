@@ -91,6 +91,9 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
         write_json(folder / "results.json", box[0])
         loop.checkpoint.remove()
     broadcast_object_list(box)
+    # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
+    del loop, model, base
+    accelerator.free_memory()
     accelerator.end_training()
     return box[0]
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
+DENSE_MASKS = "_linattn_dense_masks"
+"""Attribute of a patched model's configs: its modules compute with masks, so no compact ones."""
 
 
 def is_compact(mask: Tensor | None) -> bool:
@@ -110,7 +112,7 @@ def compact_mask(
     """
     tracing = torch.compiler.is_compiling()
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
-    if use_vmap:
+    if use_vmap or DENSE_MASKS in getattr(config, "__dict__", ()):
         pattern = UNKNOWN
     elif tracing:
         pattern = _traced_pattern(mask_function, local_size, config, batch_size, q_length if whole else None, device)

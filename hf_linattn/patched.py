@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from hf_linattn import recurrent
 from hf_linattn.attention import LinearAttention, Modifier, Patch, ScoreAttention
 from hf_linattn.cache import StateLayer
-from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.ops.softmax import scores_of, softmax_attention
 from hf_linattn.registry import Recipe
 from hf_linattn.sites import Site
 from hf_linattn.visibility import Visibility, read_visibility
 
-SOFTMAX_EXTRAS = frozenset(("position_bias", "softcap", "s_aux", "indices", "block_indices"))
+SOFTMAX_EXTRAS = frozenset(("position_bias", "softcap", "s_aux", "indices", "attention_mask"))
 """Extras that an attention over scores can honour: biases, caps, sinks, and masks made by an indexer."""
 
 
@@ -32,6 +32,10 @@ class PatchedAttention(nn.Module):
     def __init__(self, recipe: Recipe, site: Site, *, keep_window: bool) -> None:
         super().__init__()
         self.spec, self.where, self.keep_window = recipe.spec, f"{site.name} ({type(site.module).__name__})", keep_window
+        self.drops_window = site.window is not None and not keep_window
+        self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
+        self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
+        self.cross = False
         self.base = ""
         self.modifiers: list[str] = []
         for cls in recipe.parts:
@@ -41,6 +45,8 @@ class PatchedAttention(nn.Module):
                 if isinstance(error, OptionError):
                     raise
                 raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
+            if hasattr(self, cls.name):
+                raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
             self.add_module(cls.name, patch)
             if isinstance(patch, Modifier):
                 self.modifiers.append(cls.name)
@@ -49,9 +55,17 @@ class PatchedAttention(nn.Module):
         if not self.base:
             self.base = "softmax"
             self.add_module(self.base, ScoreAttention(site))
-        self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
-        self.cross = False
+        self._check_saved()
         self.refuse(site)
+
+    def _check_saved(self) -> None:
+        """Loading makes modules without data and fills in what was saved: any other tensor would stay empty."""
+        for name, module in self.named_modules():
+            loose = [key for key, value in module.__dict__.items() if isinstance(value, Tensor)]
+            if unsaved := sorted(module._non_persistent_buffers_set) + loose:
+                raise RegistrationError(
+                    f"{name}.{unsaved[0]} is a tensor that is not saved: make it a parameter or a persistent buffer"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "layer": None}
@@ -86,12 +100,18 @@ class PatchedAttention(nn.Module):
                 f"{self.where} combines {site.source.calls} attentions in one forward (differential attention): one "
                 f"state cannot serve them, so {self.spec!r} does not apply. Use softmax1 or logn there."
             )
+        if self.linear and site.shares():
+            raise UnsupportedModelError(
+                f"{self.where} shares keys and values with other layers, and a cache that holds {self.spec!r} states "
+                "has none to share. Leave it out of the plan, or use a softmax patch (softmax1, logn) there."
+            )
         if self.linear and site.source.updates and site.source.slot is None:
             raise UnsupportedModelError(f"{self.where} chooses its cache layer in a way that cannot be followed")
+        if self.linear and site.source.updates and site.layer_idx is None and site.source.slot != "argument":
+            raise UnsupportedModelError(f"{self.where} has no layer_idx, so its place in the cache cannot be found")
 
     def forward(
         self,
-        module: nn.Module,
         layer: StateLayer | None,
         query: Tensor,
         key: Tensor,
@@ -99,16 +119,19 @@ class PatchedAttention(nn.Module):
         mask: Tensor | None,
         scaling: float | None,
         dropout: float,
-        is_causal: bool | None,
+        causal: bool,
         extras: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """One attention call; see `seam.attention`. Returns `[B, N, H, Dv]` and the weights where asked for."""
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and not self.cross
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if not self.keep_window:
             visibility = visibility.without_window()
+        if self.drops_window and not self.linear:  # a static layer put in place of a window, longer than this call's mask
+            key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
+        if extras.get("indices") is not None:
+            visibility = visibility.selected(extras["indices"], key.shape[2])
         if self.modifiers:
             count = visibility.count(query.device)
             for name in self.modifiers:

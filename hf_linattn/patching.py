@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
-from transformers import PreTrainedModel
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_linattn.cache import install, self_attention_cache
+from hf_linattn.cache import install, install_full, self_attention_cache
 from hf_linattn.configs import OwnConfigs
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patched import PatchedAttention
-from hf_linattn.plan import Plan, resolve, sites_of
+from hf_linattn.plan import Plan, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
 from hf_linattn.seam import KEPT, NAME, check_kept, find_state
 from hf_linattn.sites import Site
@@ -44,7 +44,7 @@ class Record:
     children: list[nn.Module] = field(default_factory=list)
     kept: list[nn.Module] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
-    state_layers: list[tuple[int, str]] = field(default_factory=list)
+    cache_layers: list[tuple[int, str, bool]] = field(default_factory=list)  # index, name, linear
     options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -52,25 +52,45 @@ class Record:
 def _children(
     sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding
 ) -> tuple[dict[str, PatchedAttention], dict[str, str]]:
-    """Build the children of all chosen sites, none of them attached yet; and why others of the plan stay."""
+    """The children of all chosen sites, none of them attached yet; and what becomes of their windows."""
     children: dict[str, PatchedAttention] = {}
     notes: dict[str, str] = {}
     for site in sites:
         recipe = recipes.get(site.name)
-        if recipe is None or all(part.identity for part in recipe.parts):
+        if recipe is None or recipe.identity:
             continue
-        linear = any(part.linear for part in recipe.parts)
         if site.window is not None and sliding == "refuse":
-            raise UnsupportedModelError(f"{site.name} has a {site.window} window, and sliding='refuse' was asked for")
-        if site.window is not None and sliding == "keep" and linear:
-            notes[site.name] = f"{site.window} window kept"
-            continue
-        child = PatchedAttention(recipe, site, keep_window=sliding != "global")
-        parameter = next(site.module.parameters(), None)
-        if parameter is not None and parameter.is_floating_point():
-            child.to(device=parameter.device, dtype=parameter.dtype)
-        children[site.name] = child.train(site.module.training)
+            raise UnsupportedModelError(
+                f"{site.name} has a {site.window} window, and sliding='refuse' was asked for"
+            )
+        if site.window is not None and (sliding == "global" or any(part.linear for part in recipe.parts)):
+            notes[site.name] = f"{site.window} window {'dropped' if sliding == 'global' else 'kept'}"
+        if sliding == "global" or site.name not in notes:
+            children[site.name] = _child(recipe, site, keep_window=sliding != "global")
+    if notes and not children:
+        raise PlanError(
+            f"every attention layer that the plan names ({', '.join(notes)}) has a window and keeps it. Pass "
+            "sliding='global' to drop the windows."
+        )
     return children, notes
+
+
+def _child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention:
+    child = PatchedAttention(recipe, site, keep_window=keep_window)
+    parameter = next(site.module.parameters(), None)
+    if parameter is not None:
+        learned = any(True for _ in child.parameters())
+        if (
+            learned
+            and parameter.is_meta
+            and any(hasattr(module, "_hf_hook") for module in site.module.modules())
+        ):
+            raise UnsupportedModelError(
+                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, or save "
+                "the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
+            )
+        child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
+    return child.train(site.module.training)
 
 
 def entry_of(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any]:
@@ -86,13 +106,21 @@ def entry_of(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any]:
     return {"format": FORMAT, "version": package_version(), "sliding": sliding, "patches": groups}
 
 
-def _check_arguments(model: Any, sliding: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"patch_model takes a model, got {type(model).__name__}")
-    if sliding not in ("keep", "global", "refuse"):
-        raise OptionError(f"sliding must be 'keep', 'global' or 'refuse', got {sliding!r}")
-    if not isinstance(getattr(model, "config", None), object) or not hasattr(model, "config"):
-        raise UnsupportedModelError(f"{type(model).__name__} has no config: patch the transformers model itself")
+def _check_alone(model: nn.Module, inside: nn.Module, sites: list[Site]) -> None:
+    """A model is patched as a whole, and before it is distributed."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(
+            "patch the model before DistributedDataParallel wraps it: it must see every weight"
+        )
+    for name, module in inside.named_modules():
+        if module is not inside and RECORD in module.__dict__:
+            raise UnsupportedModelError(
+                f"{name!r} of this model is patched by itself: call unpatch_model on it first"
+            )
+    if RECORD not in inside.__dict__ and any(NAME in site.module._modules for site in sites):
+        raise UnsupportedModelError(
+            f"{type(inside).__name__} is a part of a patched model: call patch_model on the whole model"
+        )
 
 
 def patch_model(
@@ -120,50 +148,34 @@ def patch_model(
     Raises:
         LinattnError: one of its kinds, before anything was touched.
     """
-    _check_arguments(model, sliding)
-    old = model.__dict__.get(RECORD)
-    sites = sites_of(model)
+    if sliding not in get_args(Sliding):
+        raise OptionError(f"sliding must be 'keep', 'global' or 'refuse', got {sliding!r}")
+    inside = transformers_model(model)
+    sites = sites_of(inside)
+    _check_alone(model, inside, sites)
     recipes = resolve(patch, sites, options)
     children, notes = _children(sites, recipes, sliding)
-    active = any(not part.identity for recipe in recipes.values() for part in recipe.parts)
-    if active and not children:
-        raise PlanError(
-            f"{type(model).__name__}: every attention layer that the plan names has a window and keeps it. Pass "
-            "sliding='global' to drop the windows."
-        )
-    _check_windows(sites, children, sliding)
+    record: Record | None = inside.__dict__.get(RECORD)
     if children:
         for site in sites:
             if site.name not in children:
-                kept = _own_implementation(site, old)
-                check_kept(site.module, site.name, kept)
-    if old is not None:
-        unpatch_model(model)
-    _install(model, sites, children, recipes, notes, sliding)
+                check_kept(site, _own_implementation(site, record))
+    if record is not None:
+        unpatch_model(inside)
+    _install(inside, sites, children, recipes, notes, sliding)
     return model
 
 
-def _own_implementation(site: Site, old: Record | None) -> str:
-    if old is not None and old.configs is not None:
-        for original, copied in old.configs.pairs.values():
-            if site.module.config is copied:
-                return original._attn_implementation or "eager"
-    return site.module.config._attn_implementation or "eager"  # type: ignore[union-attr]
-
-
-def _check_windows(sites: list[Site], children: dict[str, PatchedAttention], sliding: Sliding) -> None:
-    for site in sites:
-        if site.window is not None and sliding == "global" and site.name in children and not site.source.updates:
-            continue
-        child = children.get(site.name)
-        if child is not None and child.linear and site.source.updates and site.layer_idx is None:
-            if site.source.slot == "argument":
-                continue
-            raise UnsupportedModelError(f"{site.name} has no layer_idx, so its place in the cache cannot be found")
+def _own_implementation(site: Site, record: Record | None) -> str:
+    """The attention implementation that the module has, or had before it was patched."""
+    config: Any = site.module.config
+    if record is not None and record.configs is not None:
+        config = record.configs.original(config)
+    return config._attn_implementation or "eager"
 
 
 def _install(
-    model: nn.Module,
+    model: Any,
     sites: list[Site],
     children: dict[str, PatchedAttention],
     recipes: dict[str, Recipe],
@@ -173,37 +185,41 @@ def _install(
     record = Record(options={name: recipe.options for name, recipe in recipes.items()}, notes=notes)
     if children:
         record.configs = OwnConfigs(model)
-        for site in sites:
-            if site.name in children:
-                site.module.add_module(NAME, children[site.name])
-                record.children.append(site.module)
-                record.hooks.append(site.module.register_forward_pre_hook(find_state, with_kwargs=True))
-                if children[site.name].linear and _holds_state(site):
-                    assert site.layer_idx is not None
-                    record.state_layers.append((site.layer_idx, site.name))
-            else:
-                kept = record.configs.implementation(site.module.config)  # type: ignore[arg-type]
-                setattr(site.module, KEPT, kept)
-                record.kept.append(site.module)
-        record.configs.use_copies(entry_of(recipes, sliding), model.config)  # type: ignore[arg-type]
-        if hasattr(model, PREPARE_CACHE) and record.state_layers:
-            model.__dict__[PREPARE_CACHE] = functools.partial(_prepare_cache, model)
+    for site in sites if children else []:
+        child = children.get(site.name)
+        if child is None:
+            setattr(site.module, KEPT, _own_implementation(site, None))
+            record.kept.append(site.module)
+            continue
+        site.module.add_module(NAME, child)
+        record.children.append(site.module)
+        record.hooks.append(site.module.register_forward_pre_hook(find_state, with_kwargs=True))
+        if (child.linear or child.drops_window) and _has_own_slot(site):
+            assert site.layer_idx is not None
+            record.cache_layers.append((site.layer_idx, site.name, child.linear))
+    if record.configs is not None:
+        dense = any("attention_mask" in site.extras() for site in sites)
+        record.configs.use_copies(entry_of(recipes, sliding), model.config, dense_masks=dense)
+    if record.cache_layers and hasattr(model, PREPARE_CACHE):
+        model.__dict__[PREPARE_CACHE] = functools.partial(_prepare_cache, model)
     model.__dict__[RECORD] = record
 
 
-def _holds_state(site: Site) -> bool:
+def _has_own_slot(site: Site) -> bool:
     cross = "Cross" in type(site.module).__name__
     causal = bool(getattr(site.module, "is_causal", False))
     return causal and not cross and site.source.slot == "self" and site.layer_idx is not None
 
 
-def _prepare_cache(model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands before the model's own method: state layers exist before generate() asks the cache to record its past."""
+def _prepare_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stands before the model's own method: the layers exist before generate() asks the cache to record its past."""
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
-        for index, name in model.__dict__[RECORD].state_layers:
-            install(cache, index, name)
+        for index, name, linear in model.__dict__[RECORD].cache_layers:
+            (install if linear else install_full)(cache, index, name)
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output
@@ -215,10 +231,11 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         NotPatchedError: the model is not patched.
     """
-    record: Record | None = model.__dict__.pop(RECORD, None)
+    inside = transformers_model(model)
+    record: Record | None = inside.__dict__.pop(RECORD, None)
     if record is None:
-        raise NotPatchedError(f"{type(model).__name__} is not patched")
-    model.__dict__.pop(PREPARE_CACHE, None)
+        raise NotPatchedError(f"{type(inside).__name__} is not patched")
+    inside.__dict__.pop(PREPARE_CACHE, None)
     for hook in record.hooks:
         hook.remove()
     for module in record.children:
@@ -239,18 +256,18 @@ def patched(
     Raises:
         NotPatchedError: the model is patched already, and leaving the block could not bring that patch back.
     """
-    if RECORD in model.__dict__:
-        raise NotPatchedError("patched() needs an unpatched model: call unpatch_model first, or use patch_model to replace")
+    if is_patched(model):
+        raise NotPatchedError(
+            "patched() needs an unpatched model: call unpatch_model first, or use patch_model to replace"
+        )
     patch_model(model, patch, options=options, sliding=sliding)
     try:
         yield model
     finally:
-        if RECORD in model.__dict__:
+        if is_patched(model):
             unpatch_model(model)
 
 
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_model` was called on this model and not undone."""
-    return RECORD in model.__dict__
-
-
+    return RECORD in transformers_model(model).__dict__

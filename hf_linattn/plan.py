@@ -80,16 +80,13 @@ def _parts(key: Any) -> list[Any]:
 
 
 def _matching(key: Any, sites: list[Site]) -> list[Site]:
-    """The sites that a plan's key means, each once."""
-    chosen: dict[str, Site] = {}
-    for part in _parts(key) or [key]:
-        found = [site for site in sites if _matches(part, site)]
-        if not found:
-            names = ", ".join(f"{site.name} (layer {site.layer_idx})" for site in sites[:3])
-            more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
-            raise PlanError(f"the plan's key {key!r} matches no attention module; there are {names}{more}")
-        chosen.update((site.name, site) for site in found)
-    return list(chosen.values())
+    """The sites that a plan's key means, each once; every alternative must mean one."""
+    found = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
+    if not found or not all(found):
+        names = ", ".join(f"{site.name} (layer {site.layer_idx})" for site in sites[:3])
+        more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
+        raise PlanError(f"the plan's key {key!r} matches no attention module; there are {names}{more}")
+    return list({site.name: site for part in found for site in part}.values())
 
 
 def _matches(part: Any, site: Site) -> bool:

@@ -7,16 +7,15 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-import psutil
-
 from hf_linattn.errors import TrainingError
 
 
 def start_missing_processes(module: str, argv: Sequence[str]) -> None:
-    """Make `accelerate launch --cpu --num_processes N -m module ...` run N processes; `main` calls it first.
+    """Give `accelerate launch --cpu --num_processes N -m module ...` its N processes.
 
-    Without mpirun, accelerate (1.15) starts one process on the CPU whatever N is, and leaves only an address for
-    the others to meet at. Then this process turns into torchrun with N workers; otherwise nothing happens.
+    Without mpirun, accelerate (1.15) starts one process on the CPU whatever N is, and leaves only an
+    address for the others to meet at. Then this process turns into torchrun with N workers; otherwise
+    nothing happens.
 
     Raises:
         TrainingError: more processes were asked for, but how many cannot be told.
@@ -25,6 +24,8 @@ def start_missing_processes(module: str, argv: Sequence[str]) -> None:
     started = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"))
     if not on_cpu or started or "MASTER_PORT" not in os.environ:
         return
+    import psutil  # comes with accelerate, which may be missing
+
     parent = psutil.Process().parent()
     command = parent.cmdline() if parent is not None else []
     if not any("accelerate" in item for item in command):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.cache import StateLayer
+from hf_linattn.cache import StateLayer, fingerprint
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 from hf_linattn.ops import linear
 from hf_linattn.ops.linear import State
@@ -100,8 +100,11 @@ def _state_before(layer: StateLayer, features: nn.Module, documents: Tensor | No
         if layer.pending is not None:
             _absorb(layer, features, documents)
         elif layer.visible is not None or documents is not None:
-            seen = layer.seen if documents is None else (documents[:, : layer.seen] > 0).sum(1)
-            if bool((seen != (layer.seen if layer.visible is None else layer.visible)).any()):
+            some = layer.visible if documents is None else documents
+            assert some is not None
+            ones = torch.ones(some.shape[0], layer.seen, dtype=torch.bool, device=some.device)
+            seen = fingerprint(ones if documents is None else documents[:, : layer.seen] > 0)
+            if bool((seen != (fingerprint(ones) if layer.visible is None else layer.visible)).any()):
                 raise UnsupportedMaskError(
                     "the attention mask shows other past tokens than those already summed into the state: pass the mask "
                     "of all tokens so far, unchanged"
@@ -119,5 +122,5 @@ def _absorb(layer: StateLayer, features: nn.Module, documents: Tensor | None) ->
         valid = documents[:, : layer.seen] > 0
         hidden = ~valid[:, None, :, None]
         phi_k, values = phi_k.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
-        layer.visible = valid.sum(1)
+        layer.visible = fingerprint(valid)
     layer.state, layer.pending = linear.state_of(phi_k, values), None

@@ -1,10 +1,11 @@
-"""Names of patches: `@register`, discovery in `hf_linattn.patches` and in other packages, options, composition."""
+"""Patches by name: `@register`, discovery in this package and in others, options, composition."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
+import reprlib
 import types
 import typing
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from hf_linattn.errors import OptionError, UnknownPatchError
+from hf_linattn.attention import LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 
-if TYPE_CHECKING:
-    from hf_linattn.attention import Patch
-
-PatchType = TypeVar("PatchType", bound="type[Patch]")
+PatchType = TypeVar("PatchType", bound=type[Patch])
+KINDS = (LinearAttention, ScoreAttention, Modifier)
+PLAIN = (bool, int, float, str, list, dict, type(None))
 _PATCHES: dict[str, type[Patch]] = {}
 
 
@@ -27,15 +28,22 @@ def register(name: str) -> Callable[[PatchType], PatchType]:
     """Class decorator: make a patch known as `name`.
 
     Raises:
-        ValueError: the name is taken by another class, or holds characters that compositions and plans use.
+        RegistrationError: the name is taken by another class or holds characters that compositions and plans use, or
+            the class is not a patch.
     """
-    if not name.replace("_", "").isalnum():
-        raise ValueError(f"a patch's name holds letters, digits and '_' only: {name!r}")
+    if not isinstance(name, str) or not name.replace("_", "").isalnum():
+        raise RegistrationError(f"a patch's name holds letters, digits and '_' only, got {name!r}")
 
     def decorate(cls: PatchType) -> PatchType:
+        if not (isinstance(cls, type) and issubclass(cls, KINDS)):
+            kinds = ", ".join(kind.__name__ for kind in KINDS)
+            raise RegistrationError(f"{name!r}: a patch is a class derived from one of {kinds}, got {cls!r}")
         other = _PATCHES.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"two patches want the name {name!r}: {other.__module__} and {cls.__module__}")
+            raise RegistrationError(
+                f"two patches want the name {name!r}: {other.__qualname__} of {other.__module__} and "
+                f"{cls.__qualname__} of {cls.__module__}"
+            )
         cls.name = name
         _PATCHES[name] = cls
         return cls
@@ -49,7 +57,10 @@ def _discover() -> None:
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(info.name)
     for entry in entry_points(group="hf_linattn.patches"):
-        entry.load()
+        try:
+            entry.load()
+        except (ImportError, AttributeError) as error:
+            raise RegistrationError(f"the installed patch {entry.name!r} ({entry.value}): {error}") from error
 
 
 def patches() -> dict[str, type[Patch]]:
@@ -63,6 +74,11 @@ def available_patches() -> dict[str, str]:
     return {name: (inspect.getdoc(cls) or "").partition("\n")[0] for name, cls in patches().items()}
 
 
+def _hint(name: Any, known: typing.Iterable[str]) -> str:
+    near = get_close_matches(str(name), list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 def find(name: str) -> type[Patch]:
     """The patch of this name.
 
@@ -71,8 +87,7 @@ def find(name: str) -> type[Patch]:
     """
     known = patches()
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _hint(name, known)
         raise UnknownPatchError(f"unknown patch {name!r}.{hint} Registered: {', '.join(known)}.")
     return known[name]
 
@@ -85,6 +100,8 @@ def signature(cls: type[Patch]) -> dict[str, inspect.Parameter]:
 
 def _fits(value: Any, annotation: Any) -> bool:
     origin = typing.get_origin(annotation)
+    if annotation is Any:
+        return isinstance(value, PLAIN)  # what config.json can hold
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in typing.get_args(annotation))
     if origin is typing.Literal:
@@ -93,7 +110,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return value is None
     if annotation is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is annotation
+    if origin in (list, dict):
+        return type(value) is origin
+    return type(value) is annotation and isinstance(value, PLAIN)
 
 
 def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
@@ -103,16 +122,18 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
         OptionError: naming the option, what came and what was expected.
     """
     known = signature(cls)
-    hints = typing.get_type_hints(cls.__init__)
+    hints = typing.get_type_hints(cls.__init__) if options else {}
     for name, value in options.items():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             takes = f"It takes {', '.join(known)}." if known else "It takes no options."
-            raise OptionError(f"{cls.name!r} has no option {name!r}.{hint} {takes}")
-        if not _fits(value, hints[name]):
-            expected = str(hints[name]).replace("typing.", "")
-            raise OptionError(f"option {name!r} of {cls.name!r} must be {expected}, got {value!r}")
+            raise OptionError(f"{cls.name!r} has no option {name!r}.{_hint(name, known)} {takes}")
+        annotation = hints.get(name, Any)
+        if not _fits(value, annotation):
+            expected = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
+            expected = expected or str(annotation).replace("typing.", "")
+            raise OptionError(
+                f"option {name!r} of {cls.name!r} must be {expected}, got {reprlib.repr(value)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,12 +148,36 @@ class Recipe:
         """The classes in the order in which they were named."""
         return [find(name) for name in self.spec.split("+")]
 
-    def flat_options(self) -> dict[str, Any]:
-        """All options in one dict, as `patch_model` takes them."""
-        flat: dict[str, Any] = {}
-        for part in self.options.values():
-            flat.update(part)
-        return flat
+    @property
+    def identity(self) -> bool:
+        """Whether the module keeps its own attention."""
+        return all(part.identity for part in self.parts)
+
+
+def names_in(spec: Any) -> list[str]:
+    """The names that a composition joins by `+`.
+
+    Raises:
+        OptionError: not a string, a name missing or named twice. UnknownPatchError: a name that is not registered.
+    """
+    if not isinstance(spec, str):
+        raise OptionError(
+            f"a patch is named by a string such as 'elu1' or 'softmax1+logn', got {reprlib.repr(spec)}"
+        )
+    names = [name.strip() for name in spec.split("+")]
+    if not all(names):
+        raise OptionError(f"{spec!r} lacks the name of a patch: write 'elu1' or 'softmax1+logn'")
+    for name in names:
+        find(name)
+    if len(set(names)) < len(names):
+        raise OptionError(f"{spec!r} names a patch twice")
+    return names
+
+
+def options_for(names: list[str], shared: dict[str, Any]) -> dict[str, Any]:
+    """Those of some shared options that one of these patches takes, or that name one of them."""
+    taken = {option for name in names for option in signature(find(name))}
+    return {key: value for key, value in shared.items() if key in taken or key in names}
 
 
 def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
@@ -143,31 +188,38 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
         options: option -> value, given to the one part that has it; or part -> {option: value}.
 
     Raises:
-        UnknownPatchError, OptionError: see there; also two attentions in one composition, or a part named twice.
+        UnknownPatchError, OptionError: see there; also two attentions in one composition.
     """
-    if not isinstance(spec, str):
-        raise OptionError(f"a patch is named by a string such as 'elu1' or 'softmax1+logn', got {spec!r}")
-    names = [name.strip() for name in spec.split("+")]
-    parts = {name: find(name) for name in names}
-    if len(parts) < len(names):
-        raise OptionError(f"{spec!r} names a patch twice")
-    attentions = [name for name, cls in parts.items() if not cls.modifier]
+    names = names_in(spec)
+    attentions = [name for name in names if not find(name).modifier]
     if len(attentions) > 1:
-        raise OptionError(f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most")
+        raise OptionError(
+            f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most"
+        )
     if options is not None and not isinstance(options, dict):
-        raise OptionError(f"options must be a dict, got {options!r}")
+        raise OptionError(f"options must be a dict, got {reprlib.repr(options)}")
     given: dict[str, dict[str, Any]] = {}
     for key, value in (options or {}).items():
-        if key in parts and isinstance(value, dict):
-            given.setdefault(key, {}).update(value)
-            continue
-        takers = [name for name, cls in parts.items() if key in signature(cls)]
-        if len(takers) > 1:
-            raise OptionError(f"option {key!r} fits {' and '.join(takers)}: say which, {{{takers[0]!r}: {{{key!r}: ...}}}}")
-        given.setdefault(takers[0] if takers else names[0], {})[key] = value
+        whole = key in names and isinstance(value, dict)
+        part, values = (key, value) if whole else (_taker(spec, names, key), {key: value})
+        mine = given.setdefault(part, {})
+        if twice := [option for option in values if option in mine]:
+            raise OptionError(f"option {twice[0]!r} of {part!r} is given twice")
+        mine.update(values)
     for name, values in given.items():
-        if len(parts) > 1 and (strange := [k for k in values if k not in signature(parts[name])]):
-            takes = sorted({k for cls in parts.values() for k in signature(cls)})
-            raise OptionError(f"no part of {spec!r} has an option {strange[0]!r}; options: {', '.join(takes) or 'none'}")
-        check_options(parts[name], values)
+        check_options(find(name), values)
     return Recipe("+".join(names), given)
+
+
+def _taker(spec: str, names: list[str], option: Any) -> str:
+    """The one part of a composition that an option is for."""
+    takers = [name for name in names if option in signature(find(name))]
+    if len(takers) > 1:
+        example = f"{{{takers[0]!r}: {{{option!r}: ...}}}}"
+        raise OptionError(f"option {option!r} fits {' and '.join(takers)}: say which, {example}")
+    if not takers:
+        takes = sorted({known for name in names for known in signature(find(name))})
+        one = "has no" if len(names) == 1 else "has no part with an"
+        hint = _hint(option, takes)
+        raise OptionError(f"{spec!r} {one} option {option!r}.{hint} Options: {', '.join(takes) or 'none'}.")
+    return takers[0]

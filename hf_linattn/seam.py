@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_linattn.cache import StateLayer, install, self_attention_cache
+from hf_linattn.cache import StateLayer, install, install_full, self_attention_cache
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.masks import CAUSAL, compact_mask, is_compact
-from hf_linattn.sites import CACHE_ARGUMENTS, read_source
+from hf_linattn.sites import CACHE_ARGUMENTS
 from hf_linattn.visibility import read_visibility
 
 NAME = "linattn"
@@ -65,7 +65,10 @@ def attention(
         if layer == USED:
             raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
         child.layer = USED
-    return child(module, layer, query, key, value, attention_mask, scaling, dropout, is_causal, kwargs)  # type: ignore[no-any-return]
+    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(own) and not child.cross
+    # never the module itself: offloading moves every argument of a call to the device
+    return child(layer, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
 
 
 def own_attention(
@@ -88,6 +91,9 @@ def own_attention(
         else:
             mask = visibility.mask(query.device)[..., : key.shape[2]]
             mask = mask.expand(query.shape[0], *mask.shape[1:])
+    if kwargs.get("indices") is not None:  # the model makes a mask of them for sdpa and eager by name only
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], True).selected(kwargs["indices"], key.shape[2])
+        mask = visibility.mask(query.device)
     if mask is not None and mask.dtype == torch.bool and kept == "eager":
         lowest = torch.finfo(query.dtype).min
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
@@ -98,16 +104,21 @@ def own_attention(
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
 
-def check_kept(module: nn.Module, name: str, kept: str) -> None:
-    """Refuse implementations that read masks of a kind of their own.
+def check_kept(site: Site, kept: str) -> None:
+    """Refuse implementations that read masks of a kind of their own, and modules that make masks by its name.
 
     Raises:
         UnsupportedModelError: naming the module and what to load instead.
     """
-    known = kept in KEPT_IMPLEMENTATIONS
-    if not known or (kept == "eager" and "eager_attention_forward" not in type(module).forward.__globals__):
+    if "block_indices" in (extras := site.extras()):
         raise UnsupportedModelError(
-            f"{name} keeps its own attention, {kept!r}, beside patched layers; that works for "
+            f"{site.name} {extras['block_indices']}, and does so under the names {', '.join(KEPT_IMPLEMENTATIONS)} only: "
+            "its model cannot be patched in part"
+        )
+    known = kept in KEPT_IMPLEMENTATIONS
+    if not known or (kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__):
+        raise UnsupportedModelError(
+            f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
             f"{' and '.join(KEPT_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
         )
 
@@ -128,11 +139,11 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     child.layer = None
     child.cross = any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
-    if child.cross or not child.linear:
+    if child.cross or not (child.linear or child.drops_window):
         return
-    source = read_source(type(module))
+    source = child.source
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-    if source is None or not source.updates:
+    if not source.updates:
         return
     if cache is None and source.cache_position is not None and len(args) > source.cache_position:
         cache = args[source.cache_position]
@@ -144,7 +155,11 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
     elif source.slot not in (None, "self"):
         index = index + kwargs.get(source.slot, 0)
-    layer: StateLayer = install(self_attention_cache(cache), index, f"{type(module).__name__} {index}")
+    where = f"{type(module).__name__} {index}"
+    if not child.linear:
+        install_full(self_attention_cache(cache), index, where)
+        return
+    layer: StateLayer = install(self_attention_cache(cache), index, where)
     layer.armed = True
     child.layer = layer
 

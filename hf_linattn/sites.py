@@ -23,8 +23,36 @@ EXTRAS = {
     "sinks": "has attention sinks of its own",
     "indices": "sees only the keys that an indexer selects",
     "block_indices": "sees only the blocks that an indexer selects",
+    "attention_mask": "makes a mask of its own from its inputs",
 }
 """Keywords of the interface call that change the mathematics, and what each does."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A keyword of `EXTRAS` in an interface call.
+
+    Attributes:
+        text: the expression passed.
+        guards: where the expression is a local name: for each of its assignments, the attributes of the module that
+            must not be None for it to happen.
+    """
+
+    keyword: str
+    text: str
+    guards: tuple[tuple[str, ...], ...] = ()
+
+    def in_force(self, module: nn.Module) -> bool:
+        """Whether this module passes anything but None."""
+        attribute = self.text.removeprefix("self.")
+        if self.text == "None":
+            return False
+        if self.text.startswith("self.") and attribute.isidentifier():
+            return getattr(module, attribute, None) is not None
+        fulfilled = [
+            all(getattr(module, name, None) is not None for name in guards) for guards in self.guards
+        ]
+        return not fulfilled or any(fulfilled)
 
 
 @dataclass(frozen=True)
@@ -33,23 +61,29 @@ class Source:
 
     Attributes:
         calls: number of calls of the interface on one path through `forward`.
-        extras: keyword of `EXTRAS` -> the expression passed, as text.
+        extras: what the call changes beside softmax(qk)v.
         slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a name for
             self.layer_idx plus that argument, None where it cannot be told or there is no cache.
         updates: whether a cache is written at all.
         cache_position: index of the cache among forward's positional arguments, None if keyword only.
+        sharing: attributes of the module that make it take keys and values from another layer, or give it its own.
     """
 
     calls: int
-    extras: tuple[tuple[str, str], ...]
+    extras: tuple[Extra, ...]
     slot: str | None
     updates: bool
     cache_position: int | None
     parameters: tuple[str, ...]
+    sharing: tuple[str, ...] = ()
 
 
 def _is_interface_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "attention_interface" in node.func.id
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and "attention_interface" in node.func.id
+    )
 
 
 def _calls_on_a_path(node: ast.AST) -> int:
@@ -85,6 +119,81 @@ def _slot(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str | None, bool]
     return slot or None, bool(updates)
 
 
+def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ...]]]:
+    """What is assigned to a local name, each with the attributes whose `is not None` surrounds it."""
+    found: list[tuple[ast.expr, tuple[str, ...]]] = []
+
+    def visit(node: ast.AST, guards: tuple[str, ...]) -> None:
+        if isinstance(node, ast.Assign):
+            names = [
+                part for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)
+            ]
+            if any(part.id == name for part in names):
+                found.append((node.value, guards))
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            inner = test.removeprefix("self.").removesuffix(" is not None")
+            known = test == f"self.{inner} is not None" and inner.isidentifier()
+            for child in node.body:
+                visit(child, (*guards, inner) if known else guards)
+            for child in node.orelse:
+                visit(child, guards)
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, guards)
+
+    visit(tree, ())
+    return found
+
+
+def _makes(value: ast.expr) -> bool:
+    """Whether an expression computes a mask, instead of choosing one or cutting it to size."""
+    return any(
+        isinstance(node, ast.BinOp)
+        or (isinstance(node, ast.Call) and not ast.unparse(node.func).endswith(".get"))
+        for node in ast.walk(value)
+    )
+
+
+def _extras(tree: ast.AST) -> tuple[Extra, ...]:
+    found: dict[str, Extra] = {}
+    for call in filter(_is_interface_call, ast.walk(tree)):
+        assert isinstance(call, ast.Call)
+        values = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in EXTRAS}
+        mask = values.pop("attention_mask", call.args[4] if len(call.args) > 4 else None)
+        for keyword, value in values.items():
+            text = ast.unparse(value)
+            given = [guards for new, guards in _assignments(tree, text) if ast.unparse(new) != "None"]
+            found[str(keyword)] = Extra(str(keyword), text, tuple(given))
+        if isinstance(mask, ast.Name):
+            made = [guards for new, guards in _assignments(tree, mask.id) if _makes(new)]
+            if made:
+                found["attention_mask"] = Extra("attention_mask", mask.id, tuple(made))
+    return tuple(found.values())
+
+
+def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
+    """Attributes that decide about a dict of keys and values that the layers of a model hand on."""
+
+    def entries(node: ast.AST) -> list[ast.Subscript]:
+        return [
+            part
+            for part in ast.walk(node)
+            if isinstance(part, ast.Subscript)
+            and isinstance(part.value, ast.Name)
+            and part.value.id in parameters
+        ]
+
+    handed = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute):
+            inside = [part for child in node.body for part in entries(child)]
+            if any(ast.unparse(part.value) in handed for part in inside):
+                found.append(node.test.attr)
+    return tuple(found)
+
+
 @lru_cache(maxsize=None)
 def read_source(cls: type[nn.Module]) -> Source | None:
     """What the class's forward says, or None if it does not call the attention interface."""
@@ -97,17 +206,11 @@ def read_source(cls: type[nn.Module]) -> Source | None:
     if "ALL_ATTENTION_FUNCTIONS" not in text and not any(map(_is_interface_call, ast.walk(tree))):
         return None
     parameters = tuple(inspect.signature(forward).parameters)[1:]
-    extras = {
-        keyword.arg: ast.unparse(keyword.value)
-        for call in ast.walk(tree)
-        if _is_interface_call(call)
-        for keyword in call.keywords  # type: ignore[attr-defined]
-        if keyword.arg in EXTRAS
-    }
     slot, updates = _slot(tree, parameters)
     position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
     calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
-    return Source(max(1, calls), tuple(extras.items()), slot, updates, position, parameters)
+    sharing = _sharing(tree, parameters)
+    return Source(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
 
 
 @dataclass(frozen=True)
@@ -137,15 +240,15 @@ class Site:
 
     def extras(self) -> dict[str, str]:
         """Keyword -> what the module does with it, for those that are in force."""
-        found = {}
-        for keyword, text in self.source.extras:
-            if text == "None":
-                continue
-            attribute = text.removeprefix("self.")
-            if text.startswith("self.") and attribute.isidentifier() and getattr(self.module, attribute, None) is None:
-                continue
-            found[keyword] = EXTRAS[keyword]
-        return found
+        return {
+            extra.keyword: EXTRAS[extra.keyword]
+            for extra in self.source.extras
+            if extra.in_force(self.module)
+        }
+
+    def shares(self) -> bool:
+        """Whether it takes keys and values from another layer, or gives it its own."""
+        return any(getattr(self.module, name, False) for name in self.source.sharing)
 
 
 def window_of(module: nn.Module) -> str | None:
@@ -174,7 +277,9 @@ def _site(name: str, module: nn.Module, source: Source) -> Site:
     config = getattr(module, "config", None)
     heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
-    head_dim = _first(module, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
+    head_dim = _first(
+        module, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
+    )
     value_dim = _first(module, "v_head_dim") or head_dim
     kv_heads = _first(module, "num_key_value_heads", "num_kv_heads")
     if kv_heads is None and heads is not None:

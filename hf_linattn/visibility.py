@@ -50,6 +50,14 @@ class Visibility:
             self.causal, self.queries, self.keys, self.relative, self.documents, dense=self.dense, bias=self.bias
         )
 
+    def selected(self, indices: Tensor, keys: int) -> Visibility:
+        """Only the keys that an indexer selects, `[B, N, top k]`, among the visible ones."""
+        chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        dense = self.mask(indices.device)[..., :keys] & chosen
+        bias = None if self.bias is None else self.bias[..., :keys]
+        return Visibility(self.causal, self.queries, keys, dense=dense, bias=bias)
+
     def mask(self, device: torch.device) -> Tensor:
         """Boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
         if self.dense is not None:

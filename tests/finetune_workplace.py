@@ -1,4 +1,4 @@
-"""A small workplace for the tests of the fine-tuning command; load it with pytest_plugins."""
+"""A small workplace for the tests of the fine-tuning command: a model, texts, fixtures and readers."""
 
 import csv
 import os
@@ -65,7 +65,8 @@ def make_workplace(folder):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, attention_dropout=0.1, tie_word_embeddings=True, bos_token_id=256, eos_token_id=256,
+        max_position_embeddings=64, attention_dropout=0.1, tie_word_embeddings=True, bos_token_id=256,
+        eos_token_id=256,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     (folder / "train.txt").write_text("the cat sat on the mat and the dog ran to the log. " * 60)
@@ -82,7 +83,7 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture
 def surroundings(workplace, monkeypatch):
-    """In the data's folder; one thread as in the subprocesses; accelerate's process-wide state as at the start."""
+    """In the data's folder; one thread as in the subprocesses; accelerate's process-wide state cleared."""
     monkeypatch.chdir(workplace)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -18,7 +18,8 @@ with visible keys V(i), n_i = |V(i)|, and s_ij = scaling q_i . k_j (key heads re
     o_i         sum_V(i) w_ij v_j, and 0 where V(i) is empty
 
 What models add to their scores, in this order: softcap c gives c tanh(s_ij / c); a position bias or an additive
-mask b gives s_ij + b_ij; a sink t of the head (s_aux) adds exp(t) to the denominator. elu1 has no scores: it raises.
+mask b gives s_ij + b_ij; a sink t of the head (s_aux) or of head and query (sinks) adds exp(t) to the denominator; indices leave those keys
+alone visible. elu1 has no scores: it raises.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def visible_keys(
     return mask[..., :keys].expand(query.shape[0], -1, queries, keys)
 
 
+def selected_keys(indices: Tensor, keys: int) -> Tensor:
+    """Boolean `[B, 1, N, S]`: the keys that an indexer names for each query, `[B, N, top k]`."""
+    return (indices.long()[..., None] == torch.arange(keys, device=indices.device)).any(-2)[:, None]
+
+
 def log_n_factor(visible: Tensor, run: Run) -> Tensor:
     """f_i, `[B, 1 or H, N, 1]`."""
     n = visible.sum(-1, keepdim=True).double().clamp(min=1)
@@ -102,7 +108,7 @@ def weights_of_scores(
     if denominator:
         top = top.clamp(min=0)
     if sink is not None:
-        sink = sink.double().reshape(1, -1, 1, 1)
+        sink = sink.double().reshape(1, -1, 1, 1) if sink.ndim == 1 else sink.double()
         top = torch.maximum(top, sink)
     weights = torch.where(visible, (scores.masked_fill(~visible, -1e30) - top).exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
@@ -137,9 +143,12 @@ def _oracle(patch: str) -> Callable[..., tuple[Tensor, None]]:
         run = _RUNS[-1]
         run.calls.append(module)
         kind = patch if run.where is None or run.where(module) else "softmax"
-        if kwargs.get("sinks") is not None:
-            raise NotImplementedError("the oracle knows sinks per head, not sinks per query")
+        if kwargs.get("block_indices") is not None:
+            raise NotImplementedError("the oracle does not know blocks that an indexer selects")
+        sink = s_aux if kwargs.get("sinks") is None else kwargs["sinks"]
         visible = visible_keys(module, query, key, attention_mask, is_causal)
+        if kwargs.get("indices") is not None:
+            visible = visible & selected_keys(kwargs["indices"], key.shape[2])
         bias = position_bias
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             bias = attention_mask if bias is None else attention_mask + bias
@@ -152,13 +161,13 @@ def _oracle(patch: str) -> Callable[..., tuple[Tensor, None]]:
         if "elu1" in kind.split("+"):
             if bias is not None and bool((bias != 0).any()):
                 raise NotImplementedError("elu1 has no scores to add a bias to")
-            if softcap is not None or s_aux is not None:
+            if softcap is not None or sink is not None:
                 raise NotImplementedError("elu1 has no scores to cap, and no sinks")
             weights = weights_of_features(q, k, visible)
         else:
             scores = q @ k.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
             one = 1.0 if "softmax1" in kind.split("+") else 0.0
-            weights = weights_of_scores(scores, visible, one, softcap, bias, s_aux)
+            weights = weights_of_scores(scores, visible, one, softcap, bias, sink)
         return (weights @ v).to(query.dtype).transpose(1, 2).contiguous(), None
 
     return attention

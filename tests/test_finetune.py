@@ -1,4 +1,5 @@
 """The fine-tuning command: what it writes and what it trains."""
+# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
 import signal
@@ -7,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from finetune_workplace import BASE, SHORT, STEPS, rows_of, stable_rows, weights_of
+from finetune_workplace import (
+    BASE,
+    SHORT,
+    STEPS,
+    finished,
+    gain,
+    rows_of,
+    stable_rows,
+    surroundings,
+    weights_of,
+    workplace,
+)
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +27,6 @@ from hf_linattn import from_pretrained, training
 from hf_linattn.checkpointing import CSV_COLUMNS
 from hf_linattn.finetune import FinetuneArguments, finetune, main
 
-pytest_plugins = ("finetune_workplace",)
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
@@ -105,7 +116,7 @@ def test_train_only_patch_leaves_the_rest_alone(gain):
 
 def test_train_only_patch_lists_patches_that_learn(gain, capsys):
     assert main([*BASE, "--patch", "logn", "--train-only-patch", "--output-dir", "never"]) == 1
-    assert "gain" in capsys.readouterr().err.split("patches with some:")[1]
+    assert "gain" in capsys.readouterr().err.split("some have:")[1]
 
 
 def test_lora_trains_adapters_and_the_patch_and_saves_them_merged(gain):

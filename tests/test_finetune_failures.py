@@ -1,4 +1,5 @@
 """The fine-tuning command: kills, several processes, bad input."""
+# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import csv
 import functools
@@ -16,25 +17,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from finetune_workplace import BASE, SHORT, rows_of, stable_rows, weights_of
+from finetune_workplace import (
+    BASE,
+    SHORT,
+    finished,
+    gain,
+    rows_of,
+    stable_rows,
+    surroundings,
+    weights_of,
+    workplace,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_linattn import training
+from hf_linattn import processes, training
 from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments, build_parser, main
 
-pytest_plugins = ("finetune_workplace",)
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
-# ---------------------------------------------------------------------------------------------------------- kills
-
-
 def start_slowly(*argv):
-    """The command in a process of its own, every step lengthened so that a kill meets the step it is meant for."""
+    """The command in a process of its own, with slow steps, so that a kill meets the one it is meant for."""
     script = (
         "import sys, time\n"
         "from hf_linattn import finetune, training\n"
@@ -70,7 +77,7 @@ def test_killed_and_resumed_run_ends_with_the_same_bytes(finished):
 
 
 def in_child(action, timeout=60):
-    """Run in a forked child without exit handlers; returns the wait status. SIGALRM ends a child that hangs."""
+    """Wait status of `action` in a forked child without exit handlers. SIGALRM ends a child that hangs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; ours sleep
         pid = os.fork()
@@ -133,9 +140,6 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
     assert "it began with other data_sha256" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------ processes
-
-
 def test_two_processes_give_the_result_of_one(workplace):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -143,7 +147,8 @@ def test_two_processes_give_the_result_of_one(workplace):
     # dropout differs between processes by design
     common = [*SHORT, "--no-dropout", "--grad-accum", "2", "--max-steps", "5", "--checkpoint-every", "2"]
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port)]  # fmt: skip
+              "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", str(port)]  # fmt: skip
     command = [
         sys.executable,
         *launch,
@@ -171,7 +176,16 @@ def test_two_processes_give_the_result_of_one(workplace):
             assert float(row_two[name] or 0) == pytest.approx(float(row_one[name] or 0), rel=1e-5), name
 
 
-# ------------------------------------------------------------------------------------------------- what goes wrong
+@pytest.mark.parametrize(
+    ("command", "want"),
+    [
+        ("accelerate launch --cpu --num_processes 2 -m x", 2),
+        ("accelerate launch --num-processes=3 -m x", 3),
+        ("accelerate launch --cpu -m x --max-steps 4", None),
+    ],
+)
+def test_number_of_processes_is_read_from_the_launcher(command, want):
+    assert processes._processes_in(command.split()) == want
 
 
 def test_nan_stops_at_its_step_and_keeps_the_last_good_checkpoint(monkeypatch, capsys):
@@ -235,7 +249,7 @@ def test_failed_replacement_leaves_the_old_file(tmp_path):
             partial.write_text("new")
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(TrainingError, match="cannot write .*file: No space left on device"):
+    with pytest.raises(TrainingError, match=r"cannot write .*file: No space left on device"):
         fail()
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
     assert path.read_text() == "old"

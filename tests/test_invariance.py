@@ -11,7 +11,7 @@ import tiny
 import torch
 from oracle import as_oracle
 
-from hf_linattn import available_patches, from_pretrained, patch_model, unpatch_model
+from hf_linattn import available_patches, checkpoint, from_pretrained, patch_model, unpatch_model
 from hf_linattn.errors import NotPatchedError
 from hf_linattn.ops import linear
 from hf_linattn.patches.elu1 import Elu1
@@ -302,7 +302,8 @@ def left_behind(monkeypatch):
 
 
 def lost_entry(monkeypatch):
-    monkeypatch.setattr("hf_linattn.checkpoint._local_name", lambda name, sites, base: sorted(sites)[0])
+    plan = checkpoint._plan
+    monkeypatch.setattr(checkpoint, "_plan", lambda model, groups: dict(sorted(plan(model, groups).items())[:1]))
 
 
 def detached(monkeypatch):

@@ -1,30 +1,23 @@
-"""The perplexity command and metric against plain loops that share no line with them."""
+"""Perplexity against plain loops that share no line with it."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from perplexity_workplace import TEXTS, curve, make_folder
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, LinattnError, OptionError
-from hf_linattn.eval import length_perplexity, nats, perplexity, scoring
+from hf_linattn.eval import scoring
 from hf_linattn.eval.loading import Curve, load_model
 from hf_linattn.eval.windows import encode, plan_windows
 
@@ -33,36 +26,11 @@ DATA = Path(os.environ.get("HF_LINATTN_DATA", ROOT.parent / "shared" / "data"))
 needs_data = pytest.mark.skipif(
     not (DATA / "models").is_dir(), reason=f"no reference models: {DATA} (HF_LINATTN_DATA)"
 )
-TEXTS = ["Wörter – " + " ".join(f"{n * n % 97} é {n}" for n in range(k)) for k in (160, 60, 100, 5)]
-"""About 1,700, 600 and 1,100 bytes, one token each, and one text that is too short for any window here."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny random Llama with one token per byte and a BOS that its tokenizer adds."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=256,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(path)
-    return path
+    return make_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +43,11 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
-
-
 @torch.no_grad()
 def token_nats(model, ids):
     """Nats of ids[1:] given the tokens before them, in float64."""
     logits = model(input_ids=torch.tensor([ids])).logits[0].double()
     return [(logits[i].logsumexp(0) - logits[i, ids[i + 1]]).item() for i in range(len(ids) - 1)]
-
-
-def command(folder, data, out, *extra):
-    return ["--model", str(folder), "--data", str(data), "--output-dir", str(out), *map(str, extra)]
-
-
-def results(out):
-    return json.loads((out / "results.json").read_text())
-
-
-def curve(rows, key="perplexity"):
-    return [row[key] if isinstance(row, dict) else getattr(row, key) for row in rows]
 
 
 def test_same_tokens_match_a_plain_loop(model, tokenizer):
@@ -112,7 +61,8 @@ def test_same_tokens_match_a_plain_loop(model, tokenizer):
                 sums[number] = sums.get(number, 0) + sum(values)
                 counts[number] = counts.get(number, 0) + 32
         mean = sum(sums.values()) / sum(counts.values())
-        assert row.tokens == row.bytes == sum(counts.values()) > 1000  # one token is one byte
+        assert row.tokens == sum(counts.values()) > 1000
+        assert abs(row.bytes - row.tokens) <= 3  # a token is a byte, but for characters that a window cuts
         assert row.windows == row.tokens // 32
         assert row.nats == pytest.approx(mean, rel=1e-5)
         assert row.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
@@ -184,99 +134,6 @@ def test_stream_equals_one_forward_pass(folder, tokenizer, segment):
         assert row.nats == pytest.approx(sum(want) / len(want), rel=1e-4)
 
 
-def test_command_metric_and_function_agree(folder, data, model, tokenizer, tmp_path, capsys):
-    import evaluate
-
-    extra = ("--lengths", "64,...,256", "--stride", "32", "--max-tokens", "512", "--batch-size", "2")
-    assert perplexity.main(command(folder, data, tmp_path, *extra)) == 0
-    printed = capsys.readouterr().out
-    rows = results(tmp_path)["rows"]
-    options = {"lengths": [256, 64, 128], "stride": 32, "max_tokens": 512, "batch_size": 2}
-    measured = scoring.measure(model, tokenizer, TEXTS, **options)
-    metric = evaluate.load(length_perplexity.__file__, keep_in_memory=True)
-    computed = metric.compute(predictions=TEXTS, model=model, tokenizer=tokenizer, **options)
-    assert curve(rows) == curve(measured) == computed["perplexities"] == curve(computed["rows"])
-    assert curve(rows, "stderr") == computed["stderrs"]
-    assert curve(rows, "length") == computed["lengths"] == [64, 128, 256]
-    assert "3 of 4 documents" in printed
-    with (tmp_path / "results.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
-    assert list(table[0])[:5] == ["length", "perplexity", "byte_perplexity", "stderr", "tokens"]
-    assert [float(line["perplexity"]) for line in table] == curve(rows)
-    assert (tmp_path / "perplexity.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_two_processes_give_the_same_file(folder, data, tmp_path):
-    extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "480", "--batch-size", "2")
-    both = tmp_path / "both"
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "hf_linattn.eval.perplexity"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, *command(folder, data, both, *extra)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("byte_ppl") == 1
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert perplexity.main(command(folder, data, tmp_path / "one", *extra)) == 0
-    finally:
-        torch.set_num_threads(threads)
-    assert results(both)["run"]["processes"] == 2
-    keys = ("rows", "data", "arguments", "models", "versions")
-    assert [results(both)[key] for key in keys] == [results(tmp_path / "one")[key] for key in keys]
-
-
-def test_resume(folder, data, tmp_path, monkeypatch, capsys):
-    extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
-    assert perplexity.main(command(folder, data, tmp_path / "whole", *extra)) == 0
-    real = nats._forward
-
-    def interrupted(model, ids, *args, **kwargs):
-        if ids.shape[1] == 128:
-            raise KeyboardInterrupt
-        return real(model, ids, *args, **kwargs)
-
-    broken = tmp_path / "broken"
-    monkeypatch.setattr(nats, "_forward", interrupted)
-    assert perplexity.main(command(folder, data, broken, *extra)) == 130
-    assert not results(broken)["complete"]
-    assert curve(results(broken)["rows"], "length") == [64]
-    read = []
-    monkeypatch.setattr(
-        nats, "_forward", lambda m, ids, *a, **k: read.append(ids.shape[1]) or real(m, ids, *a, **k)
-    )
-    assert perplexity.main(command(folder, data, broken, *extra)) == 0
-    assert set(read) == {128}
-    assert results(broken)["rows"] == results(tmp_path / "whole")["rows"]
-    assert results(broken)["complete"]
-    # finished: nothing is measured again
-    read.clear()
-    assert perplexity.main(command(folder, data, broken, *extra)) == 0
-    assert not read
-    capsys.readouterr()
-    assert perplexity.main(command(folder, data, broken, *extra, "--bos", "no")) == 1
-    assert "other arguments (--bos)" in capsys.readouterr().err
-
-
-def test_patch_and_baseline(folder, data, tokenizer, tmp_path):
-    extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
-    assert perplexity.main(command(folder, data, tmp_path / "plain", *extra)) == 0
-    tried = ("--patch", "elu1", "--baseline", "unpatched")
-    assert perplexity.main(command(folder, data, tmp_path / "tried", *extra, *tried)) == 0
-    rows = results(tmp_path / "tried")["rows"]
-    assert [row["model"].split()[-1] for row in rows] == ["elu1", "elu1", "unpatched", "unpatched"]
-    assert curve(rows[2:]) == curve(results(tmp_path / "plain")["rows"])
-    assert curve(rows[:2]) != curve(rows[2:])
-    saved = tmp_path / "saved"
-    patch_model(from_pretrained(str(folder)), "elu1").save_pretrained(saved)
-    tokenizer.save_pretrained(saved)
-    assert perplexity.main(command(saved, data, tmp_path / "saved-out", *extra, "--baseline", folder)) == 0
-    assert curve(results(tmp_path / "saved-out")["rows"]) == curve(rows)
-
-
 @pytest.mark.parametrize("scaling", ["linear:2", "dynamic:2", "yarn:4"])
 def test_rope_scaling_is_that_of_transformers(folder, tokenizer, scaling):
     kind, factor = scaling.split(":")
@@ -322,58 +179,6 @@ def test_bad_input(model, tokenizer, change, error, words):
     arguments = {"documents": TEXTS, "lengths": [64, 128], "stride": 32, "max_tokens": 64} | change
     with pytest.raises(error, match=words):
         scoring.measure(model, tokenizer, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("extra", "status", "words"),
-    [
-        (("--lengths", "64,0"), 2, "at least 1, got '0'"),
-        (("--lengths", "...,64"), 2, "between two lengths"),
-        (("--max-tokens", "0"), 2, "at least 1"),
-        (("--rope-scaling", "ntk:2"), 2, "linear, dynamic, yarn"),
-        (("--rope-scaling", "yarn:x"), 2, "number of at least 1"),
-        (("--options", "{}"), 2, "belongs to --patch"),
-        (("--patch", "logn", "--options", "[1]"), 2, "JSON object"),
-        (("--stream", "--stride", "8"), 2, "no meaning with --stream"),
-        (("--segment", "8"), 2, "no meaning without --stream"),
-        (("--stream", "--baseline", "unpatched", "--patch", "elu1"), 2, "needs linear attention"),
-        (("--stream", "--max-tokens", "64"), 1, "cache grows"),
-        (("--patch", "elu"), 1, "Did you mean 'elu1'"),
-        (("--data", "/nowhere.txt"), 1, "no such file"),
-        (("--model", "/nowhere"), 1, "no such folder"),
-        (("--lengths", "64,1048576"), 1, "fits is 64"),
-        (("--baseline", "."), 1, "."),
-    ],
-)
-def test_bad_commands(folder, data, tmp_path, capsys, extra, status, words):
-    extra = ("--lengths", "64,128", "--stride", "32", *extra) if "--stream" not in extra else extra
-    try:
-        code = perplexity.main(command(folder, data, tmp_path / "out", *extra))
-    except SystemExit as stop:
-        code = stop.code
-    message = capsys.readouterr().err
-    assert code == status
-    assert words in message
-    assert status == 2 or message.startswith("error: ")
-    assert status == 2 or message.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_tokenizer(folder, data, tmp_path, capsys, model):
-    model.save_pretrained(tmp_path / "bare")
-    assert perplexity.main(command(tmp_path / "bare", data, tmp_path / "out")) == 1
-    assert "--tokenizer" in capsys.readouterr().err
-    extra = ("--tokenizer", folder, "--lengths", "64", "--stride", "32", "--max-tokens", "64")
-    assert perplexity.main(command(tmp_path / "bare", data, tmp_path / "out", *extra)) == 0
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as stop:
-        perplexity.main(["--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "python -m hf_linattn.eval.perplexity" in shown
-    assert "accelerate launch" in shown
 
 
 def test_infinite_loss_is_refused(folder, tokenizer):

@@ -11,7 +11,7 @@ SIZES = {
     "head_dim": 8,
     "vocab_size": 97,
     "max_position_embeddings": 256,
-    "pad_token_id": 0,
+    "pad_token_id": None,  # an assistant takes generated padding for padding
     "bos_token_id": 1,
     "eos_token_id": None,
 }
@@ -33,16 +33,16 @@ ENCODER_DECODER_SIZES = {
 }
 
 
-def build(cls, seed=0, dtype=torch.float64, implementation="sdpa", **config):
+def build(cls, seed=1, dtype=torch.float64, implementation="sdpa", **config):
     """A model of this class; weights of std 0.2, since the usual 0.02 would hide errors in attention."""
     torch.manual_seed(seed)
     cls = getattr(transformers, cls)
-    model = cls(cls.config_class(**config, attn_implementation=implementation)).to(dtype).eval()
+    model = cls(cls.config_class(**config, attn_implementation=implementation)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
-    return model
+    return model.to(dtype)  # the same weights in every dtype
 
 
 def llama(layers=2, **options):

@@ -1,0 +1,48 @@
+# Two commands on a fresh machine: make demo, make test. Both work offline after the first time.
+VENV ?= .venv
+PYTHON ?= python3
+OUT ?= demo-out
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+# one thread per process: the tests and the demo run processes side by side
+QUIET := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') \
+	$(if $(PATCH),--patch '$(PATCH)') $(if $(OPTIONS),--options '$(OPTIONS)')
+
+.PHONY: help install demo test lint types docs clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "variables: VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) OUT=$(OUT); for demo also MODEL DATA EVAL_DATA PATCH OPTIONS ARGS"
+
+install: $(VENV)/.installed  ## make the virtual environment (the other targets do it by themselves)
+
+$(VENV)/.installed: pyproject.toml tools/install.py
+	@$(PYTHON) tools/install.py $(VENV)
+	@touch $@
+
+demo: $(VENV)/.installed  ## patch, fine-tune and measure a small model, and write a page about it
+	@$(if $(MODEL)$(DATA)$(EVAL_DATA),,$(OFFLINE)) PATH="$(abspath $(BIN)):$$PATH" \
+		$(BIN)/python -m hf_linattn.demo --output-dir '$(OUT)' --jobs $(JOBS) $(DEMO) $(ARGS)
+
+test: $(VENV)/.installed  ## the whole fast test suite
+	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+lint: $(VENV)/.installed  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed  ## mypy --strict on the installed package
+	rm -rf build/typed
+	$(BIN)/python -m pip install -q --no-deps -t build/typed .
+	cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p hf_linattn
+
+docs: $(VENV)/.installed  ## make the tables in docs/ again (about half an hour)
+	$(OFFLINE) $(QUIET) $(BIN)/python tests/families.py --write docs/families.md
+
+clean:  ## remove build products and caches; not the environment, nor the demo's results
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +

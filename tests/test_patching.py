@@ -1,0 +1,245 @@
+"""patch_model and what undoes it: plans, windows, copies of configs, and that nothing is left behind."""
+
+import learned
+import pytest
+import tiny
+import torch
+from learned import logits
+from oracle import as_oracle
+
+from hf_linattn import available_patches, describe, is_linear, is_patched, patch_model, patched, unpatch_model
+from hf_linattn.errors import NotPatchedError
+
+IDS = tiny.tokens(2, 40)
+
+
+def state(model):
+    """Everything of a model that patching could leave behind: modules, attributes, hooks, configs."""
+    modules = {}
+    for name, module in model.named_modules():
+        hooks = {key: len(value) for key, value in module.__dict__.items() if key.endswith("_hooks") and value}
+        configs = {key: id(value) for key, value in module.__dict__.items() if key == "config"}
+        modules[name] = (type(module), id(module), sorted(module.__dict__), hooks, configs)
+    return modules, list(model.state_dict()), model.config.to_dict(), model.config._attn_implementation
+
+
+@pytest.mark.parametrize("patch", [*available_patches(), "softmax1+logn", {"0": "elu1", "1": "logn"}], ids=str)
+def test_unpatch_leaves_nothing(patch):
+    model = tiny.llama(2)
+    want, before = logits(model, IDS), state(model)
+    assert patch_model(model, patch) is model
+    assert is_patched(model)
+    got = logits(model, IDS)
+    assert torch.equal(got, want) == (patch == "softmax")
+    model.generate(IDS, max_new_tokens=2, do_sample=False)
+    assert unpatch_model(model) is model
+    assert not is_patched(model)
+    assert state(model) == before
+    assert torch.equal(logits(model, IDS), want)
+    with pytest.raises(NotPatchedError, match="not patched"):
+        unpatch_model(model)
+
+
+def test_changes_of_the_config_survive():
+    model = tiny.llama(2)
+    config, before = model.config, model.config.to_dict()
+    patch_model(model, "elu1")
+    assert model.config is not config
+    assert config.to_dict() == before  # whoever shares it sees nothing
+    model.config.use_cache = False
+    model.config.note = "mine"
+    del model.config.bos_token_id
+    unpatch_model(model)
+    assert model.config is config
+    assert (config.use_cache, config.note) == (False, "mine")
+    assert "bos_token_id" not in config.__dict__
+
+
+def test_context_manager():
+    model = tiny.llama(2)
+    want, before = logits(model, IDS), state(model)
+    with pytest.raises(KeyError), patched(model, "softmax1+logn", options={"train_length": 64}) as inside:
+        assert inside is model
+        assert tiny.distance(logits(model, IDS), want) > 1e-3
+        with pytest.raises(NotPatchedError, match="unpatched model"), patched(model):
+            pass
+        raise KeyError
+    assert state(model) == before
+    with patched(model):
+        unpatch_model(model)
+    assert state(model) == before
+
+
+ALL_BUT_FIRST = {"1": "elu1", "2": "elu1"}
+PLANS = [
+    ({1: "elu1", 2: "elu1"}, [1, 2]),
+    ({"1-2": "elu1"}, [1, 2]),
+    ({"0, 2": "elu1"}, [0, 2]),
+    ({(0, 2): "elu1"}, [0, 2]),
+    ({range(1, 3): "elu1"}, [1, 2]),
+    ({"model.layers.1.*": "elu1"}, [1]),
+    ({"layers.1.self_attn": "elu1"}, [1]),
+    ({"*self_attn": " elu1 "}, [0, 1, 2]),
+    ({"model.layers.1": ("elu1", {})}, [1]),
+    ({"0": "softmax", "1-2": "elu1"}, [1, 2]),
+    (lambda name, module: "elu1" if module.layer_idx else None, [1, 2]),
+    (lambda name, module: ["elu1", {}] if name.endswith("0.self_attn") else "softmax", [0]),
+]
+
+
+@pytest.mark.parametrize(("plan", "layers"), PLANS, ids=str)
+def test_plans(plan, layers):
+    model = tiny.llama(3)
+    with as_oracle(model, "elu1", where=lambda module: module.layer_idx in layers):
+        want = logits(model, IDS)
+    patch_model(model, plan)
+    assert [row.layer for row in describe(model) if row.patch == "elu1"] == layers
+    assert tiny.distance(logits(model, IDS), want) < 1e-6
+
+
+def test_numpy_indices():
+    numpy = pytest.importorskip("numpy")
+    model = patch_model(tiny.llama(2), {numpy.int64(1): "elu1"})
+    assert [row.patch for row in describe(model)] == ["softmax", "elu1"]
+
+
+OPTIONS = [
+    ("softmax1+logn", {"train_length": 64}, {"train_length": 64}),
+    ("logn+softmax1", {"logn": {"train_length": 64}}, {"train_length": 64}),
+    ("softmax1+logn", {"train_length": "config"}, {"train_length": 256}),
+    ("softmax1+logn", {"kappa": 1}, {"kappa": 1.0}),
+    ("softmax1+logn", {"clip": True, "train_length": 20}, {"clip": True, "train_length": 20}),
+    ({"*": "softmax1+logn"}, {"train_length": 64}, {"train_length": 64}),
+    ({"*": ("softmax1+logn", {"train_length": 64})}, {"clip": True}, {"train_length": 64, "clip": True}),
+    (lambda name, module: ("softmax1+logn", {"train_length": 64}), None, {"train_length": 64}),
+]
+
+
+@pytest.mark.parametrize(("patch", "options", "want"), OPTIONS, ids=str)
+def test_options(patch, options, want):
+    model = tiny.llama(2)
+    with as_oracle(model, "softmax1+logn", **want):
+        want = logits(model, IDS)
+    patch_model(model, patch, options=options)
+    assert tiny.distance(logits(model, IDS), want) < 1e-6
+
+
+def test_shared_options_go_to_those_who_take_them():
+    model = patch_model(tiny.llama(2), {0: "elu1", 1: "softmax1+logn"}, options={"train_length": 64})
+    assert [row.options for row in describe(model)] == [{}, {"logn": {"train_length": 64}}]
+
+
+def test_describe():
+    plan = {"0": "softmax1+logn", "1": learned.NAME}
+    with learned.registered():
+        model = patch_model(tiny.llama(3, dtype=torch.float32), plan, options={"kappa": 0.5})
+        first, second, third = table = describe(model)
+    assert (first.patch, first.linear, first.options) == ("softmax1+logn", False, {"logn": {"kappa": 0.5}})
+    assert (second.linear, second.parameters) == (True, 8 * 8 + 8)
+    assert second.state_bytes == 4 * 2 * 8 * 9  # float32, key heads, features, values and normaliser
+    assert (third.patch, third.bytes_per_token, third.state_bytes) == ("softmax", 2 * 2 * 8 * 4, None)
+    assert (table.parameters, table.state_bytes) == (72, 576)
+    lines = str(table).splitlines()
+    assert lines[0] == "LlamaForCausalLM"
+    assert "kappa=0.5" in lines[2]
+    assert "O(n)" in lines[3]
+    assert "576 B" in lines[3]
+    assert not is_linear(model)
+    assert is_linear(patch_model(model, "elu1"))
+    assert describe(tiny.llama(2, dtype=torch.bfloat16)).rows[0].bytes_per_token == 2 * 2 * 8 * 2
+
+
+def test_a_new_patch_replaces_the_old():
+    model = tiny.llama(2)
+    before = state(model)
+    want = logits(patch_model(tiny.llama(2), "softmax1"), IDS)
+    patch_model(model, {"0": "elu1"})
+    patch_model(model, "softmax1")
+    assert torch.equal(logits(model, IDS), want)
+    patch_model(model, "softmax")
+    unpatch_model(model)
+    assert state(model) == before
+
+
+def test_two_models_with_one_config_do_not_meet():
+    first, second, third = tiny.llama(2), tiny.llama(2, seed=1), tiny.llama(2, seed=2)
+    for model in (second, third):
+        for module in model.modules():
+            if "config" in module.__dict__:
+                module.config = first.config
+    plain = [logits(model, IDS) for model in (first, second, third)]
+    patch_model(first, "elu1")
+    patch_model(second, "softmax1")
+    with as_oracle(third, "softmax"):
+        assert tiny.distance(logits(third, IDS), plain[2]) < 1e-6
+    assert torch.equal(logits(third, IDS), plain[2])
+    assert [tiny.distance(logits(m, IDS), p) > 1e-2 for m, p in zip((first, second), plain, strict=False)] == [True] * 2
+    unpatch_model(first)
+    assert torch.equal(logits(first, IDS), plain[0])
+    with as_oracle(tiny.llama(2, seed=1), "softmax1"):
+        pass
+    assert tiny.distance(logits(second, IDS), plain[1]) > 1e-2
+    unpatch_model(second)
+    assert second.config is first.config
+
+
+def mistral():
+    return tiny.build("MistralForCausalLM", num_hidden_layers=3, sliding_window=16, **tiny.SIZES)
+
+
+def in_pieces(model, ids, mask, cuts=(0, 9, 30, 31, 32, 40)):
+    cache, out = None, []
+    for first, last in zip(cuts, cuts[1:], strict=False):
+        given = dict(attention_mask=mask[:, :last], position_ids=tiny.positions(mask)[:, first:last])
+        with torch.no_grad():
+            step = model(ids[:, first:last], past_key_values=cache, use_cache=True, **given)
+        cache = step.past_key_values
+        out.append(step.logits)
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("plan", [{"0": "elu1"}, {"1": "elu1"}, {"0-1": "elu1", "2": "logn"}, "elu1", "softmax1"], ids=str)
+def test_windows_dropped_in_some_layers_only(plan, padding):
+    model = mistral()
+    ids, mask = tiny.left_padded(IDS, padding)
+    live = mask.bool()
+    kept = [layer for layer in range(3) if isinstance(plan, dict) and str(layer) not in plan and "0-1" not in plan]
+    patch_model(model, plan, sliding="global")
+    assert [row.note for row in describe(model)] == ["" if n in kept else "sliding window dropped" for n in range(3)]
+    assert [row.window for row in describe(model)] == ["sliding" if n in kept else None for n in range(3)]
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=tiny.positions(mask), use_cache=False).logits
+    unpatch_model(model)
+    if isinstance(plan, dict) and len(plan) == 1:
+        for module in model.modules():  # a window that is dropped is a window longer than the text
+            if getattr(module, "layer_idx", None) is not None and module.layer_idx not in kept:
+                module.sliding_window = None
+        patch_model(model, plan, sliding="global")
+    else:
+        patch_model(model, plan, sliding="global")
+    assert tiny.distance(in_pieces(model, ids, mask)[live], whole[live]) < 1e-6
+
+
+def test_windows_kept_and_refused():
+    model = mistral()
+    want = logits(model, IDS)
+    from hf_linattn.errors import PlanError, UnsupportedModelError
+
+    with pytest.raises(PlanError, match="sliding='global'"):
+        patch_model(model, "elu1")
+    with pytest.raises(UnsupportedModelError, match="sliding='refuse'"):
+        patch_model(model, "elu1", sliding="refuse")
+    with as_oracle(model, "softmax1"):
+        windowed = logits(model, IDS)
+    assert tiny.distance(logits(patch_model(model, "softmax1"), IDS), windowed) < 1e-6
+    assert [row.window for row in describe(model)] == ["sliding"] * 3
+    unpatch_model(model)
+    assert torch.equal(logits(model, IDS), want)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    hybrid = tiny.build("Gemma3ForCausalLM", num_hidden_layers=3, sliding_window=16, layer_types=types, **tiny.SIZES)
+    with as_oracle(hybrid, "elu1", where=lambda module: module.layer_idx == 1):
+        want = logits(hybrid, IDS)
+    assert tiny.distance(logits(patch_model(hybrid, "elu1"), IDS), want) < 1e-5
+    assert [row.note for row in describe(hybrid)] == ["sliding window kept", "", "sliding window kept"]
+    assert is_linear(hybrid)
