@@ -56,7 +56,7 @@ class StateLayer(CacheLayerMixin):
         self.pending = pending
         self.state: State | None = None
         self.seen: int | Tensor = torch.tensor(0) if self.static else seen
-        self.visible: Tensor | None = None  # [B] fingerprint of the keys summed; None while nothing was ever padded
+        self.visible: Tensor | None = None  # [B] fingerprint of the keys; None while nothing was padded
         self.record_past = False
         self.tail: list[tuple[Tensor, Tensor, Tensor]] = []  # while recording: phi(k), v, valid since the last crop
         self.base: tuple[State | None, Tensor | None] | None = None  # the state before the tail
@@ -107,7 +107,8 @@ class StateLayer(CacheLayerMixin):
             assert valid is not None
             self.tail.append((phi_k, value, valid))
         if valid is not None and (self.visible is not None or not bool(valid.all())):
-            before = fingerprint(torch.ones_like(valid[:, :1]).expand(-1, self.seen)) if self.visible is None else self.visible
+            ones = torch.ones(batch, self.seen, dtype=torch.bool, device=valid.device)
+            before = fingerprint(ones) if self.visible is None else self.visible
             self.visible = before + fingerprint(valid, self.seen)
         self.state, self.seen = state, self.seen + length
 
@@ -291,7 +292,7 @@ def _layer_at(cache: Any, index: int, where: str) -> Any:
 
 def _static_length(cache: Any, where: str) -> int:
     if all(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        raise CacheError(f"{where}: a static cache of sliding windows alone does not tell its length: use a dynamic one")
+        raise CacheError(f"{where}: a static cache of windows alone does not tell its length: use a dynamic one")
     return int(cache.get_max_length())
 
 
@@ -307,14 +308,14 @@ def install_full(cache: Any, index: int, where: str) -> None:
     seen = int(old.get_seq_length())
     if type(old) is DynamicSlidingWindowLayer:
         if seen and old.keys.shape[-2] != seen:
-            raise CacheError(f"{where}: a sliding-window cache has dropped keys that sliding='global' would need")
+            raise CacheError(f"{where}: a sliding-window cache has dropped keys that 'global' would need")
         new: Any = DynamicLayer()
         if seen:
             new.update(old.keys, old.values)
     elif type(old) is StaticSlidingWindowLayer and not seen:
         new = StaticLayer(max_cache_len=_static_length(cache, where))
     else:
-        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep the keys of sliding='global'")
+        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep all keys")
     cache.layers[index] = new
 
 

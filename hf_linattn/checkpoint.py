@@ -20,6 +20,8 @@ from hf_linattn.sites import find_sites
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 KEYS = {"format", "version", "sliding", "patches"}
 MARKS = (NAME, "attn_implementation", "transformers_weights")
+CONFIG_ERRORS = (StrictDataclassError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What config classes raise on values that make no sense."""
 WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
 """Keywords that transformers reads for the weights; the config would swallow them."""
 
@@ -29,10 +31,10 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
 
     Args:
         name_or_path: a folder or a hub name.
-        auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the class
-            the checkpoint was saved from.
-        kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers that
-            keep theirs, ...).
+        auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the
+            class the checkpoint was saved from.
+        kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
+            that keep theirs, ...).
 
     Returns:
         The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.
@@ -74,11 +76,11 @@ def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """config.json as it stands."""
     try:
         raw, _ = PreTrainedConfig.get_config_dict(where, **{key: kwargs[key] for key in HUB if key in kwargs})
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: JSON that is not an object
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
         raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
     if not isinstance(raw, dict) or not raw:
         adapter = Path(where, "adapter_config.json").is_file()
-        hint = "; it holds a peft adapter: load its base model, then PeftModel.from_pretrained" if adapter else ""
+        hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained" if adapter else ""
         raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
     return raw
 
@@ -147,7 +149,7 @@ def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
 def _config(
     raw: dict[str, Any], where: str, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config without this package's marks, nested ones too, and the keywords that are not attributes of it."""
+    """The config without this package's marks, nested ones too, and the keywords that it does not take."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -160,7 +162,7 @@ def _config(
         raise CheckpointError(f"{where}: transformers {transformers.__version__} has no model type {kind!r}")
     try:
         config, rest = CONFIG_MAPPING[kind].from_dict(values, return_unused_kwargs=True, **kwargs)
-    except (StrictDataclassError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+    except CONFIG_ERRORS as error:
         raise CheckpointError(f"{where}: config.json does not describe a {kind} model: {error}") from error
     config.name_or_path = where
     return config, rest
@@ -189,7 +191,7 @@ def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
 
 
 def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
-    """A subclass that is patched before its weights arrive: sharded, meta-device and offloaded loads just work."""
+    """A subclass that is patched before its weights arrive: sharded, meta-device, offloaded loads just work."""
 
     def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)

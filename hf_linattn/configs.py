@@ -1,4 +1,4 @@
-"""Config objects of a patched model: copies of its own, so that other models with the same config never notice."""
+"""Configs of a patched model: copies of its own, so that other models with the same config never notice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_linattn.masks import DENSE_MASKS
+from hf_linattn.masks import FLAGS
 from hf_linattn.seam import NAME
 
 ABSENT = object()
 GUARD = "load-this-folder-with-hf_linattn.from_pretrained.safetensors"
-"""The weights' file that config.json names: loaders that would drop the patch stop with this name in the error."""
+"""The weights' file that config.json names: loaders that would drop the patch stop with an error naming it."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class OwnConfigs:
         """The config that this copy stands for; any other config is its own."""
         return next((known.original for known in self.copies if known.copied is config), config)
 
-    def use_copies(self, entry: dict[str, Any], root: Any, *, dense_masks: bool = False) -> None:
+    def use_copies(self, entry: dict[str, Any], root: Any, flags: tuple[str, ...] = ()) -> None:
         """Put the copies in place, switched to this package's attention and marked with the entry.
 
         Copies of other configs than `root` say that they describe a part, which cannot be loaded alone.
@@ -67,7 +67,7 @@ class OwnConfigs:
         Args:
             entry: of config.json.
             root: the model's own config.
-            dense_masks: some module computes with the mask itself, so it must be the ordinary boolean one.
+            flags: what the copies ask of the mask function; see `masks.FLAGS`.
         """
         part = {"format": entry["format"], "version": entry["version"], "part": True}
         for module, key, known in self.places:
@@ -75,8 +75,7 @@ class OwnConfigs:
         for known in self.copies:
             known.copied._attn_implementation_internal = NAME
             mark(known.copied, entry if known.original is root else part)
-            if dense_masks:
-                known.copied.__dict__[DENSE_MASKS] = True
+            known.copied.__dict__.update(dict.fromkeys(flags, True))
 
     def restore(self) -> None:
         """Put the originals back."""
@@ -113,15 +112,14 @@ def _to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     finally:
         config.__dict__["to_dict"] = own
     output["transformers_weights"] = GUARD
-    output.pop(DENSE_MASKS, None)
-    return output
+    return {key: value for key, value in output.items() if key not in FLAGS}
 
 
 def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Make a config say in config.json that its model is patched, so that no plain loader drops it in silence.
+    """Make a config say in config.json that its model is patched, so that no plain loader drops the patch.
 
-    `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are told
-    to use another implementation. transformers deletes the second from any config that it saves, hence `to_dict`.
+    `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are
+    told to use another implementation. transformers deletes the second when it saves a config, hence `to_dict`.
     """
     config.__dict__[NAME] = copy.deepcopy(entry)
     config.__dict__["attn_implementation"] = NAME
@@ -130,5 +128,5 @@ def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
 
 def unmark(config: PreTrainedConfig) -> None:
     """Take the marks off again."""
-    for key in (NAME, "attn_implementation", "to_dict", DENSE_MASKS):
+    for key in (NAME, "attn_implementation", "to_dict", *FLAGS):
         config.__dict__.pop(key, None)

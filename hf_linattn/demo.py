@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> Path:
     threads = 1 if args.model is None else max(1, _cores() // at_once)
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     run_jobs(jobs, args.output_dir / "logs", at_once, environment)
-    return args.output_dir / "report.html"
+    return Path(args.output_dir) / "report.html"
 
 
 def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -251,9 +251,7 @@ def _device(cpu: bool) -> str:
 
 
 def _cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

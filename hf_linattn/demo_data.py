@@ -84,7 +84,7 @@ def prepare(
     sizes = [
         len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for _, text in held_out
     ]
-    join = max(sizes) < max(lengths) <= sum(sizes)
+    join = any(max(sizes) < length <= sum(sizes) for length in lengths)
     reach = sum(sizes) if join else max(sizes)
     fitting = [length for length in lengths if length <= reach]
     if not fitting:
@@ -94,7 +94,7 @@ def prepare(
             f"is {min(lengths)}: give more text with --eval-data, or smaller --lengths"
         )
     if join:
-        notes.append("No held-out document is as long as the longest length, so they are joined into one.")
+        notes.append("The held-out documents are shorter than some lengths, so they are joined into one.")
     if len(fitting) < len(lengths):
         notes.append(
             f"The held-out text ends at {reach:,} tokens; lengths beyond {max(fitting):,} are left out."

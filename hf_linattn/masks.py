@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
-DENSE_MASKS = "_linattn_dense_masks"
+DENSE_MASKS, WHOLE_MASKS = FLAGS = ("_linattn_dense_masks", "_linattn_whole_masks")
 """Attribute of a patched model's configs: its modules compute with masks, so no compact ones."""
 
 
@@ -111,6 +111,8 @@ def compact_mask(
         A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.
     """
     tracing = torch.compiler.is_compiling()
+    if WHOLE_MASKS in getattr(config, "__dict__", ()) and isinstance(q_offset, int):
+        kv_length, kv_offset = q_offset + q_length, 0  # not only the columns that a window's cache keeps
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
     if use_vmap or DENSE_MASKS in getattr(config, "__dict__", ()):
         pattern = UNKNOWN

@@ -16,7 +16,7 @@ from hf_linattn.registry import Recipe
 from hf_linattn.sites import Site
 from hf_linattn.visibility import Visibility, read_visibility
 
-SOFTMAX_EXTRAS = frozenset(("position_bias", "softcap", "s_aux", "indices", "attention_mask"))
+SOFTMAX_EXTRAS = frozenset(("position_bias", "softcap", "s_aux", "sinks", "indices", "attention_mask"))
 """Extras that an attention over scores can honour: biases, caps, sinks, and masks made by an indexer."""
 
 
@@ -45,7 +45,7 @@ class PatchedAttention(nn.Module):
                 if isinstance(error, OptionError):
                     raise
                 raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
-            if hasattr(self, cls.name):
+            if hasattr(type(self), cls.name) or cls.name in self.__dict__:
                 raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
             self.add_module(cls.name, patch)
             if isinstance(patch, Modifier):
@@ -128,7 +128,7 @@ class PatchedAttention(nn.Module):
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if not self.keep_window:
             visibility = visibility.without_window()
-        if self.drops_window and not self.linear:  # a static layer put in place of a window, longer than this call's mask
+        if self.drops_window and not self.linear:  # a static layer in place of a window is longer than the mask
             key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
         if extras.get("indices") is not None:
             visibility = visibility.selected(extras["indices"], key.shape[2])
@@ -151,8 +151,8 @@ class PatchedAttention(nn.Module):
         if dropout:
             raise UnsupportedCallError(
                 f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no weights to drop. Load "
-                "the model with it off, e.g. from_pretrained(..., attention_dropout=0.0) (attn_pdrop for GPT-2), or call "
-                "model.eval()."
+                "the model with it off, e.g. from_pretrained(..., attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has "
+                "--no-dropout."
             )
         if extras.get("output_attentions"):
             raise UnsupportedCallError(f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights")
@@ -170,7 +170,7 @@ class PatchedAttention(nn.Module):
         attention = self.attention
         assert isinstance(attention, ScoreAttention)
         sink = attention(query)
-        own = extras.get("s_aux")
+        own = extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"]
         if own is not None:
             own = own.to(torch.promote_types(own.dtype, torch.float32))
             sink = own if sink is None else torch.logaddexp(own, sink.to(own.dtype))

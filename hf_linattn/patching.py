@@ -1,4 +1,4 @@
-"""patch_model and unpatch_model: everything is checked first, then installed; a failure leaves the model as it was."""
+"""patch_model and unpatch_model: everything is checked first, then installed; a failure changes nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_linattn.cache import install, install_full, self_attention_cache
 from hf_linattn.configs import OwnConfigs
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
+from hf_linattn.masks import DENSE_MASKS, WHOLE_MASKS
 from hf_linattn.patched import PatchedAttention
 from hf_linattn.plan import Plan, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
@@ -86,8 +87,8 @@ def _child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention
             and any(hasattr(module, "_hf_hook") for module in site.module.modules())
         ):
             raise UnsupportedModelError(
-                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, or save "
-                "the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
+                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, or "
+                "save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
             )
         child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
     return child.train(site.module.training)
@@ -130,17 +131,18 @@ def patch_model(
     options: dict[str, Any] | None = None,
     sliding: Sliding = "keep",
 ) -> Model:
-    """Replace the attention of a pretrained model, in place. A patched model gets the new patch instead of the old.
+    """Replace the attention of a pretrained model, in place; a new patch replaces an old one.
 
     Args:
-        model: any transformers model whose attention goes through the attention interface.
-        patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"} whose keys are
-            indices, ranges or patterns of module names and whose values may be (name, options); or a callable
-            (name, module) -> patch or None.
+        model: any transformers model whose attention goes through the attention interface, or a wrapper of one.
+            Give the whole model: a part that is patched by itself is lost when the whole is saved.
+        patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"} whose
+            keys are indices, ranges or patterns of module names and whose values may be (name, options); or a
+            callable (name, module) -> patch or None.
         options: of the patches, e.g. {"train_length": 4096}.
-        sliding: layers with a sliding or chunked window under a linear patch: "keep" leaves them as they are (they are
-            linear already), "global" patches them and drops the window, "refuse" raises. Patches of scores honour the
-            window, unless "global".
+        sliding: layers with a sliding or chunked window under a linear patch: "keep" leaves them as they are (they
+            are linear already), "global" patches them and drops the window, "refuse" raises. Patches of scores
+            honour the window, unless "global".
 
     Returns:
         The model.
@@ -198,11 +200,18 @@ def _install(
             assert site.layer_idx is not None
             record.cache_layers.append((site.layer_idx, site.name, child.linear))
     if record.configs is not None:
-        dense = any("attention_mask" in site.extras() for site in sites)
-        record.configs.use_copies(entry_of(recipes, sliding), model.config, dense_masks=dense)
+        record.configs.use_copies(entry_of(recipes, sliding), model.config, _flags(sites, children))
     if record.cache_layers and hasattr(model, PREPARE_CACHE):
         model.__dict__[PREPARE_CACHE] = functools.partial(_prepare_cache, model)
     model.__dict__[RECORD] = record
+
+
+def _flags(sites: list[Site], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
+    """What the masks must be, beyond the compact form for the window of each layer."""
+    dense = any("attention_mask" in site.extras() for site in sites)  # a module computes with the mask itself
+    dropped = any(child.drops_window for child in children.values())
+    kept = any(site.window is not None and site.name not in children for site in sites)
+    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept)
 
 
 def _has_own_slot(site: Site) -> bool:
@@ -214,7 +223,7 @@ def _has_own_slot(site: Site) -> bool:
 def _prepare_cache(
     model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Stands before the model's own method: the layers exist before generate() asks the cache to record its past."""
+    """Stands before the model's own method: the layers exist before generate() asks the cache anything."""
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:

@@ -1,4 +1,4 @@
-"""Which attention module gets which patch: read a name, a dict or a callable, and check it against the model."""
+"""Which attention module gets which patch: a name, a dict or a callable, checked against the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
-    """The model itself, or the one transformers model inside a wrapper (peft, torch.compile, a user's module).
+    """The model itself, or the one transformers model inside a wrapper (peft, torch.compile, a user's own).
 
     Raises:
         UnsupportedModelError: there is none, or more than one.
@@ -56,8 +56,8 @@ def sites_of(model: nn.Module) -> list[Site]:
         classes = ", ".join(attention_classes(model))
         who = f"its attention ({classes}) computes softmax in its own forward" if classes else "it has none"
         raise UnsupportedModelError(
-            f"{type(model).__name__}: no attention module goes through transformers' attention interface; {who}. "
-            "Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
+            f"{type(model).__name__}: no attention module goes through transformers' attention interface; {who}."
+            " Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
         )
     return sites
 
@@ -66,7 +66,7 @@ def _parts(key: Any) -> list[Any]:
     """The alternatives of a plan's key: a tuple's members, the ranges of "0-3,8", or the key itself."""
     if isinstance(key, tuple | range | frozenset):
         return [part for member in key for part in _parts(member)]
-    if isinstance(key, Integral) and not isinstance(key, bool):
+    if isinstance(key, Integral) and type(key) is not bool:
         return [int(key)]
     if not isinstance(key, str) or not key.strip():
         raise PlanError(
@@ -122,8 +122,8 @@ def resolve(plan: Plan, sites: list[Site], options: dict[str, Any] | None) -> di
     """Module name -> recipe, for the modules that the plan names.
 
     Args:
-        plan: a patch for every module; or key -> patch, keys being layer indices, ranges "0-3,8" or patterns of
-            module names, patches a name or (name, options); or a callable (name, module) -> patch or None.
+        plan: a patch for every module; or key -> patch, keys being layer indices, ranges "0-3,8" or patterns
+            of module names, patches a name or (name, options); or a callable (name, module) -> patch or None.
         sites: the model's attention modules.
         options: for the patches; see `registry.parse`.
 
@@ -146,7 +146,8 @@ def resolve(plan: Plan, sites: list[Site], options: dict[str, Any] | None) -> di
 
 def _with_options(chosen: dict[str, Any], shared: dict[str, Any]) -> dict[str, Recipe]:
     """Give each patch its own options and those of the shared ones that it has a part for."""
-    recipes, used = {}, set()
+    recipes: dict[str, Recipe] = {}
+    used: set[Any] = set()
     for name, given in chosen.items():
         pair = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], dict)
         spec, own = given if pair else (given, {})

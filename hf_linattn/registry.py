@@ -28,8 +28,8 @@ def register(name: str) -> Callable[[PatchType], PatchType]:
     """Class decorator: make a patch known as `name`.
 
     Raises:
-        RegistrationError: the name is taken by another class or holds characters that compositions and plans use, or
-            the class is not a patch.
+        RegistrationError: the name is taken by another class or holds characters that compositions and plans
+            use, or the class is not a patch.
     """
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise RegistrationError(f"a patch's name holds letters, digits and '_' only, got {name!r}")
@@ -138,7 +138,7 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one attention module gets: at most one attention and any number of modifiers, each with its options."""
+    """What one attention module gets: at most one attention and any modifiers, each with its options."""
 
     spec: str
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def names_in(spec: Any) -> list[str]:
     """The names that a composition joins by `+`.
 
     Raises:
-        OptionError: not a string, a name missing or named twice. UnknownPatchError: a name that is not registered.
+        OptionError: not a string, a name missing or named twice. UnknownPatchError: a name nobody registered.
     """
     if not isinstance(spec, str):
         raise OptionError(

@@ -11,8 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.cache import StateLayer, install, install_full, self_attention_cache
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.masks import CAUSAL, compact_mask, is_compact
-from hf_linattn.sites import CACHE_ARGUMENTS
+from hf_linattn.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
+from hf_linattn.sites import CACHE_ARGUMENTS, Site
 from hf_linattn.visibility import read_visibility
 
 NAME = "linattn"
@@ -49,7 +49,7 @@ def attention(
     Raises:
         NotPatchedError: a module that was never patched asks for this implementation.
     """
-    child = module._modules.get(NAME)
+    child: Any = module._modules.get(NAME)
     if child is None:
         kept = getattr(module, KEPT, None)
         if kept is None:
@@ -89,7 +89,9 @@ def own_attention(
             mask = None
             kwargs.setdefault("is_causal", causal and query.shape[2] > 1)
         else:
-            mask = visibility.mask(query.device)[..., : key.shape[2]]
+            mask = visibility.mask(query.device)
+            whole = WHOLE_MASKS in module.config.__dict__  # then the keys of a window are the last ones
+            mask = mask[..., -key.shape[2] :] if whole else mask[..., : key.shape[2]]
             mask = mask.expand(query.shape[0], *mask.shape[1:])
     if kwargs.get("indices") is not None:  # the model makes a mask of them for sdpa and eager by name only
         visibility = read_visibility(mask, query.shape[2], key.shape[2], True).selected(kwargs["indices"], key.shape[2])
@@ -129,8 +131,7 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         NotPatchedError: another attention implementation was set after patching.
     """
-    child = module._modules[NAME]
-    assert child is not None
+    child: Any = module._modules[NAME]
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
     if implementation != NAME:
         raise NotPatchedError(
@@ -149,7 +150,7 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         cache = args[source.cache_position]
     if cache is None:
         return
-    index = module.layer_idx
+    index: Any = module.layer_idx
     if source.slot == "argument":
         position = source.parameters.index("layer_idx")
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]

@@ -118,8 +118,8 @@ class Visibility:
 
 
 def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
-    new = torch.nn.functional.pad(labels[:, 1:] != labels[:, :-1], (1, 0))
-    return torch.where(new, index, 0).cummax(1).values
+    # rolled: slices of length N - 1 would forbid exported graphs to see N = 2; index 0 begins a run anyway
+    return torch.where(labels != labels.roll(1, 1), index, 0).cummax(1).values
 
 
 def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> Visibility:

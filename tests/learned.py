@@ -1,4 +1,4 @@
-"""A patch with weights, for tests: a learned linear map in front of elu1, registered only while a test runs."""
+"""A patch with weights, for tests: a learned linear map before elu1, registered while a test runs."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The oracle of the tests: quadratic float64 attention, written from the formulas, no line shared with the package.
+"""The oracle of the tests: quadratic float64 attention, from the formulas, no line shared with the package.
 
 Used on an *unpatched* model, as attention implementations of its own:
 
@@ -6,8 +6,8 @@ Used on an *unpatched* model, as attention implementations of its own:
         want = model(**batch).logits
     assert seen.calls  # one attention module per call
 
-Visible keys come from transformers' own boolean mask, which is always made in full, never skipped. For query i
-with visible keys V(i), n_i = |V(i)|, and s_ij = scaling q_i . k_j (key heads repeated to the query's):
+Visible keys come from transformers' own boolean mask, which is always made in full, never skipped. For
+query i with visible keys V(i), n_i = |V(i)| and s_ij = scaling q_i . k_j (key heads repeated to the query's):
 
     softmax     w_ij = exp(s_ij) / sum_V(i) exp(s_ij)
     softmax1    w_ij = exp(s_ij) / (1 + sum_V(i) exp(s_ij))
@@ -17,9 +17,9 @@ with visible keys V(i), n_i = |V(i)|, and s_ij = scaling q_i . k_j (key heads re
     logn        softmax+logn
     o_i         sum_V(i) w_ij v_j, and 0 where V(i) is empty
 
-What models add to their scores, in this order: softcap c gives c tanh(s_ij / c); a position bias or an additive
-mask b gives s_ij + b_ij; a sink t of the head (s_aux) or of head and query (sinks) adds exp(t) to the denominator; indices leave those keys
-alone visible. elu1 has no scores: it raises.
+What models add to their scores, in this order: softcap c gives c tanh(s_ij / c); a position bias or an
+additive mask b gives s_ij + b_ij; a sink t of the head (s_aux), or of head and query (sinks), adds exp(t)
+to the denominator; indices leave those keys alone visible. elu1 has no scores: there it raises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The cache of a patched model: token by token as in one forward, whatever was done to the cache in between."""
+"""The cache of a patched model: in pieces as in one forward, whatever was done to the cache in between."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def model():
 def in_pieces(model, ids, cuts, cache=None, mask=None, **kwargs):
     """Logits of the tokens between the cuts, one call per piece, and the cache."""
     cache, outputs = DynamicCache(config=model.config) if cache is None else cache, []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         if mask is not None:
             kwargs = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
         outputs.append(model(ids[:, start:end], past_key_values=cache, **kwargs).logits)
@@ -55,7 +56,9 @@ def test_pieces_equal_one_forward(patch, cuts):
     assert distance(got, full(model, ids)) < EXACT
     assert cache.get_seq_length() == 100
     if patch == "elu1":
-        assert [layer.nbytes for layer in cache.layers] == [2 * 2 * 8 * 9 * 8] * 2  # rows, key heads, S and z, float64
+        assert [layer.nbytes for layer in cache.layers] == [
+            2 * 2 * 8 * 9 * 8
+        ] * 2  # rows, key heads, S and z, float64
 
 
 @every_patch
@@ -216,7 +219,9 @@ def test_crop_without_recording_is_refused_and_a_crop_that_does_nothing_noticed(
 @pytest.mark.parametrize("static", [False, True])
 def test_reset(model, static):
     ids = tokens(2, 90)
-    cache = StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
+    cache = (
+        StaticCache(config=model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
+    )
     in_pieces(model, ids, (0, 40), cache)
     cache.reset()
     assert int(cache.get_seq_length()) == 0

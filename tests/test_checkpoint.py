@@ -11,7 +11,13 @@ import tiny
 import torch
 import transformers
 from learned import logits, patched_llama
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 from hf_linattn import describe, from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.configs import GUARD
@@ -107,7 +113,9 @@ def test_other_classes(model, folder):
         assert type(base) is LlamaModel
         with torch.no_grad():
             assert torch.equal(model.lm_head(base(IDS, use_cache=False)[0]), want)
-    classifier = from_pretrained(folder, auto_class=AutoModelForSequenceClassification, num_labels=3, pad_token_id=0)
+    classifier = from_pretrained(
+        folder, auto_class=AutoModelForSequenceClassification, num_labels=3, pad_token_id=0
+    )
     assert [row.patch for row in describe(classifier)] == ["softmax1+logn", "learned_map", "softmax"]
     assert classifier(IDS).logits.shape == (2, 3)
 
@@ -126,13 +134,18 @@ def test_attributes_of_the_config_are_keywords(folder):
     loaded = from_pretrained(folder, attention_dropout=0.25, use_cache=False)
     assert loaded.model.layers[0].self_attn.attention_dropout == 0.25
     assert loaded.config.use_cache is False
-    assert from_pretrained(folder, attn_implementation="eager").model.layers[2].self_attn._linattn_kept == "eager"
+    assert (
+        from_pretrained(folder, attn_implementation="eager").model.layers[2].self_attn._linattn_kept
+        == "eager"
+    )
 
 
 LOADERS = (AutoModel, AutoModelForCausalLM, LlamaForCausalLM)
 
 
-@pytest.mark.parametrize("given", [{}, {"attn_implementation": "sdpa"}, {"attn_implementation": "linattn"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"attn_implementation": "sdpa"}, {"attn_implementation": "linattn"}], ids=str
+)
 @pytest.mark.parametrize("loader", LOADERS)
 def test_plain_loaders_fail_with_the_package_imported(folder, loader, given):
     with pytest.raises(FileNotFoundError, match=GUARD):
@@ -184,9 +197,11 @@ def test_lora(folder, tmp_path):
     tuned = lora(from_pretrained(folder), tmp_path)
     want = logits(tuned, IDS)
     assert tiny.distance(want, before) > 1e-2
-    assert torch.equal(logits(PeftModel.from_pretrained(from_pretrained(folder), tmp_path / "lora"), IDS), want)
+    assert torch.equal(
+        logits(PeftModel.from_pretrained(from_pretrained(folder), tmp_path / "lora"), IDS), want
+    )
     for load in (from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises((CheckpointError, FileNotFoundError), match="adapter|hf_linattn"):
+        with pytest.raises((CheckpointError, FileNotFoundError), match=r"adapter|hf_linattn"):
             load(tmp_path / "lora")
     merged = tuned.merge_and_unload()
     assert tiny.distance(logits(merged, IDS), want) < 1e-4
@@ -207,7 +222,10 @@ def test_windows_and_options_come_back(tmp_path):
 
 
 def test_architectures_of_other_families(tmp_path):
-    for cls, config in (("BertForMaskedLM", {}), ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4})):
+    for cls, config in (
+        ("BertForMaskedLM", {}),
+        ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    ):
         sizes = {k: v for k, v in tiny.SIZES.items() if k not in ("num_key_value_heads", "head_dim")}
         sizes = {"vocab_size": 97} if config else {**sizes, "num_hidden_layers": 2}
         model = patch_model(tiny.build(cls, dtype=torch.float32, **sizes, **config), "elu1")

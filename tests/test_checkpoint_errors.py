@@ -142,7 +142,10 @@ def test_truncated_weights(folder, size):
 WEIGHTS = [
     ({WEIGHT: None}, f"lacks {WEIGHT!r}"),
     ({"model.norm.weight": None}, "lacks 'model.norm.weight'"),
-    ({"model.layers.0.self_attn.linattn.sink": torch.ones(2)}, "no place for 'model.layers.0.self_attn.linattn.sink'"),
+    (
+        {"model.layers.0.self_attn.linattn.sink": torch.ones(2)},
+        "no place for 'model.layers.0.self_attn.linattn.sink'",
+    ),
     ({WEIGHT: torch.ones(3, 3)}, f"another shape of {WEIGHT!r}"),
 ]
 
@@ -159,7 +162,8 @@ def test_weights(folder, changed, match):
 
 def test_code_in_the_folder_is_not_run(folder, tmp_path):
     (folder / "evil.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+        "from transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
     )
     change(folder, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
     for trust in ({}, {"trust_remote_code": False}, {"trust_remote_code": True}):

@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 import hf_linattn
 
-PATCHES = ["elu1", "softmax1", "logn", "softmax1+logn"]
+PATCHES = ["elu1", "softmax1", "logn"]
 every_patch = pytest.mark.parametrize("patch", PATCHES)
 EXACT = 1e-9
 
@@ -58,7 +58,7 @@ def batches():
 @every_patch
 @pytest.mark.parametrize("batch", batches())
 def test_forward_is_one_graph(patch, batch):
-    model, counter = hf_linattn.patch_model(llama(), patch), Counter()
+    model, counter = hf_linattn.patch_model(llama(layers=1), patch), Counter()
     ids, kwargs = batches()[batch]
     want = model(ids, use_cache=False, **kwargs).logits
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -71,7 +71,7 @@ def test_forward_is_one_graph(patch, batch):
 @torch.no_grad()
 @pytest.mark.parametrize("plan", [*PATCHES, {"1": "elu1"}], ids=str)
 def test_decoding_with_a_static_cache_is_one_graph(plan):
-    model, counter = hf_linattn.patch_model(llama(), plan), Counter()
+    model, counter = hf_linattn.patch_model(llama(layers=2 if isinstance(plan, dict) else 1), plan), Counter()
     ids, mask = left_padded(tokens(2, 72), 9)
     at = positions(mask)
     full = model(ids, attention_mask=mask, position_ids=at, use_cache=False).logits
@@ -91,7 +91,7 @@ def test_decoding_with_a_static_cache_is_one_graph(plan):
 
 @torch.no_grad()
 def test_decoding_with_a_dynamic_cache_does_not_compile_each_step():
-    model, counter = hf_linattn.patch_model(llama(), "elu1"), Counter()
+    model, counter = hf_linattn.patch_model(llama(layers=1), "elu1"), Counter()
     ids = tokens(2, 72)
     full = model(ids, use_cache=False).logits
     cache = DynamicCache(config=model.config)
@@ -113,7 +113,7 @@ def gradients(model, compiled, ids, mask):
 
 @every_patch
 def test_training_step_has_the_gradients_of_eager(patch):
-    model, counter = hf_linattn.patch_model(llama(), patch).train(), Counter()
+    model, counter = hf_linattn.patch_model(llama(layers=1), patch).train(), Counter()
     ids, mask = left_padded(tokens(2, 70), 9)
     want_loss, want = gradients(model, model, ids, mask)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -125,6 +125,8 @@ def test_training_step_has_the_gradients_of_eager(patch):
         assert float((got[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()), name
 
 
+# torch's own: importing inductor's dependencies still defines script methods
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @torch.no_grad()
 def test_inductor():
     """One run of the compiler that users get, on the patch with the most arithmetic of its own."""
@@ -143,9 +145,7 @@ class Logits(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids, attention_mask, position_ids):
-        out = self.model(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        )
+        out = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
         return out.logits
 
 
@@ -155,11 +155,14 @@ def export_batch(length, padding):
     return ids, mask, positions(mask)
 
 
+# strict export names attributes written while tracing: transformers' own collector of outputs (without a patch, too),
+# and the cache layer that the pre-hook hands over, None here
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @torch.no_grad()
 @every_patch
 @pytest.mark.parametrize("form", ["static", "strict", "dynamic"])
 def test_export(patch, form):
-    wrapped = Logits(hf_linattn.patch_model(llama(), patch))
+    wrapped = Logits(hf_linattn.patch_model(llama(layers=1), patch))
     batch = export_batch(70, 9)
     shapes = None
     if form == "dynamic":

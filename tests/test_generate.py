@@ -25,7 +25,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS)
 
 
 def patched_llama(plan, **config):
-    """Float64; float32 beside eager attention, whose own softmax in float32 turns padded float64 rows into NaN."""
+    """Float64; float32 beside eager attention, which turns padded rows of float64 into NaN, patched or not."""
     if plan.endswith("eager"):
         config = {"implementation": "eager", "dtype": torch.float32, **config}
     spec = PLANS[plan]
@@ -232,7 +232,9 @@ def test_memory_does_not_grow_with_the_tokens():
         out = generate(model, prompt, max_new_tokens=length // 2, return_dict_in_generate=True)
         assert out.sequences.shape[1] == length
         layers = out.past_key_values.layers
-        assert all(isinstance(layer, StateLayer) and layer.seen == length - 1 and not layer.tail for layer in layers)
+        assert all(
+            isinstance(layer, StateLayer) and layer.seen == length - 1 and not layer.tail for layer in layers
+        )
         sizes[length] = [layer.nbytes for layer in layers]
         reachable = [x for layer in layers for x in _tensors(vars(layer))]
         assert sum(x.untyped_storage().nbytes() for x in reachable) == sum(sizes[length])
@@ -244,7 +246,11 @@ def _tensors(value):
         return [value]
     if isinstance(value, dict):
         value = value.values()
-    return [x for part in value for x in _tensors(part)] if hasattr(value, "__iter__") and not isinstance(value, str) else []
+    return (
+        [x for part in value for x in _tensors(part)]
+        if hasattr(value, "__iter__") and not isinstance(value, str)
+        else []
+    )
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from perplexity_workplace import TEXTS, curve, make_folder
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, LinattnError, OptionError

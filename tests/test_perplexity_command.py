@@ -1,4 +1,4 @@
-"""The perplexity command: its files, processes, resuming, baselines and refusals; and the metric beside it."""
+"""The perplexity command: files, processes, resuming, baselines, refusals; and the metric beside it."""
 
 from __future__ import annotations
 

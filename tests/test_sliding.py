@@ -1,5 +1,7 @@
 """Models with sliding windows: kept, or dropped by sliding="global", with and without a cache."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from oracle import as_oracle
@@ -33,7 +35,7 @@ def _no_gradients():
 
 def in_pieces(model, ids, cuts, mask, cache):
     outputs = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         at = {"attention_mask": mask[:, :end], "position_ids": positions(mask)[:, start:end]}
         outputs.append(model(ids[:, start:end], past_key_values=cache, **at).logits)
     return torch.cat(outputs, 1)

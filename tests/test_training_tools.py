@@ -87,7 +87,7 @@ def test_half_precision():
 
 def test_dropout_is_refused_by_linear_attention_and_applied_by_softmax1():
     model = patch_model(tiny.llama(2, attention_dropout=0.5), "elu1").train()
-    with pytest.raises(UnsupportedCallError, match="attention_dropout=0.0"):
+    with pytest.raises(UnsupportedCallError, match=r"attention_dropout=0.0"):
         model(IDS)
     evaluated = logits(model.eval(), IDS)
     assert torch.isfinite(evaluated).all()
@@ -120,8 +120,20 @@ def trained(folder, **kwargs):
 
     model = patched_llama().train()
     rows = [{"input_ids": row, "labels": row} for row in tiny.tokens(24, 40, seed=3)]
-    options = dict(per_device_train_batch_size=4, learning_rate=1e-2, use_cpu=True, seed=5, save_steps=3)
-    options |= dict(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, logging_steps=1, max_steps=6)
+    options = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "seed": 5,
+        "save_steps": 3,
+    }
+    options |= {
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "logging_steps": 1,
+        "max_steps": 6,
+    }
     trainer = Trainer(model, TrainingArguments(str(folder), **options), train_dataset=rows)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(**kwargs)
@@ -185,7 +197,7 @@ def saved_whole(model):
 def test_copies_are_whole_and_independent(duplicate, tmp_path):
     model = patched_llama()
     want = logits(model, IDS)
-    generate = dict(max_new_tokens=5, do_sample=False)
+    generate = {"max_new_tokens": 5, "do_sample": False}
     text = model.generate(IDS[:1, :20], **generate)
     twin = duplicate(model)
     assert torch.equal(logits(twin, IDS), want)
@@ -195,7 +207,10 @@ def test_copies_are_whole_and_independent(duplicate, tmp_path):
     twin.model.layers[1].self_attn.linattn.learned_map.map.weight.data.add_(1)
     twin.config.use_cache = False
     unpatch_model(twin)
-    assert twin.config.to_dict() == {**tiny.llama(3, dtype=torch.float32).config.to_dict(), "use_cache": False}
+    assert twin.config.to_dict() == {
+        **tiny.llama(3, dtype=torch.float32).config.to_dict(),
+        "use_cache": False,
+    }
     assert torch.equal(logits(twin, IDS), logits(tiny.llama(3, dtype=torch.float32), IDS))
     assert torch.equal(logits(model, IDS), want)
     assert torch.equal(model.generate(IDS[:1, :20], **generate), text)

@@ -2,9 +2,10 @@
 
     python3 tools/install.py .venv
 
-PyTorch comes first, because its ordinary build for Linux brings gigabytes of GPU libraries: where no GPU is seen, the
-CPU build is taken from PyTorch's own index, or from the usual one if that index does not answer. Only the standard
-library is used, and nothing newer than Python 3.6 is written here, so that an old Python gets a clear answer.
+PyTorch comes first, because its ordinary build for Linux brings gigabytes of GPU libraries: where no GPU is
+seen, the CPU build is taken from PyTorch's own index, or from the usual one if that index does not answer.
+Only the standard library is used, and nothing newer than Python 3.6 is written here, so that an old Python
+gets a clear answer.
 """
 
 import hashlib
@@ -27,19 +28,19 @@ def main(folder):
     """Install into the folder, unless the same has been installed there before."""
     if sys.version_info < OLDEST:
         have, need = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST))
-        fail("Python %s is too old, %s or newer is needed: make PYTHON=/path/to/python3 ..." % (have, need))
+        fail(f"Python {have} is too old, {need} or newer is needed: make PYTHON=/path/to/python3 ...")
     stamp = folder / ".installed"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + TORCH.encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         stamp.touch()  # only the date of pyproject.toml has changed
         return
-    print("installing into %s; this takes some minutes the first time" % folder, flush=True)
+    print(f"installing into {folder}; this takes some minutes the first time", flush=True)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not python.exists() or not works(python, "import pip"):
         make_environment(folder, python)
     if not works(python, "import torch"):
         install_torch(python)
-    if not pip(python, "-e", "%s[dev]" % ROOT):
+    if not pip(python, "-e", f"{ROOT}[dev]"):
         fail("pip could not install the project; see its messages above")
     stamp.write_text(wanted)
 
@@ -57,18 +58,18 @@ def make_environment(folder, python):
     venv.EnvBuilder(with_pip=False, clear=True).create(str(folder))
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "pip"]
     if subprocess.call(command) != 0:
-        fail("cannot make a virtual environment (%s); on Debian or Ubuntu: apt install python3-venv" % reason)
+        fail(f"cannot make a virtual environment ({reason}); on Debian or Ubuntu: apt install python3-venv")
 
 
 def install_torch(python):
     """PyTorch: the CPU build where no GPU is seen."""
     if platform.system() != "Darwin" and not sees_gpu():
-        print("no GPU seen: looking for the CPU build of %s" % TORCH, flush=True)
+        print(f"no GPU seen: looking for the CPU build of {TORCH}", flush=True)
         if pip(python, "--timeout", "10", "--retries", "0", "--index-url", CPU_INDEX, *TORCH.split()):
             return
-        print("%s does not help; taking the usual index" % CPU_INDEX, flush=True)
+        print(f"{CPU_INDEX} does not help; taking the usual index", flush=True)
     if not pip(python, *TORCH.split()):
-        fail("pip could not install %s; TORCH='torch>=2.9,<3' make ... tries another version" % TORCH)
+        fail(f"pip could not install {TORCH}; TORCH='torch>=2.9,<3' make ... tries another version")
 
 
 def sees_gpu():
@@ -77,7 +78,9 @@ def sees_gpu():
     if program is None:
         return False
     try:
-        listed = subprocess.run([program, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60)
+        listed = subprocess.run(
+            [program, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listed.returncode == 0 and b"GPU" in listed.stdout

@@ -12,6 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def sink_column(sink: Tensor, like: Tensor) -> Tensor:
+    """Logits of the extra key, `[1, 1 or H, 1, 1]` or `[B, H, N, 1]`, in the dtype of the scores."""
+    sink = torch.as_tensor(sink, dtype=like.dtype, device=like.device)
+    return sink if sink.ndim == 4 else sink.reshape(1, -1, 1, 1)
+
+
 def additive(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
     """One mask for SDPA from a boolean mask and a bias: boolean, additive, or None."""
     if bias is None:
@@ -55,7 +61,7 @@ def softmax_attention(
         bias: added to the scores, broadcast to `[B, H, N, S]`.
         is_causal: no mask, N == S, query i sees keys up to i.
         scaling: of the scores; None for D^-0.5.
-        sink: logit b, a scalar or `[H]`; None for plain softmax.
+        sink: logit b, a scalar, `[H]` or `[B, H, N, 1]`; None for plain softmax.
         dropout: probability, applied to the weights.
 
     Returns:
@@ -73,10 +79,10 @@ def softmax_attention(
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
         mask = (mask.tril(keys - queries) if is_causal else mask)[None, None]
-    column = torch.as_tensor(sink, dtype=query.dtype, device=query.device).reshape(1, -1, 1, 1)
+    column = sink_column(sink, query)
     scores = additive(mask, bias if bias is not None else torch.zeros_like(column), query)
     assert scores is not None
-    shape = torch.broadcast_shapes(scores.shape[:3], (1, column.shape[1], queries))
+    shape = torch.broadcast_shapes(scores.shape[:3], column.shape[:3], (1, 1, queries))
     scores = torch.cat([scores.expand(*shape, keys), column.expand(*shape, 1)], -1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     return _sdpa(query, key, value, scores, dropout, False, scale)
@@ -99,7 +105,7 @@ def softmax_weights(scores: Tensor, mask: Tensor | None, sink: Tensor | None) ->
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True).detach()
-    logit = None if sink is None else torch.as_tensor(sink, dtype=scores.dtype, device=scores.device).reshape(1, -1, 1, 1)
+    logit = None if sink is None else sink_column(sink, scores)
     if logit is not None:
         top = torch.maximum(top, logit.detach())
     top = top.clamp_min(torch.finfo(scores.dtype).min)

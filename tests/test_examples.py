@@ -1,0 +1,35 @@
+"""Every example runs, offline, and says what it promises."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_workplace import save_model
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PROMISES = {
+    "patch_and_generate.py": "bit-identical: True",
+    "per_layer_plan.py": "same logits: True",
+    "streaming_perplexity.py": " 2,048 tokens read, perplexity so far",
+}
+ELSEWHERE = {"pretrain_base.py"}
+"""Needs an hour; the model that it made is in examples/base."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == PROMISES.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", sorted(PROMISES))
+def test_example_runs(name, model):
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert PROMISES[name] in done.stdout
+    assert len((EXAMPLES / name).read_text().splitlines()) < 40
