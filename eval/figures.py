@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from .summary import Run, Summary
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d")
+COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d")
 """Distinct also for the colour-blind (Okabe and Ito); used again when there are more patches."""
 
 MARKERS = "osD^vP*X"
@@ -147,7 +147,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def _value_axis(axes: Axes) -> None:
     low, high = axes.get_ylim()
     # few decades want more numbers on the axis than the powers of ten
-    subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
     if high < 8 * low:
         subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
@@ -175,14 +175,12 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
     """Names at the ends of the lines, moved apart where they would overlap."""
     if not ends:
         return
-    figure = axes.get_figure()
-    assert figure is not None
     axes.get_ylim()  # settles the limits, on which the transformation rests
-    height = axes.get_position().height * figure.get_size_inches()[1] * 72  # points
+    height = float(axes.get_window_extent().height) * 72 / float(axes.figure.dpi)  # points
     places = []
     for name, x, y, colour in ends:
-        place = axes.transLimits.transform(axes.transScale.transform((x, y)))
-        places.append((float(place[1]) * height, name, x, y, colour))
+        at = axes.transLimits.transform(axes.transScale.transform((x, y)))
+        places.append((float(at[1]) * height, name, x, y, colour))
     places.sort()
     gap, last = 13.5, -math.inf
     spots = []
@@ -200,7 +198,6 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
             color=colour,
             va="center",
             fontsize=10,
-            fontweight="medium",
             annotation_clip=False,
         )
 
@@ -208,7 +205,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
 def _picture(draw: Callable[[Axes, str, str], None], alt: str, size: tuple[float, float]) -> Picture:
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
-        settings: dict[str, Any] = {
+        settings: Any = {
             "svg.hashsalt": "hf_linattn",
             "text.color": small,
             "axes.labelcolor": small,

@@ -116,7 +116,8 @@ def _best(summary: Summary) -> str:
         others = sorted(run.perplexities[length] for run in runs)
         lead = ""
         if len(others) > 1:
-            lead = f", {percent(others[1] / others[0])} before the next"
+            ratio = others[1] / others[0]
+            lead = f"; the next has {change(ratio)}" if ratio >= 1.005 else ", hardly ahead of the next"
         found.append(f"at {length:,} tokens {best.label} ({number(best.perplexities[length])}{lead})")
     return f"<b>Lowest perplexity</b>: {'; '.join(found)}."
 

@@ -191,7 +191,7 @@ def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
 
 
 def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
-    """A subclass that is patched before its weights arrive: sharded, meta-device, offloaded loads just work."""
+    """A subclass that is patched before its weights arrive: sharded and offloaded loads just work."""
 
     def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)

@@ -15,7 +15,7 @@ from hf_linattn.seam import NAME
 
 ABSENT = object()
 GUARD = "load-this-folder-with-hf_linattn.from_pretrained.safetensors"
-"""The weights' file that config.json names: loaders that would drop the patch stop with an error naming it."""
+"""The weights' file that config.json names: loaders that would drop the patch stop and name it."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
     """Make a config say in config.json that its model is patched, so that no plain loader drops the patch.
 
     `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are
-    told to use another implementation. transformers deletes the second when it saves a config, hence `to_dict`.
+    told to use another implementation. transformers deletes the second when it saves, hence `to_dict`.
     """
     config.__dict__[NAME] = copy.deepcopy(entry)
     config.__dict__["attn_implementation"] = NAME

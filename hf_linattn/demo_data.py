@@ -201,7 +201,7 @@ def _write_prompts(folder: Path, tokenizer: Any, text: str, block_size: int) -> 
     """The beginning of a text: once short, once longer than the training rows where it is long enough."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     folder.mkdir()
-    names = []
+    names: list[str] = []
     for name, size in (("short", SHORT_PROMPT), ("long", 2 * block_size)):
         if size < len(ids) or not names:
             prompt = tokenizer.decode(ids[: min(size, len(ids))], clean_up_tokenization_spaces=False)

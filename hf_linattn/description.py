@@ -25,7 +25,7 @@ class Row:
         parameters: number of parameters added.
         linear: time linear and state constant in the number of tokens.
         window: "sliding", "chunked" or None, as in force.
-        state_bytes: bytes of the state per sequence where it is constant; None where it grows or is not known.
+        state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
     """
 

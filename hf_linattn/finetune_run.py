@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import peft
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
@@ -245,6 +244,8 @@ def _patches_with_parameters(model: nn.Module) -> list[str]:
 
 
 def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments, *, with_patch: bool) -> nn.Module:
+    import peft  # takes seconds, and few runs need it
+
     config = peft.LoraConfig(
         r=arguments.lora,
         lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
@@ -289,10 +290,10 @@ def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:
     return LoopSettings(**{name: getattr(arguments, name) for name in names})
 
 
-def _save(model: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the model, with LoRA merged into it, so that `hf_linattn.from_pretrained(folder)` loads it."""
     with filling(folder) as partial:
-        if isinstance(model, peft.PeftModel):
+        if hasattr(model, "merge_and_unload"):
             # Otherwise peft looks the base model's vocabulary up on the Hub.
             model.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
             model = model.merge_and_unload()

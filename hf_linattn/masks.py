@@ -58,7 +58,7 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
         documents = [part.documents for part in parts if part.documents is not None]
         overlays = [part.overlay for part in parts if part.overlay is not None]
         if len(kinds) == 1 and len(documents) < 2 and len(overlays) < 2:
-            return Pattern(kinds.pop(), *(documents or [None]), *(overlays or [None]))
+            return Pattern(kinds.pop(), next(iter(documents), None), next(iter(overlays), None))
     elif name == "packed_sequence_mask_function":
         return Pattern("any", documents=_closure(function, "packed_sequence_mask"))
     elif name == "remap_positions_for_packed_sequence":
@@ -128,7 +128,8 @@ def compact_mask(
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
     if pattern.kind not in ("causal", "bidirectional") or packed_chunks or packed_both_ways:
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False  # None would lose the padding
-        return masking_utils.sdpa_mask(
+        dense: Any = masking_utils.sdpa_mask  # offsets are tensors with static caches
+        mask: Tensor = dense(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -141,6 +142,7 @@ def compact_mask(
             device=device,
             **kwargs,
         )
+        return mask
     return _encode(pattern, batch_size, kv_length, q_offset, kv_offset, attention_mask, local_size, device)
 
 
@@ -171,7 +173,7 @@ def _encode(
     if pattern.overlay is not None:
         assert local_size is not None
         window = local_size if pattern.overlay == "window" else 0
-        first = 0
+        first: int | Tensor = 0
         if pattern.overlay == "chunk" and attention_mask is not None:
             first = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
         chunk = (index[None] - first) // local_size if pattern.overlay == "chunk" else torch.zeros_like(index)[None]

@@ -107,7 +107,8 @@ class PatchedAttention(nn.Module):
             )
         if self.linear and site.source.updates and site.source.slot is None:
             raise UnsupportedModelError(f"{self.where} chooses its cache layer in a way that cannot be followed")
-        if self.linear and site.source.updates and site.layer_idx is None and site.source.slot != "argument":
+        grows = site.source.updates and getattr(site.module, "is_causal", True)  # marian's encoder shares the class
+        if self.linear and grows and site.layer_idx is None and site.source.slot != "argument":
             raise UnsupportedModelError(f"{self.where} has no layer_idx, so its place in the cache cannot be found")
 
     def forward(
@@ -184,13 +185,14 @@ class PatchedAttention(nn.Module):
         borders = extras.get("cu_seq_lens_q")
         quadratic = type(attention).weights is not ScoreAttention.weights
         causal = visibility.plain and visibility.causal and query.shape[2] > 1 and borders is None
-        mask = None
+        mask: Tensor | None = None
         if not visibility.plain or (causal and (bias is not None or quadratic)) or borders is not None:
             mask = visibility.mask(query.device)[..., : key.shape[2]]
             causal = False
         if borders is not None:
             index = torch.bucketize(torch.arange(query.shape[2], device=query.device), borders[1:].long(), right=True)
-            mask = mask & (index[:, None] == index[None])
+            same = index[:, None] == index[None]
+            mask = same if mask is None else mask & same
         if not (quadratic or softcap is not None or extras.get("output_attentions")):
             output = softmax_attention(
                 query, key, value, mask=mask, bias=bias, is_causal=causal, scaling=scaling, sink=sink, dropout=dropout

@@ -87,8 +87,8 @@ def _child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention
             and any(hasattr(module, "_hf_hook") for module in site.module.modules())
         ):
             raise UnsupportedModelError(
-                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, or "
-                "save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
+                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, "
+                "or save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
             )
         child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
     return child.train(site.module.training)
@@ -134,14 +134,14 @@ def patch_model(
     """Replace the attention of a pretrained model, in place; a new patch replaces an old one.
 
     Args:
-        model: any transformers model whose attention goes through the attention interface, or a wrapper of one.
+        model: any transformers model whose attention goes through the attention interface, or its wrapper.
             Give the whole model: a part that is patched by itself is lost when the whole is saved.
-        patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"} whose
-            keys are indices, ranges or patterns of module names and whose values may be (name, options); or a
-            callable (name, module) -> patch or None.
+        patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"},
+            whose keys are indices, ranges or patterns of module names and values may be (name, options);
+            or a callable (name, module) -> patch or None.
         options: of the patches, e.g. {"train_length": 4096}.
-        sliding: layers with a sliding or chunked window under a linear patch: "keep" leaves them as they are (they
-            are linear already), "global" patches them and drops the window, "refuse" raises. Patches of scores
+        sliding: layers with a sliding or chunked window under a linear patch: "keep" leaves them as they are
+            (linear already), "global" patches them and drops the window, "refuse" raises. Patches of scores
             honour the window, unless "global".
 
     Returns:

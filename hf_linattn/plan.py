@@ -56,8 +56,8 @@ def sites_of(model: nn.Module) -> list[Site]:
         classes = ", ".join(attention_classes(model))
         who = f"its attention ({classes}) computes softmax in its own forward" if classes else "it has none"
         raise UnsupportedModelError(
-            f"{type(model).__name__}: no attention module goes through transformers' attention interface; {who}."
-            " Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
+            f"{type(model).__name__}: no attention module goes through transformers' attention interface; "
+            f"{who}. Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
         )
     return sites
 
@@ -66,7 +66,7 @@ def _parts(key: Any) -> list[Any]:
     """The alternatives of a plan's key: a tuple's members, the ranges of "0-3,8", or the key itself."""
     if isinstance(key, tuple | range | frozenset):
         return [part for member in key for part in _parts(member)]
-    if isinstance(key, Integral) and type(key) is not bool:
+    if isinstance(key, Integral) and key is not True and key is not False:
         return [int(key)]
     if not isinstance(key, str) or not key.strip():
         raise PlanError(

@@ -134,10 +134,10 @@ def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ..
             test = ast.unparse(node.test)
             inner = test.removeprefix("self.").removesuffix(" is not None")
             known = test == f"self.{inner} is not None" and inner.isidentifier()
-            for child in node.body:
-                visit(child, (*guards, inner) if known else guards)
-            for child in node.orelse:
-                visit(child, guards)
+            for part in node.body:
+                visit(part, (*guards, inner) if known else guards)
+            for part in node.orelse:
+                visit(part, guards)
             return
         for child in ast.iter_child_nodes(node):
             visit(child, guards)
@@ -296,7 +296,8 @@ def find_sites(model: nn.Module) -> list[Site]:
     """Every attention module that routes through the interface, in the order of the model."""
     found = []
     for name, module in model.named_modules():
-        source = read_source(type(module))
+        cls: Any = type(module)
+        source = read_source(cls)
         if source is not None and getattr(module, "config", None) is not None:
             found.append(_site(name, module, source))
     return found

@@ -4,7 +4,7 @@
     python tests/families.py --only llama,mistral --jobs 2     some, printed
 
 Each type gets a tiny random model (`build`), and each patch is compared with `oracle.py` on the same model
-(`check`). Encoders, encoder-decoders and multimodal models are in `test_families.py`, beside a subset of the types.
+(`check`). `test_families.py` runs a subset of the types, encoders, encoder-decoders and multimodal models.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATCHES = ("elu1", "softmax1", "logn")
 LENGTH, PAD = 70, 9  # tokens, longer than a chunk of 64; padding at the left of row 0
 WINDOW = 24  # of sliding and chunked layers, shorter than the batch
 CUTS = (0, 40, 41, LENGTH)  # borders of the calls with a cache
-SECONDS = 180
+SECONDS = 400  # for one type on a busy machine
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
 CACHE_TOLERANCE = 1e-4  # many families compute norms in float32, and chunks round them differently
 
@@ -204,9 +204,7 @@ RECIPES: dict[str, Any] = {
         attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         ffn_config={"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     ),
-    "dots3_note": lambda cls: nested(
-        cls, text_config={"num_key_value_heads": 4}, vision_config={"num_hidden_layers": 42}
-    ),
+    "dots3_note": fitting(num_key_value_heads=4),
     "falcon_h1": fitting(mamba_d_ssm=64),
     "gemma3": lambda cls: nested(cls, {"mm_tokens_per_image": 4}),
     "gemma3n": without_timm,
@@ -248,6 +246,12 @@ RECIPES: dict[str, Any] = {
     ),
     "xlnet": lambda cls: cls(vocab_size=128, d_model=32, n_layer=2, n_head=4, d_inner=64),
     "xmod": fitting(default_language="en_XX"),
+    "zamba": lambda cls: cls(
+        **tiny(num_hidden_layers=5, layer_types=["mamba", "mamba", "hybrid", "mamba", "hybrid"])
+    ),
+    "zamba2": lambda cls: cls(
+        **tiny(num_hidden_layers=5, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid"])
+    ),
     "zaya": fitting(num_experts_per_tok=1),
 }
 """Causal type -> a function from its config class to a config; other types try GENERIC."""

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 PATCHES = ("softmax", "softmax1", "logn", "softmax1+logn", "elu1", "elu1+logn")
 
@@ -44,7 +44,7 @@ class Run:
 
     Attributes:
         where: None for every module, or module -> whether it gets the patch; the others get softmax.
-        windows: False drops sliding and chunked windows: plain causal masks are put in their place.
+        windows: False drops sliding and chunked windows: plain masks are put in their place.
         calls: the attention modules in the order in which they called.
     """
 
@@ -177,7 +177,10 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
     """transformers' own boolean mask, without its shortcuts."""
     kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False
     if _RUNS and not _RUNS[-1].windows and kwargs.get("local_size") is not None:
-        kwargs["local_size"], kwargs["mask_function"] = None, causal_mask_function
+        zero = torch.tensor(0)
+        forward = bool(kwargs["mask_function"](zero, zero, zero, zero + 1))  # query 0 sees key 1
+        kwargs["mask_function"] = bidirectional_mask_function if forward else causal_mask_function
+        kwargs["local_size"] = None
     return sdpa_mask(*args, **kwargs)
 
 

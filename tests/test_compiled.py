@@ -155,8 +155,8 @@ def export_batch(length, padding):
     return ids, mask, positions(mask)
 
 
-# strict export names attributes written while tracing: transformers' own collector of outputs (without a patch, too),
-# and the cache layer that the pre-hook hands over, None here
+# strict export names attributes written while tracing: transformers' own collector of outputs, unpatched
+# as well, and the cache layer that the pre-hook hands over, None here
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @torch.no_grad()
 @every_patch

@@ -77,10 +77,10 @@ def make(folder):
 
 
 def test_importing_the_package_stays_light():
-    code = f"import sys, hf_linattn; print(*[name for name in {HEAVY} if name in sys.modules])"
-    baseline = f"import sys, torch, transformers; print(*[name for name in {HEAVY} if name in sys.modules])"
-    ours, theirs = (set(quietly(sys.executable, "-c", text).split()) for text in (code, baseline))
-    assert ours - theirs == set()
+    # transformers' own model classes import accelerate where it is installed
+    first = "import sys, torch; from transformers import PreTrainedModel; before = set(sys.modules)"
+    code = f"{first}; import hf_linattn; print(*[n for n in {HEAVY} if n in sys.modules and n not in before])"
+    assert quietly(sys.executable, "-c", code).split() == []
 
 
 def imports(path):

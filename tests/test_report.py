@@ -112,8 +112,8 @@ def test_findings_follow_the_numbers(tmp_path):
     assert "3.0 times as much against the control" in said["elu1"]
     assert "better than the control at 1,024 and 8,192 tokens and worse at 512" in said["elu1"]
     assert "At no length does it differ" in said["softmax1"]
-    assert "at 512 tokens control (15.0" in said["best"]
-    assert "at 8,192 tokens elu1 (46.0, 335 % before the next)" in said["best"]
+    assert "at 512 tokens control (15.0; the next has 0.7 % more)" in said["best"]
+    assert "at 8,192 tokens elu1 (46.0; the next has 4.3 times as much)" in said["best"]
 
 
 def test_findings_do_not_claim_what_is_not_there(tmp_path):

@@ -31,7 +31,8 @@ def state_of(phi_k: Tensor, value: Tensor) -> State:
 
 def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
     """Query heads by the key head they share: `[B, H, N, D]` -> `[B, Hkv, H / Hkv, N, D]`."""
-    return phi_q.unflatten(1, (kv_heads, -1))
+    shared: Tensor = phi_q.unflatten(1, (kv_heads, -1))
+    return shared
 
 
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -132,4 +133,5 @@ def _chunks(x: Tensor) -> Tensor:
         # chunk would specialise the graph
         index = _chunk_index(length, chunks + 1, x.device)
         return F.pad(x, (0, 0, 0, 2 * CHUNK - 1))[..., index, :]
-    return F.pad(x, (0, 0, 0, chunks * CHUNK - length)).unflatten(-2, (chunks, CHUNK))
+    padded: Tensor = F.pad(x, (0, 0, 0, chunks * CHUNK - length)).unflatten(-2, (chunks, CHUNK))
+    return padded
