@@ -207,11 +207,11 @@ def _quiet_libraries(process: int) -> None:
     import datasets
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if process > 0:
         datasets.logging.set_verbosity_error()
-        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.utils.logging.set_verbosity_error()
 
 
 def _summary(results: dict[str, Any], args: argparse.Namespace) -> str:

@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         results = run(args, command)
     except LinattnError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

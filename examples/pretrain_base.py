@@ -35,10 +35,16 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -61,14 +67,16 @@ def new_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 def batch_at(step: int, tokens: np.ndarray, batch_size: int, seed: int) -> torch.Tensor:
-    """[batch_size, CONTEXT] token ids of a step: disjoint windows in a new order and with a new offset each epoch."""
+    """Token ids of a step, [batch_size, CONTEXT]: disjoint windows, each epoch in a new order and offset."""
     rows = len(tokens) // CONTEXT - 1
     per_epoch = rows // batch_size
     epoch, index = divmod(step, per_epoch)
     generator = np.random.default_rng((seed, epoch))
     offset = int(generator.integers(CONTEXT))
     order = generator.permutation(rows)[index * batch_size : (index + 1) * batch_size]
-    return torch.from_numpy(np.stack([tokens[offset + r * CONTEXT : offset + (r + 1) * CONTEXT] for r in order]).astype(np.int64))
+    return torch.from_numpy(
+        np.stack([tokens[offset + r * CONTEXT : offset + (r + 1) * CONTEXT] for r in order]).astype(np.int64)
+    )
 
 
 def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
@@ -93,9 +101,16 @@ def write_atomically(path: Path, state: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, resume, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=5000, help="steps of batch-size x 512 tokens (default 5000: 20.5 M tokens)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5000,
+        help="steps of batch-size x 512 tokens (default 5000: 20.5 M tokens)",
+    )
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--vocab-size", type=int, default=2048)
@@ -150,10 +165,15 @@ def main(argv: list[str] | None = None) -> int:
         smooth += 0.02 * (loss.item() - smooth)
         if step % 50 == 0 or step == args.steps:
             seconds = time.monotonic() - started
-            print(f"step {step}  loss {smooth:.4f}  {step * args.batch_size * CONTEXT / seconds:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step}  loss {smooth:.4f}  {step * args.batch_size * CONTEXT / seconds:,.0f} tokens/s",
+                flush=True,
+            )
         if step % 250 == 0 or step == args.steps:
             saved = {"model": model.state_dict(), "optimizers": [opt.state_dict() for opt in opts]}
-            write_atomically(checkpoint, {**saved, "step": step, "seconds": time.monotonic() - started, "loss": smooth})
+            write_atomically(
+                checkpoint, {**saved, "step": step, "seconds": time.monotonic() - started, "loss": smooth}
+            )
 
     model.eval().to(torch.bfloat16).save_pretrained(args.output_dir)
     record = {

@@ -1,11 +1,12 @@
 """Base classes of patches: what one file in `patches/` fills in, and what it gets for that.
 
-    LinearAttention   feature maps of query and key  -> causal, bidirectional, cached, padded, packed: everything
-    ScoreAttention    weights of the scores, or a sink logit
+    LinearAttention   feature maps of query and key  -> causal, bidirectional, cached, padded, packed:
+    everything ScoreAttention    weights of the scores, or a sink logit
     Modifier          changes the query before any attention
 
-A patch is an `nn.Module`, made once per attention module. The keyword-only parameters of its constructor are its
-options; its parameters, if any, are learned. Parameters are read inside `forward` only, where offloading loads them.
+A patch is an `nn.Module`, made once per attention module. The keyword-only parameters of its constructor are
+its options; its parameters, if any, are learned. Parameters are read inside `forward` only, where offloading
+loads them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Patch(nn.Module):
 class LinearAttention(Patch):
     """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
 
-    Give `feature_map`, or `query_map` and `key_map` apart. Features must not be negative, and the query's may be
-    scaled by any positive factor per row, since the sum divides it away.
+    Give `feature_map`, or `query_map` and `key_map` apart. Features must not be negative, and the query's
+    may be scaled by any positive factor per row, since the sum divides it away.
     """
 
     linear = True
@@ -78,8 +79,8 @@ class LinearAttention(Patch):
 class ScoreAttention(Patch):
     """o_i = sum_j w_ij v_j with weights from the scores s_ij = scaling q_i . k_j of the visible keys.
 
-    Softmax as it stands. Override `sink_logit` to add a key of value 0 (fused kernels stay in use), or `weights` for
-    any other function of the scores (quadratic).
+    Softmax as it stands. Override `sink_logit` to add a key of value 0 (fused kernels stay in use), or
+    `weights` for any other function of the scores (quadratic).
     """
 
     def sink_logit(self, query: Tensor) -> Tensor | None:
@@ -110,7 +111,8 @@ class Modifier(Patch):
         """Factor of each query.
 
         Args:
-            visible: number n_i of keys that query i sees, `[B or 1, 1 or H, N]`, float32 (float64 in float64 models).
+            visible: number n_i of keys that query i sees, `[B or 1, 1 or H, N]`, float32 (float64 in float64
+                models).
 
         Returns:
             Broadcast to `[B, H, N]`.

@@ -1,7 +1,7 @@
 """The constant-size state as a layer of transformers' cache.
 
-It answers questions of length as if every key were there, so that masks cover past and new columns, and it refuses
-to serve an attention that would need the keys.
+It answers questions of length as if every key were there, so that masks cover past and new columns, and it
+refuses to serve an attention that would need the keys.
 """
 
 from __future__ import annotations
@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from hf_linattn.errors import CacheError
@@ -49,7 +43,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(
         self, max_cache_len: int | None = None, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.static = max_cache_len is not None
         self.is_compileable = self.static
         self.max_cache_len = max_cache_len
@@ -58,10 +52,12 @@ class StateLayer(CacheLayerMixin):
         self.seen: int | Tensor = torch.tensor(0) if self.static else seen
         self.visible: Tensor | None = None  # [B] fingerprint of the keys; None while nothing was padded
         self.record_past = False
-        self.tail: list[tuple[Tensor, Tensor, Tensor]] = []  # while recording: phi(k), v, valid since the last crop
+        self.tail: list[
+            tuple[Tensor, Tensor, Tensor]
+        ] = []  # while recording: phi(k), v, valid since the last crop
         self.base: tuple[State | None, Tensor | None] | None = None  # the state before the tail
         self.armed = False
-        self.device: torch.device | None = None
+        self.device: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember the device; the tensors come with the first write."""
@@ -71,7 +67,9 @@ class StateLayer(CacheLayerMixin):
             self.seen = self.seen.to(self.device)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The new keys and values alone; the attention itself reads and writes the state.
 
         Raises:
@@ -79,8 +77,8 @@ class StateLayer(CacheLayerMixin):
         """
         if not self.armed:
             raise CacheError(
-                "this cache holds linear-attention states and cannot serve an attention that is not patched: the past "
-                "keys no longer exist. Start from a new cache."
+                "this cache holds linear-attention states and cannot serve an attention that is not "
+                "patched: the past keys no longer exist. Start from a new cache."
             )
         self.armed = False
         if not self.is_initialized:
@@ -92,7 +90,8 @@ class StateLayer(CacheLayerMixin):
 
         Args:
             state: sums over every token so far.
-            phi_k, value: the new tokens; kept only while the past is recorded.
+            phi_k: `[B, Hkv, N, D]`, the new tokens; kept only while the past is recorded.
+            value: `[B, Hkv, N, Dv]`, the same.
             valid: boolean `[B, N]`, False for padding; None when all new tokens count.
         """
         batch, length = phi_k.shape[0], phi_k.shape[2]
@@ -157,13 +156,15 @@ class StateLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError("`crop` takes a negative number of tokens to remove")
         if count and self.pending is not None:
-            raise CacheError("`crop` came before the keys of the unpatched model were absorbed: run one step first")
+            raise CacheError(
+                "`crop` came before the keys of the unpatched model were absorbed: run one step first"
+            )
         if count and self.is_initialized:
             recorded = sum(phi_k.shape[2] for phi_k, _, _ in self.tail)
             if recorded < count or self.base is None:
                 raise CacheError(
-                    f"crop({-count}): a constant-size state cannot forget tokens unless recording was on when they came: "
-                    "call cache.activate_past_recording() first, as assisted decoding does."
+                    f"crop({-count}): a constant-size state cannot forget tokens unless recording was on "
+                    "when they came: call cache.activate_past_recording() first, as assisted decoding does."
                 )
             phi_k = torch.cat([x[0] for x in self.tail], 2)[:, :, : recorded - count]
             value = torch.cat([x[1] for x in self.tail], 2)[:, :, : recorded - count]
@@ -187,14 +188,14 @@ class StateLayer(CacheLayerMixin):
         if self.state is not None:
             self.state = State(*each(self.state))
         self.visible = None if self.visible is None else function(self.visible)
-        self.tail = [each(x) for x in self.tail]  # type: ignore[misc]
+        self.tail = [each(x) for x in self.tail]
         if self.base is not None:
             state, visible = self.base
             self.base = (
                 None if state is None else State(*each(state)),
                 None if visible is None else function(visible),
             )
-        self.pending = None if self.pending is None else each(self.pending)  # type: ignore[assignment]
+        self.pending = None if self.pending is None else each(self.pending)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order (beam search)."""
@@ -227,7 +228,7 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda x: x.to(self.device, non_blocking=True))
 
 
-class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
+class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A state beside the convolutional and recurrent states of a layer that has both kinds of mixers.
 
     Args:
@@ -237,7 +238,9 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
 
     is_compileable = False
 
-    def __init__(self, old: LinearAttentionLayer, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0) -> None:
+    def __init__(
+        self, old: LinearAttentionLayer, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0
+    ) -> None:
         StateLayer.__init__(self, pending=pending, seen=seen)
         for name in (*vars(LinearAttentionLayer()), "device", "dtype"):
             self.__dict__[name] = getattr(old, name, None)
@@ -252,8 +255,8 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Recurrent states cannot be cropped."""
-        own = getattr(LinearAttentionLayer, "is_croppable", None)  # transformers < 5.20 never crops them
-        return bool(own.fget(self)) if isinstance(own, property) else False
+        own = getattr(LinearAttentionLayer, "is_croppable", None)
+        return bool(own.__get__(self)) if isinstance(own, property) else False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Both kinds of states."""
@@ -273,76 +276,3 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):
         """Nothing seen."""
         StateLayer.reset(self)
         LinearAttentionLayer.reset(self)
-
-
-def self_attention_cache(cache: Any) -> Any:
-    """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
-    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-
-
-def _layer_at(cache: Any, index: int, where: str) -> Any:
-    if not isinstance(cache, Cache):
-        raise CacheError(f"{where}: a patched attention needs a transformers Cache, got {type(cache).__name__}")
-    while len(cache.layers) <= index:
-        if cache.layer_class_to_replicate is None:
-            raise CacheError(f"{where}: the cache has {len(cache.layers)} layers, and this is layer {index}")
-        cache.layers.append(cache.layer_class_to_replicate())
-    return cache.layers[index]
-
-
-def _static_length(cache: Any, where: str) -> int:
-    if all(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        raise CacheError(f"{where}: a static cache of windows alone does not tell its length: use a dynamic one")
-    return int(cache.get_max_length())
-
-
-def install_full(cache: Any, index: int, where: str) -> None:
-    """Have all keys kept at `index` of the cache, where transformers would keep those of a window.
-
-    Raises:
-        CacheError: keys were dropped already, or the layer is of another kind.
-    """
-    old = _layer_at(cache, index, where)
-    if not getattr(old, "is_sliding", False):
-        return
-    seen = int(old.get_seq_length())
-    if type(old) is DynamicSlidingWindowLayer:
-        if seen and old.keys.shape[-2] != seen:
-            raise CacheError(f"{where}: a sliding-window cache has dropped keys that 'global' would need")
-        new: Any = DynamicLayer()
-        if seen:
-            new.update(old.keys, old.values)
-    elif type(old) is StaticSlidingWindowLayer and not seen:
-        new = StaticLayer(max_cache_len=_static_length(cache, where))
-    else:
-        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep all keys")
-    cache.layers[index] = new
-
-
-def install(cache: Any, index: int, where: str) -> StateLayer:
-    """Put a state layer at `index` of the cache and return it; keys already there are absorbed at the next call.
-
-    Raises:
-        CacheError: what is there cannot become a state exactly.
-    """
-    old = _layer_at(cache, index, where)
-    if isinstance(old, StateLayer):
-        return old
-    hybrid = isinstance(old, LinearAttentionLayer)
-    if hybrid and not isinstance(old, DynamicLayer):
-        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state")
-    if hybrid or type(old) is DynamicLayer or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer)):
-        seen = int(old.get_seq_length())
-        if seen and old.keys.shape[-2] != seen:
-            raise CacheError(f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state")
-        pending = (old.keys, old.values) if seen else None
-        new = HybridStateLayer(old, pending, seen) if hybrid else StateLayer(pending=pending, seen=seen)
-        new.record_past = getattr(old, "record_past", False)
-    elif isinstance(old, StaticLayer):
-        if old.is_initialized and int(old.get_seq_length()) > 0:
-            raise CacheError(f"{where}: a StaticCache that already holds keys cannot be absorbed: start from an empty one")
-        new = StateLayer(max_cache_len=_static_length(cache, where))
-    else:
-        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state")
-    cache.layers[index] = new
-    return new

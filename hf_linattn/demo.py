@@ -23,7 +23,7 @@ BASE = Path(__file__).resolve().parent.parent / "examples" / "base"
 
 # The default takes under 5 minutes on 2 cores; of its time half is training, half measuring.
 PATCHES = "elu1,softmax1,logn,softmax1+logn"
-MAX_STEPS = 60
+MAX_STEPS = 50
 BATCH_SIZE = 8
 LR = 1e-3
 EVAL_TOKENS = 3072

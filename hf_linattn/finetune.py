@@ -217,11 +217,11 @@ def _quiet_libraries(process: int) -> None:
     import datasets
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     if process > 0:
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity_error()
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.set_verbosity_error()
 
 
 def _summary(results: dict[str, Any]) -> str:

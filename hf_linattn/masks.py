@@ -1,10 +1,10 @@
-"""The mask function registered with transformers: it keeps the meaning of a mask instead of its N x N picture.
+"""The mask function registered with transformers: it keeps what a mask means, not its picture.
 
 For plain patterns it returns a *compact mask*, an integer tensor `[B, 1, R, S]` over the S keys with rows
 
-    0  index of the key minus index of the first query (the offset would be lost with a static cache otherwise)
-    1  document of the key, counted from 1; 0 for padding        (absent: nothing is padded or packed)
-    2  size of the sliding window, 0 for none                    (rows 2 and 3 come together)
+    0  index of the key minus index of the first query (the offset would be lost with a static cache
+    otherwise) 1  document of the key, counted from 1; 0 for padding        (absent: nothing is padded or
+    packed) 2  size of the sliding window, 0 for none                    (rows 2 and 3 come together)
     3  chunk of the key, for chunked attention
 
 int32 says causal, int64 bidirectional. Every other pattern becomes the ordinary boolean mask of transformers,
@@ -71,14 +71,22 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
 
 
 def _traced_pattern(
-    function: Callable[..., Any], local_size: int | None, config: Any, batch: int, length: int | None, device: Any
+    function: Callable[..., Any],
+    local_size: int | None,
+    config: Any,
+    batch: int,
+    length: int | None,
+    device: Any,
 ) -> Pattern:
     """While tracing, closures cannot be read, and transformers wraps every mask as if documents were packed.
 
-    By elimination (custom parts set `use_vmap`, islands are an `or_mask`) an `and_mask` is causal with documents, a
-    window or chunks. Documents and chunks end where a key no longer sees the one before it.
+    By elimination (custom parts set `use_vmap`, islands are an `or_mask`) an `and_mask` is causal with
+    documents, a window or chunks. Documents and chunks end where a key no longer sees the one before it.
     """
-    if function is masking_utils.causal_mask_function or function is masking_utils.bidirectional_mask_function:
+    if (
+        function is masking_utils.causal_mask_function
+        or function is masking_utils.bidirectional_mask_function
+    ):
         return read_pattern(function)
     if getattr(function, "__name__", "") != "and_mask" or not getattr(config, "is_causal", True):
         return UNKNOWN
@@ -117,7 +125,9 @@ def compact_mask(
     if use_vmap or DENSE_MASKS in getattr(config, "__dict__", ()):
         pattern = UNKNOWN
     elif tracing:
-        pattern = _traced_pattern(mask_function, local_size, config, batch_size, q_length if whole else None, device)
+        pattern = _traced_pattern(
+            mask_function, local_size, config, batch_size, q_length if whole else None, device
+        )
     else:
         pattern = read_pattern(mask_function)
     # a model that asks for a real mask combines it with one of its own (sparse indexers)
@@ -127,7 +137,9 @@ def compact_mask(
     packed_chunks = pattern.overlay == "chunk" and pattern.documents is not None
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
     if pattern.kind not in ("causal", "bidirectional") or packed_chunks or packed_both_ways:
-        kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False  # None would lose the padding
+        kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = (
+            False  # None would lose the padding
+        )
         dense: Any = masking_utils.sdpa_mask  # offsets are tensors with static caches
         mask: Tensor = dense(
             batch_size=batch_size,
@@ -176,6 +188,10 @@ def _encode(
         first: int | Tensor = 0
         if pattern.overlay == "chunk" and attention_mask is not None:
             first = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-        chunk = (index[None] - first) // local_size if pattern.overlay == "chunk" else torch.zeros_like(index)[None]
+        chunk = (
+            (index[None] - first) // local_size
+            if pattern.overlay == "chunk"
+            else torch.zeros_like(index)[None]
+        )
         rows += [torch.full_like(index, window)[None], chunk]
     return torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]

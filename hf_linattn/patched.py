@@ -1,4 +1,4 @@
-"""The child module `linattn` of a patched attention module: one attention, its modifiers, their learned parameters."""
+"""The child module `linattn` of a patched attention module: one attention and its modifiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class PatchedAttention(nn.Module):
 
     def __init__(self, recipe: Recipe, site: Site, *, keep_window: bool) -> None:
         super().__init__()
-        self.spec, self.where, self.keep_window = recipe.spec, f"{site.name} ({type(site.module).__name__})", keep_window
+        self.spec, self.where, self.keep_window = (
+            recipe.spec,
+            f"{site.name} ({type(site.module).__name__})",
+            keep_window,
+        )
         self.drops_window = site.window is not None and not keep_window
         self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
         self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
@@ -59,12 +63,13 @@ class PatchedAttention(nn.Module):
         self.refuse(site)
 
     def _check_saved(self) -> None:
-        """Loading makes modules without data and fills in what was saved: any other tensor would stay empty."""
+        """Loading makes modules without data and fills in what was saved; other tensors would stay empty."""
         for name, module in self.named_modules():
             loose = [key for key, value in module.__dict__.items() if isinstance(value, Tensor)]
             if unsaved := sorted(module._non_persistent_buffers_set) + loose:
                 raise RegistrationError(
-                    f"{name}.{unsaved[0]} is a tensor that is not saved: make it a parameter or a persistent buffer"
+                    f"{name}.{unsaved[0]} is a tensor that is not saved: make it a parameter or a buffer "
+                    "that is"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,26 +95,36 @@ class PatchedAttention(nn.Module):
         allowed: frozenset[str] = frozenset() if self.linear else SOFTMAX_EXTRAS
         for keyword, what in extras.items():
             if keyword not in allowed:
-                advice = "a softmax patch (softmax1, logn)" if keyword in SOFTMAX_EXTRAS else "its own attention"
+                advice = (
+                    "a softmax patch (softmax1, logn)" if keyword in SOFTMAX_EXTRAS else "its own attention"
+                )
                 raise UnsupportedModelError(
-                    f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of the plan, "
-                    f"or keep {advice} there."
+                    f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of "
+                    f"the plan, or keep {advice} there."
                 )
         if self.linear and site.source.calls > 1:
             raise UnsupportedModelError(
-                f"{self.where} combines {site.source.calls} attentions in one forward (differential attention): one "
-                f"state cannot serve them, so {self.spec!r} does not apply. Use softmax1 or logn there."
+                f"{self.where} combines {site.source.calls} attentions in one forward (differential "
+                f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
+                "or logn there."
             )
         if self.linear and site.shares():
             raise UnsupportedModelError(
-                f"{self.where} shares keys and values with other layers, and a cache that holds {self.spec!r} states "
-                "has none to share. Leave it out of the plan, or use a softmax patch (softmax1, logn) there."
+                f"{self.where} shares keys and values with other layers, and a cache that holds "
+                f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "
+                "patch (softmax1, logn) there."
             )
         if self.linear and site.source.updates and site.source.slot is None:
-            raise UnsupportedModelError(f"{self.where} chooses its cache layer in a way that cannot be followed")
-        grows = site.source.updates and getattr(site.module, "is_causal", True)  # marian's encoder shares the class
+            raise UnsupportedModelError(
+                f"{self.where} chooses its cache layer in a way that cannot be followed"
+            )
+        grows = site.source.updates and getattr(
+            site.module, "is_causal", True
+        )  # marian's encoder shares the class
         if self.linear and grows and site.layer_idx is None and site.source.slot != "argument":
-            raise UnsupportedModelError(f"{self.where} has no layer_idx, so its place in the cache cannot be found")
+            raise UnsupportedModelError(
+                f"{self.where} has no layer_idx, so its place in the cache cannot be found"
+            )
 
     def forward(
         self,
@@ -123,13 +138,15 @@ class PatchedAttention(nn.Module):
         causal: bool,
         extras: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One attention call; see `seam.attention`. Returns `[B, N, H, Dv]` and the weights where asked for."""
+        """One attention call, as `seam.attention`: `[B, N, H, Dv]`, and the weights where asked for."""
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if not self.keep_window:
             visibility = visibility.without_window()
-        if self.drops_window and not self.linear:  # a static layer in place of a window is longer than the mask
+        if (
+            self.drops_window and not self.linear
+        ):  # a static layer in place of a window is longer than the mask
             key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
         if extras.get("indices") is not None:
             visibility = visibility.selected(extras["indices"], key.shape[2])
@@ -151,12 +168,14 @@ class PatchedAttention(nn.Module):
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if dropout:
             raise UnsupportedCallError(
-                f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no weights to drop. Load "
-                "the model with it off, e.g. from_pretrained(..., attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has "
-                "--no-dropout."
+                f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no "
+                "weights to drop. Load the model with it off, e.g. from_pretrained(..., "
+                "attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has --no-dropout."
             )
         if extras.get("output_attentions"):
-            raise UnsupportedCallError(f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights")
+            raise UnsupportedCallError(
+                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights"
+            )
 
     def _scores(
         self,
@@ -190,12 +209,22 @@ class PatchedAttention(nn.Module):
             mask = visibility.mask(query.device)[..., : key.shape[2]]
             causal = False
         if borders is not None:
-            index = torch.bucketize(torch.arange(query.shape[2], device=query.device), borders[1:].long(), right=True)
+            index = torch.bucketize(
+                torch.arange(query.shape[2], device=query.device), borders[1:].long(), right=True
+            )
             same = index[:, None] == index[None]
             mask = same if mask is None else mask & same
         if not (quadratic or softcap is not None or extras.get("output_attentions")):
             output = softmax_attention(
-                query, key, value, mask=mask, bias=bias, is_causal=causal, scaling=scaling, sink=sink, dropout=dropout
+                query,
+                key,
+                value,
+                mask=mask,
+                bias=bias,
+                is_causal=causal,
+                scaling=scaling,
+                sink=sink,
+                dropout=dropout,
             )
             return output, None
         if causal:

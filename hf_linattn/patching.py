@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_linattn.cache import install, install_full, self_attention_cache
 from hf_linattn.configs import OwnConfigs
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.masks import DENSE_MASKS, WHOLE_MASKS
@@ -21,6 +20,7 @@ from hf_linattn.plan import Plan, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
 from hf_linattn.seam import KEPT, NAME, check_kept, find_state
 from hf_linattn.sites import Site
+from hf_linattn.slots import install, install_full, self_attention_cache
 
 Model = TypeVar("Model", bound=nn.Module)
 Sliding = Literal["keep", "global", "refuse"]

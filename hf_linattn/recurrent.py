@@ -25,7 +25,9 @@ def attend(
 
     Args:
         features: a `LinearAttention`; called as `features(query, key)`.
-        query: `[B, H, N, D]`; key: `[B, Hkv, S, D]`, the new ones alone where there is a state; value `[B, Hkv, S, Dv]`.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`, the new ones alone where there is a state.
+        value: `[B, Hkv, S, Dv]`.
         visibility: the mask, over past and new keys.
         layer: the state to read and write, None without a cache.
         cu_seq_lens: borders of packed documents in one row, as flash attention takes them.
@@ -37,9 +39,13 @@ def attend(
     if visibility.dense is not None:
         visibility = analyse(visibility, int(past))
     if visibility.window is not None:
-        raise UnsupportedMaskError("a sliding or chunked window: a linear attention sees all keys. Use sliding='global'")
+        raise UnsupportedMaskError(
+            "a sliding or chunked window: a linear attention sees all keys. Use sliding='global'"
+        )
     if layer is None and visibility.causal and query.shape[2] != key.shape[2]:
-        raise CacheError(f"causal attention of {query.shape[2]} queries over {key.shape[2]} keys without a state")
+        raise CacheError(
+            f"causal attention of {query.shape[2]} queries over {key.shape[2]} keys without a state"
+        )
     documents = visibility.documents
     if cu_seq_lens is not None:
         documents = _packed(cu_seq_lens, documents, query, visibility, layer)
@@ -55,7 +61,9 @@ def attend(
             phi_k, values = phi_k.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
         if not visibility.causal:
             if layer is not None:
-                raise UnsupportedCallError("a bidirectional attention with a growing cache has no constant-size state")
+                raise UnsupportedCallError(
+                    "a bidirectional attention with a growing cache has no constant-size state"
+                )
             return linear.read(phi_q, linear.state_of(phi_k, values)).to(query.dtype)
         state = None if layer is None else _state_before(layer, features, documents)
         labels = None
@@ -65,7 +73,9 @@ def attend(
         output, state = linear.causal(phi_q, phi_k, values, state, labels)
         if layer is not None:
             if labels is not None and not torch.compiler.is_compiling() and bool((labels[:, -1] > 1).any()):
-                raise UnsupportedCallError("packed documents cannot be continued from a cache: pass use_cache=False")
+                raise UnsupportedCallError(
+                    "packed documents cannot be continued from a cache: pass use_cache=False"
+                )
             layer.write(state, phi_k, values, None if new is None else new > 0)
     return output.to(query.dtype)
 
@@ -106,8 +116,8 @@ def _state_before(layer: StateLayer, features: nn.Module, documents: Tensor | No
             seen = fingerprint(ones if documents is None else documents[:, : layer.seen] > 0)
             if bool((seen != (fingerprint(ones) if layer.visible is None else layer.visible)).any()):
                 raise UnsupportedMaskError(
-                    "the attention mask shows other past tokens than those already summed into the state: pass the mask "
-                    "of all tokens so far, unchanged"
+                    "the attention mask shows other past tokens than those already summed into the "
+                    "state: pass the mask of all tokens so far, unchanged"
                 )
     return layer.state
 

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_linattn.cache import StateLayer, install, install_full, self_attention_cache
+from hf_linattn.cache import StateLayer
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
 from hf_linattn.sites import CACHE_ARGUMENTS, Site
+from hf_linattn.slots import install, install_full, self_attention_cache
 from hf_linattn.visibility import read_visibility
 
 NAME = "linattn"
@@ -39,9 +40,14 @@ def attention(
 
     Args:
         module: the attention module.
-        query: `[B, H, N, D]`; key: `[B, Hkv, S, D]`; value: `[B, Hkv, S, Dv]`.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
         attention_mask: see `masks`.
-        scaling, dropout, is_causal, kwargs: as transformers passes them.
+        scaling: of the scores; None for D^-0.5.
+        dropout: probability, on the weights.
+        is_causal: of this call; None asks the module.
+        **kwargs: what else the module passes.
 
     Returns:
         Output `[B, N, H, Dv]` and attention weights or None.
@@ -54,16 +60,20 @@ def attention(
         kept = getattr(module, KEPT, None)
         if kept is None:
             raise NotPatchedError(
-                f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the folder with "
-                "hf_linattn.from_pretrained, or call patch_model on this model."
+                f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
+                "folder with hf_linattn.from_pretrained, or call patch_model on this model."
             )
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
-        return own_attention(module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs)
+        return own_attention(
+            module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
+        )
     layer = child.layer
     if layer is not None:
         if layer == USED:
-            raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
+            raise UnsupportedCallError(
+                f"{type(module).__name__} calls its attention more than once per forward"
+            )
         child.layer = USED
     own = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(own) and not child.cross
@@ -94,7 +104,9 @@ def own_attention(
             mask = mask[..., -key.shape[2] :] if whole else mask[..., : key.shape[2]]
             mask = mask.expand(query.shape[0], *mask.shape[1:])
     if kwargs.get("indices") is not None:  # the model makes a mask of them for sdpa and eager by name only
-        visibility = read_visibility(mask, query.shape[2], key.shape[2], True).selected(kwargs["indices"], key.shape[2])
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], True).selected(
+            kwargs["indices"], key.shape[2]
+        )
         mask = visibility.mask(query.device)
     if mask is not None and mask.dtype == torch.bool and kept == "eager":
         lowest = torch.finfo(query.dtype).min
@@ -114,11 +126,13 @@ def check_kept(site: Site, kept: str) -> None:
     """
     if "block_indices" in (extras := site.extras()):
         raise UnsupportedModelError(
-            f"{site.name} {extras['block_indices']}, and does so under the names {', '.join(KEPT_IMPLEMENTATIONS)} only: "
-            "its model cannot be patched in part"
+            f"{site.name} {extras['block_indices']}, and does so under the names "
+            f"{', '.join(KEPT_IMPLEMENTATIONS)} only: its model cannot be patched in part"
         )
     known = kept in KEPT_IMPLEMENTATIONS
-    if not known or (kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__):
+    if not known or (
+        kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__
+    ):
         raise UnsupportedModelError(
             f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
             f"{' and '.join(KEPT_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
@@ -135,11 +149,13 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
     if implementation != NAME:
         raise NotPatchedError(
-            f"the attention implementation was set to {implementation!r} after patch_model, which would undo half of it: "
-            "call unpatch_model first, or set it back to 'linattn'."
+            f"the attention implementation was set to {implementation!r} after patch_model, which would "
+            "undo half of it: call unpatch_model first, or set it back to 'linattn'."
         )
     child.layer = None
-    child.cross = any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
+    child.cross = (
+        any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
+    )
     if child.cross or not (child.linear or child.drops_window):
         return
     source = child.source

@@ -1,7 +1,8 @@
-"""Attention modules of a model that route through transformers' attention interface, read from their own source.
+"""Attention modules that route through transformers' attention interface, read from their own source.
 
-An attention module is recognised by what its `forward` does: it calls `attention_interface(self, q, k, v, ...)`. The
-keywords of that call say what the module adds to softmax(qk)v; where it stores its keys says which cache layer is its.
+An attention module is recognised by what its `forward` does: it calls `attention_interface(self, q, k, v,
+...)`. The keywords of that call say what the module adds to softmax(qk)v; where it stores its keys says
+which cache layer is its.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 import inspect
 import textwrap
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -34,8 +35,8 @@ class Extra:
 
     Attributes:
         text: the expression passed.
-        guards: where the expression is a local name: for each of its assignments, the attributes of the module that
-            must not be None for it to happen.
+        guards: where the expression is a local name: for each of its assignments, the attributes of the
+            module that must not be None for it to happen.
     """
 
     keyword: str
@@ -62,11 +63,12 @@ class Source:
     Attributes:
         calls: number of calls of the interface on one path through `forward`.
         extras: what the call changes beside softmax(qk)v.
-        slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a name for
-            self.layer_idx plus that argument, None where it cannot be told or there is no cache.
+        slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a
+            name for self.layer_idx plus that argument, None where it cannot be told or there is no cache.
         updates: whether a cache is written at all.
         cache_position: index of the cache among forward's positional arguments, None if keyword only.
-        sharing: attributes of the module that make it take keys and values from another layer, or give it its own.
+        sharing: attributes of the module that make it take keys and values from another layer, or give it
+            its own.
     """
 
     calls: int
@@ -87,7 +89,7 @@ def _is_interface_call(node: ast.AST) -> bool:
 
 
 def _calls_on_a_path(node: ast.AST) -> int:
-    """Interface calls on the longest path: branches of an `if` are alternatives, a comprehension counts once."""
+    """Interface calls on the longest path: branches are alternatives, a comprehension counts once."""
     if isinstance(node, ast.If):
         return max(sum(map(_calls_on_a_path, node.body)), sum(map(_calls_on_a_path, node.orelse)))
     here = 1 if _is_interface_call(node) else 0
@@ -194,7 +196,7 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def read_source(cls: type[nn.Module]) -> Source | None:
     """What the class's forward says, or None if it does not call the attention interface."""
     forward = inspect.unwrap(cls.forward)

@@ -15,10 +15,21 @@ HELD_OUT = (
     "ipaddress.py",
     "statistics.py",
 )
-"""Files no model of this project was trained on; each longer than 8,192 tokens, in every Python from 3.10 to 3.13."""
+"""Files no model of this project was trained on; each longer than 8,192 tokens, in every Python from 3.10 to
+3.13."""
 
 SKIPPED_FOLDERS = frozenset(
-    ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data", "_bundled")
+    (
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "_bundled",
+    )
 )
 
 
@@ -27,7 +38,8 @@ def stdlib_files(*, held_out: bool) -> list[Path]:
 
     Args:
         held_out: True gives the files kept for evaluation, False all others. Tests, generated tables
-            (`encodings`, `pydoc_data`) and build settings with local paths (`_sysconfigdata*`) belong to neither.
+            (`encodings`, `pydoc_data`) and build settings with local paths (`_sysconfigdata*`) belong to
+            neither.
 
     Raises:
         FileNotFoundError: this Python was installed without the sources of its standard library.

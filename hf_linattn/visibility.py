@@ -1,4 +1,4 @@
-"""Which keys each query sees: one reading of compact, boolean, additive and absent masks for all attentions."""
+"""Which keys each query sees: one reading of compact, boolean, additive and absent masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Visibility:
         causal: query i sees no key behind itself.
         batch, queries, keys: sizes B, N and S of the mask; S counts past keys too.
         relative: `[S]` index of each key minus index of the first query.
-        documents: `[B, S]` document of each key from 1, 0 for padding; None where nothing is padded or packed.
+        documents: `[B, S]` document of each key from 1, 0 for padding; None where nothing is padded or
+            packed.
         window: `[S]` filled with the sliding window's size, 0 for none; None without rows for windows.
         chunks: `[B, S]` chunk of each key.
         dense: boolean `[B, 1 or H, N, S]`.
@@ -47,7 +48,13 @@ class Visibility:
         if self.dense is not None and self.window is None:
             return self
         return Visibility(
-            self.causal, self.queries, self.keys, self.relative, self.documents, dense=self.dense, bias=self.bias
+            self.causal,
+            self.queries,
+            self.keys,
+            self.relative,
+            self.documents,
+            dense=self.dense,
+            bias=self.bias,
         )
 
     def selected(self, indices: Tensor, keys: int) -> Visibility:
@@ -89,7 +96,10 @@ class Visibility:
         return torch.arange(self.keys, device=device) - (self.keys - self.queries if self.causal else 0)
 
     def count(self, device: torch.device) -> Tensor:
-        """Number of keys that each query sees, n_i = |V(i)|, float32 `[B or 1, 1 or H, N]`; linear in N when compact."""
+        """Number of keys that each query sees, n_i = |V(i)|, float32 `[B or 1, 1 or H, N]`.
+
+        Linear in N for compact masks.
+        """
         if self.dense is not None:
             return self.dense.sum(-1).float()
         relative = self._relative(device)
@@ -107,7 +117,9 @@ class Visibility:
         start = torch.zeros_like(documents)
         index = torch.arange(self.keys, device=device)
         if self.causal and self.queries == self.keys:
-            start = _start_of_run(documents.cummax(1).values, index)  # a padded hole does not end its document
+            start = _start_of_run(
+                documents.cummax(1).values, index
+            )  # a padded hole does not end its document
         if self.window is not None and self.chunks is not None:
             window = torch.where(self.window > 0, self.window, self.keys + 1)
             start = torch.maximum(start, index - window + 1)
@@ -154,16 +166,20 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
         past: number of tokens before the first query.
 
     Raises:
-        UnsupportedMaskError: additive values, masks that differ between heads, windows, prefixes, islands, or a
-            dense mask while tracing, when values cannot be looked at.
+        UnsupportedMaskError: additive values, masks that differ between heads, windows, prefixes, islands,
+            or a dense mask while tracing, when values cannot be looked at.
     """
     dense = visibility.dense
     if dense is None:
         return visibility
     if torch.compiler.is_compiling():
-        raise UnsupportedMaskError("a custom attention mask cannot be checked while compiling or exporting: run eagerly")
+        raise UnsupportedMaskError(
+            "a custom attention mask cannot be checked while compiling or exporting: run eagerly"
+        )
     if visibility.bias is not None and bool((visibility.bias[dense] != 0).any()):
-        raise UnsupportedMaskError("the attention mask adds values to the scores, and linear attention has no scores")
+        raise UnsupportedMaskError(
+            "the attention mask adds values to the scores, and linear attention has no scores"
+        )
     if dense.shape[1] != 1 and bool((dense != dense[:, :1]).any()):
         raise UnsupportedMaskError("the attention mask differs between heads")
     queries, keys = visibility.queries, visibility.keys
@@ -176,7 +192,9 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
     relative = index - past
     for causal, base in ((True, lower), (False, torch.ones_like(lower))):
         if bool(((seen == (base & ~padded[:, None])) | blind).all()):
-            return Visibility(causal, queries, keys, relative, (~padded).long() if bool(padded.any()) else None)
+            return Visibility(
+                causal, queries, keys, relative, (~padded).long() if bool(padded.any()) else None
+            )
     if past == 0 and queries == keys:  # documents: the key before is visible inside a document
         own = seen.diagonal(0, 1, 2)
         linked = torch.cat([torch.ones_like(own[:, :1]), seen.diagonal(-1, 1, 2) | ~own[:, 1:]], 1)
@@ -185,6 +203,7 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
         if bool(((seen == want) | blind).all()):
             return Visibility(True, queries, keys, relative, documents * ~padded)
     raise UnsupportedMaskError(
-        "the attention mask is neither causal nor bidirectional with padding or packed documents (a window, a prefix, "
-        "islands or a pattern of the caller's): a linear attention cannot express it. Use a softmax patch here."
+        "the attention mask is neither causal nor bidirectional with padding or packed documents (a "
+        "window, a prefix, islands or a pattern of the caller's): a linear attention cannot express it. "
+        "Use a softmax patch here."
     )

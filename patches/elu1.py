@@ -12,8 +12,8 @@ class Elu1(LinearAttention):
 
     o_i = phi(q_i)^T S_i / phi(q_i)^T z_i,  S_i = sum_{j<=i} phi(k_j) v_j^T,  z_i = sum_{j<=i} phi(k_j)
 
-    Shapes: query `[B, H, N, D]`, key `[B, Hkv, N, D]`, value `[B, Hkv, N, Dv]`; S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`
-    in float32. Bidirectional and cross-attention sum over all visible keys instead.
+    Shapes: query `[B, H, N, D]`, key `[B, Hkv, N, D]`, value `[B, Hkv, N, Dv]`; S `[B, Hkv, D, Dv]` and z
+    `[B, Hkv, D]` in float32. Bidirectional and cross-attention sum over all visible keys instead.
 
     Source: "Transformers are RNNs", Katharopoulos et al. 2020, arXiv:2006.16236, sections 3.2 and 3.3.
     """
@@ -24,6 +24,6 @@ class Elu1(LinearAttention):
         return x.clamp(max=0).exp() + x.clamp(min=0)
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi(q) divided by exp(max_d q_d) where all of q is negative: the same output, and no underflow for any q."""
+        """phi(q) over exp(max_d q_d) where all of q is negative: the same output, no underflow for any q."""
         top = query.detach().amax(-1, keepdim=True).clamp(max=0)
         return (query.clamp(max=0) - top).exp() + query.clamp(min=0)

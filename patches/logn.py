@@ -16,17 +16,17 @@ from hf_linattn.sites import Site
 class Logn(Modifier):
     """Log-n scaling: scores times log(n) / log(train_length), so that entropy stays put as the context grows.
 
-    s'_ij = s_ij log(n_i) / log(train_length), n_i the number of keys that query i sees: padding, other documents and
-    keys outside the window do not count. With `kappa` the factor is kappa log(n_i). The query carries the factor, so it
-    comes before a model's own softcap and leaves its sinks alone.
+    s'_ij = s_ij log(n_i) / log(train_length), n_i the number of keys that query i sees: padding, other
+    documents and keys outside the window do not count. With `kappa` the factor is kappa log(n_i). The query
+    carries the factor, so it comes before a model's own softcap and leaves its sinks alone.
 
     Options:
         train_length: tokens at which the factor is 1; "config" takes the model's max_position_embeddings.
         kappa: the factor per log n, instead of 1 / log(train_length).
         clip: hold the factor at 1 or more, as Qwen does: nothing changes inside the training length.
 
-    Source: Su 2021, kexue.fm/archives/8823 (512); "Overcoming a Theoretical Limitation of Self-Attention", Chiang and
-    Cholak 2022, arXiv:2202.12172; Qwen's logn_attn (clip).
+    Source: Su 2021, kexue.fm/archives/8823 (512); "Overcoming a Theoretical Limitation of Self-Attention",
+    Chiang and Cholak 2022, arXiv:2202.12172; Qwen's logn_attn (clip).
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Logn(Modifier):
         length = train_length
         if length == "config":
             if site.max_positions is None:
-                raise OptionError(f"{site.name}: its config has no max_position_embeddings; give train_length in tokens")
+                raise OptionError(
+                    f"{site.name}: its config has no max_position_embeddings; give train_length in tokens"
+                )
             length = site.max_positions
         if length < 2:
             raise OptionError(f"train_length must be at least 2 tokens, got {length}")
@@ -53,6 +55,6 @@ class Logn(Modifier):
         self.factor = 1 / math.log(length) if kappa is None else float(kappa)
 
     def query_scale(self, visible: Tensor) -> Tensor:
-        """kappa log(n_i); rows that see nothing count as one key."""
+        """Kappa log(n_i); rows that see nothing count as one key."""
         scale = self.factor * visible.clamp(min=1).log()
         return torch.clamp(scale, min=1.0) if self.clip else scale

@@ -13,8 +13,8 @@ class Softmax1(ScoreAttention):
 
     o_i = sum_j exp(s_ij) v_j / (1 + sum_j exp(s_ij)),  s_ij = scaling q_i . k_j
 
-    The same as an extra key of logit 0 and value 0. A model that has sinks b_h of its own keeps them: the denominator
-    becomes 1 + exp(b_h) + sum.
+    The same as an extra key of logit 0 and value 0. A model that has sinks b_h of its own keeps them: the
+    denominator becomes 1 + exp(b_h) + sum.
 
     Source: "Attention Is Off By One", Miller 2023, evanmiller.org/attention-is-off-by-one.html.
     """

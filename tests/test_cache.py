@@ -10,8 +10,9 @@ from tiny import SIZES, build, distance, left_padded, llama, positions, tokens
 from transformers import DynamicCache, StaticCache
 
 import hf_linattn
-from hf_linattn.cache import StateLayer, install
+from hf_linattn.cache import StateLayer
 from hf_linattn.errors import CacheError, UnsupportedMaskError
+from hf_linattn.slots import install
 
 EXACT = 1e-9  # float64; norms of llama are in float32, which rounds most differences away
 PATCHES = ["elu1", "softmax1", "logn", "softmax1+logn"]

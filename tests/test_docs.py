@@ -12,7 +12,10 @@ import pytest
 from hf_linattn.registry import _PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OWN_TESTS = ("make demo", "make test")  # run by .ci/run and by tests/test_demo.py
 
@@ -33,7 +36,11 @@ def checkout(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # short examples open files as people do
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page, checkout):
-    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(re.findall("^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
+        "a block has no language"
+    )
+    blocks = BLOCK.findall(text)
     namespace = {"__name__": "docs"}
     for language, code in blocks:
         if language == "python":
@@ -41,7 +48,9 @@ def test_code_blocks_run(page, checkout):
         elif language == "bash":
             run(code)
         else:
-            assert language in ("text", "toml", "json"), f"{page}: a block in {language!r} would not be tested"
+            assert language in ("text", "toml", "json"), (
+                f"{page}: a block in {language!r} would not be tested"
+            )
 
 
 def run(code):
@@ -49,7 +58,9 @@ def run(code):
     for command in commands:
         if command.startswith(OWN_TESTS):
             continue
-        done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            ["bash", "-euc", command], capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
 
 

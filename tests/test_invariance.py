@@ -1,10 +1,13 @@
-"""Every registered patch on every shape of model: properties that any attention must have, each with a broken twin.
+"""Every registered patch on every shape of model: properties that any attention must have, each with a
+broken twin.
 
-A property is a function that asserts. Beside the parametrised tests, each property is run once with the package broken
-on purpose in a way that this property is there to notice; if it does not, the suite is worth nothing.
+A property is a function that asserts. Beside the parametrised tests, each property is run once with the
+package broken on purpose in a way that this property is there to notice; if it does not, the suite is worth
+nothing.
 """
 
 import copy
+from itertools import pairwise
 
 import pytest
 import tiny
@@ -42,7 +45,9 @@ CUTS = (0, 7, 71, 72, 100)
 def model_of(family, dtype=torch.float64):
     config = {k: v for k, v in FAMILIES[family].items() if k != "cls"}
     sizes = {} if family == "gpt2" else {**tiny.SIZES, "num_hidden_layers": 2, **SHAPED.get(family, {})}
-    sizes = {k: v for k, v in {"vocab_size": 97, "eos_token_id": None, **sizes, **config}.items() if v is not None}
+    sizes = {
+        k: v for k, v in {"vocab_size": 97, "eos_token_id": None, **sizes, **config}.items() if v is not None
+    }
     return tiny.build(FAMILIES[family]["cls"], dtype=dtype, **sizes)
 
 
@@ -70,7 +75,8 @@ def close(got, want, tolerance):
     assert difference <= tolerance, f"{difference:.2e} > {tolerance:.0e}"  # NaN fails
 
 
-# Families that compute their norms in float32 even in float64 models differ from the oracle by float32 rounding.
+# Families that compute their norms in float32 even in float64 models differ from the oracle by float32
+# rounding.
 TOLERANCE = 1e-6
 
 
@@ -114,7 +120,9 @@ def check_padding(family, patch, side="left"):
     model = patch_model(model_of(family), patch)
     row = tiny.tokens(1, 60)
     alone = logits(model, row, torch.ones_like(row))
-    ids = torch.cat([torch.nn.functional.pad(row, (15, 0) if side == "left" else (0, 15)), tiny.tokens(1, 75, 1)])
+    ids = torch.cat(
+        [torch.nn.functional.pad(row, (15, 0) if side == "left" else (0, 15)), tiny.tokens(1, 75, 1)]
+    )
     mask = torch.ones_like(ids)
     part = slice(15, None) if side == "left" else slice(0, 60)
     mask[0] = 0
@@ -162,7 +170,7 @@ def check_decode(family, patch, cuts=(0, 40, *range(41, 101))):
     positions = tiny.positions(mask)
     want = logits(model, ids, mask)
     cache, parts = None, []
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         out = model(
             ids[:, first:last],
             attention_mask=mask[:, :last],
@@ -177,7 +185,8 @@ def check_decode(family, patch, cuts=(0, 40, *range(41, 101))):
 
 @torch.no_grad()
 def check_half_precision(family, patch, dtype=torch.bfloat16, bound=0.05):
-    """Error against float64 on the same rounded weights: at most `bound`, and not above twice the unpatched model's."""
+    """Error against float64 on the same rounded weights: at most `bound`, and not above twice the unpatched
+    model's."""
     half = model_of(family, torch.float32).to(dtype)
     exact = copy.deepcopy(half).double()
     ids = tiny.tokens(2, 130)
@@ -197,7 +206,12 @@ def check_half_precision(family, patch, dtype=torch.bfloat16, bound=0.05):
 def check_unpatch(family, patch):
     model = model_of(family)
     ids = tiny.tokens(2, 20)
-    before, keys, config, own = logits(model, ids), list(model.state_dict()), model.config.to_dict(), model.config
+    before, keys, config, own = (
+        logits(model, ids),
+        list(model.state_dict()),
+        model.config.to_dict(),
+        model.config,
+    )
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     patch_model(model, patch)
     logits(model, ids)
@@ -282,12 +296,16 @@ def backwards(monkeypatch):
 
 def mixed_rows(monkeypatch):
     plain = linear.state_of
-    monkeypatch.setattr(linear, "state_of", lambda k, v: linear.State(*(x.mean(0, True).expand_as(x) for x in plain(k, v))))
+    monkeypatch.setattr(
+        linear, "state_of", lambda k, v: linear.State(*(x.mean(0, True).expand_as(x) for x in plain(k, v)))
+    )
 
 
 def lost_state(monkeypatch):
     plain = linear.causal
-    monkeypatch.setattr(linear, "causal", lambda q, k, v, state=None, documents=None: plain(q, k, v, None, documents))
+    monkeypatch.setattr(
+        linear, "causal", lambda q, k, v, state=None, documents=None: plain(q, k, v, None, documents)
+    )
 
 
 def half_state(monkeypatch):
@@ -303,7 +321,9 @@ def left_behind(monkeypatch):
 
 def lost_entry(monkeypatch):
     plan = checkpoint._plan
-    monkeypatch.setattr(checkpoint, "_plan", lambda model, groups: dict(sorted(plan(model, groups).items())[:1]))
+    monkeypatch.setattr(
+        checkpoint, "_plan", lambda model, groups: dict(sorted(plan(model, groups).items())[:1])
+    )
 
 
 def detached(monkeypatch):
@@ -330,7 +350,10 @@ MUTANTS = {
     "leak": (backwards, lambda folder: check_no_leak("llama", "elu1")),
     "rows": (mixed_rows, lambda folder: check_rows("bert", "elu1")),
     "decode": (lost_state, lambda folder: check_decode("llama", "elu1")),
-    "half precision": (half_state, lambda folder: check_half_precision("llama", "elu1", torch.float16, 0.005)),
+    "half precision": (
+        half_state,
+        lambda folder: check_half_precision("llama", "elu1", torch.float16, 0.005),
+    ),
     "unpatch": (left_behind, lambda folder: check_unpatch("llama", "elu1")),
     "save": (lost_entry, lambda folder: check_save("llama", "elu1", folder)),
 }

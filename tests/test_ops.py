@@ -1,5 +1,7 @@
 """Attention arithmetic against the N x N definition in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -7,13 +9,23 @@ from hf_linattn.ops import linear, reference
 from hf_linattn.ops.softmax import scores_of, softmax_attention, softmax_weights
 from hf_linattn.patches.elu1 import Elu1
 
-SHAPES = [(1, 1, 1, 1, 8, 8), (2, 4, 2, 63, 16, 16), (2, 4, 1, 64, 7, 5), (1, 2, 2, 65, 8, 24), (1, 6, 2, 200, 12, 12)]
+SHAPES = [
+    (1, 1, 1, 1, 8, 8),
+    (2, 4, 2, 63, 16, 16),
+    (2, 4, 1, 64, 7, 5),
+    (1, 2, 2, 65, 8, 24),
+    (1, 6, 2, 200, 12, 12),
+]
 
 
 def random_qkv(shape, dtype=torch.float64, seed=0, scale=1.0):
     batch, heads, kv_heads, length, dim, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
-    sizes = ((batch, heads, length, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, value_dim))
+    sizes = (
+        (batch, heads, length, dim),
+        (batch, kv_heads, length, dim),
+        (batch, kv_heads, length, value_dim),
+    )
     return [(scale * torch.randn(size, generator=generator, dtype=torch.float64)).to(dtype) for size in sizes]
 
 
@@ -24,7 +36,10 @@ def phi(x):
 def definition(phi_q, phi_k, value, visible):
     """sum_j (phi_q . phi_k) v_j / sum_j (phi_q . phi_k), row by row."""
     repeat = phi_q.shape[1] // phi_k.shape[1]
-    key, value = (torch.cat([x[:, i // repeat : i // repeat + 1] for i in range(phi_q.shape[1])], 1) for x in (phi_k, value))
+    key, value = (
+        torch.cat([x[:, i // repeat : i // repeat + 1] for i in range(phi_q.shape[1])], 1)
+        for x in (phi_k, value)
+    )
     weights = torch.einsum("bhid,bhjd->bhij", phi_q.double(), key.double()) * visible
     total = weights.sum(-1, keepdim=True)
     return torch.einsum("bhij,bhje->bhie", weights / torch.where(total == 0, 1.0, total), value.double())
@@ -59,7 +74,7 @@ def test_split_and_resume(cuts):
     query, key, value = (phi(x) if i < 2 else x for i, x in enumerate(random_qkv(SHAPES[4])))
     want, final = linear.causal(query, key, value)
     state, parts = None, []
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         part = slice(first, last)
         output, state = linear.causal(query[:, :, part], key[:, :, part], value[:, :, part], state)
         parts.append(output)
@@ -74,11 +89,15 @@ def test_documents_are_independent_and_the_state_belongs_to_the_first():
     labels = torch.zeros(160, dtype=torch.long)
     for i, border in enumerate(borders[:-1]):
         labels[border - 40 :] = i + 1
-    got, _ = linear.causal(query[:, :, 40:], key[:, :, 40:], value[:, :, 40:], state, labels[None].expand(2, -1))
+    got, _ = linear.causal(
+        query[:, :, 40:], key[:, :, 40:], value[:, :, 40:], state, labels[None].expand(2, -1)
+    )
     parts = []
-    for i, (first, last) in enumerate(zip(borders, borders[1:], strict=False)):
+    for i, (first, last) in enumerate(pairwise(borders)):
         part = slice(first, last)
-        parts.append(linear.causal(query[:, :, part], key[:, :, part], value[:, :, part], state if i == 0 else None)[0])
+        parts.append(
+            linear.causal(query[:, :, part], key[:, :, part], value[:, :, part], state if i == 0 else None)[0]
+        )
     assert relative_error(got, torch.cat(parts, 2)) < 1e-13
 
 
@@ -89,7 +108,9 @@ def test_gradients():
     weight = torch.randn(1, 2, 70, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Elu1(None)
     got = torch.autograd.grad((linear.causal(*module(*inputs[:2]), inputs[2])[0] * weight).sum(), inputs)
-    want = torch.autograd.grad((definition(phi(inputs[0]), phi(inputs[1]), inputs[2], lower) * weight).sum(), inputs)
+    want = torch.autograd.grad(
+        (definition(phi(inputs[0]), phi(inputs[1]), inputs[2], lower) * weight).sum(), inputs
+    )
     for a, b in zip(got, want, strict=True):
         assert relative_error(a, b) < 1e-12
 
@@ -120,8 +141,12 @@ def test_the_state_stays_exact_over_many_steps():
     assert phi_k.dtype == torch.float32
     state = None
     for i in range(3000):
-        _, state = linear.causal(phi_q[:, :, i : i + 1], phi_k[:, :, i : i + 1], value[:, :, i : i + 1].float(), state)
-    assert relative_error(state.z, phi(key.double()).sum(2)) < 1e-5  # a bfloat16 sum would be at a quarter of it
+        _, state = linear.causal(
+            phi_q[:, :, i : i + 1], phi_k[:, :, i : i + 1], value[:, :, i : i + 1].float(), state
+        )
+    assert (
+        relative_error(state.z, phi(key.double()).sum(2)) < 1e-5
+    )  # a bfloat16 sum would be at a quarter of it
 
 
 def test_rows_that_see_nothing_are_zero():
@@ -139,7 +164,9 @@ def test_rows_that_see_nothing_are_zero():
 def test_softmax_forms_agree_with_the_definition(shape, kind, sink):
     query, key, value = random_qkv(shape)
     heads, length = shape[1], shape[3]
-    logit = {"per head": torch.linspace(-1, 2, heads).double(), None: None}.get(sink, torch.zeros((), dtype=torch.float64))
+    logit = {"per head": torch.linspace(-1, 2, heads).double(), None: None}.get(
+        sink, torch.zeros((), dtype=torch.float64)
+    )
     lower = torch.ones(length, length, dtype=torch.bool).tril()
     mask = {"causal": lower, "mask": lower.tril(-3)}.get(kind)
     bias = torch.randn(1, heads, length, length, dtype=torch.float64) if kind == "bias" else None

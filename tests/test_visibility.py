@@ -85,7 +85,9 @@ def test_packed_documents(kind):
 
 @pytest.mark.parametrize(
     ("kind", "padding", "queries", "static"),
-    list(itertools.product(["causal", "sliding", "chunked"], ["none", "left", "hole"], [1, 5], [False, True])),
+    list(
+        itertools.product(["causal", "sliding", "chunked"], ["none", "left", "hole"], [1, 5], [False, True])
+    ),
 )
 def test_masks_with_a_cache(kind, padding, queries, static):
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1)

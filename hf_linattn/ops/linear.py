@@ -2,8 +2,8 @@
 
     o_i = sum_{j in V(i)} (phi_q(q_i) . phi_k(k_j)) v_j / sum_{j in V(i)} phi_q(q_i) . phi_k(k_j)
 
-("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9.) Features and values come in float32 (float64 in
-float64 models), so state, normaliser and denominators are never kept in half precision.
+("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9.) Features and values come in float32 (float64
+in float64 models), so state, normaliser and denominators are never kept in half precision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
     """`[B, Hkv, G, N, Dv]`, `[B, Hkv, G, N]` -> `[B, H, N, Dv]`.
 
-    The clamp changes rows that see nothing, 0 / 0, and gives 0 for them; an added epsilon would bias all rows.
+    The clamp changes rows that see nothing, 0 / 0, and gives 0 for them; an added epsilon would bias all
+    rows.
     """
     tiny = torch.finfo(denominator.dtype).tiny
     return (numerator / denominator.clamp_min(tiny).unsqueeze(-1)).flatten(1, 2)
@@ -61,7 +62,8 @@ def causal(
         phi_k: `[B, Hkv, N, D]`, zero at padded keys.
         value: `[B, Hkv, N, Dv]`, zero at padded keys.
         state: what came before; None for nothing.
-        documents: `[B, N]` ascending; a new number starts from an empty state. `state` belongs to the first one.
+        documents: `[B, N]` ascending; a new number starts from an empty state. `state` belongs to the first
+            one.
 
     Returns:
         The output `[B, H, N, Dv]` and the state after the last token, all documents together.
@@ -129,8 +131,8 @@ def _chunks(x: Tensor) -> Tensor:
     length = x.shape[-2]
     chunks = (length + CHUNK - 1) // CHUNK
     if torch.compiler.is_compiling():
-        # a constant pad and a gather: slices would put a guard on the length that export cannot prove, and a single
-        # chunk would specialise the graph
+        # a constant pad and a gather: slices would put a guard on the length that export cannot prove, and a
+        # single chunk would specialise the graph
         index = _chunk_index(length, chunks + 1, x.device)
         return F.pad(x, (0, 0, 0, 2 * CHUNK - 1))[..., index, :]
     padded: Tensor = F.pad(x, (0, 0, 0, chunks * CHUNK - length)).unflatten(-2, (chunks, CHUNK))

@@ -17,7 +17,9 @@ def linear(phi_q: Tensor, phi_k: Tensor, value: Tensor, visible: Tensor) -> Tens
     """sum_j (phi_q . phi_k) v_j / sum_j phi_q . phi_k over the visible keys; `[B, H, N, Dv]` in float64.
 
     Args:
-        phi_q: `[B, H, N, D]`; phi_k: `[B, Hkv, S, D]`; value: `[B, Hkv, S, Dv]`.
+        phi_q: `[B, H, N, D]`.
+        phi_k: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
         visible: boolean, broadcast to `[B, H, N, S]`.
     """
     heads = phi_q.shape[1]
@@ -26,8 +28,10 @@ def linear(phi_q: Tensor, phi_k: Tensor, value: Tensor, visible: Tensor) -> Tens
     return torch.where(total > 0, weights / total, 0.0) @ _repeat(value, heads)
 
 
-def softmax(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, sink: bool = False) -> Tensor:
-    """softmax(scaling q k^T) v, or softmax1 with `sink`: exp(s_j) / (1 + sum_j exp(s_j)); `[B, H, N, Dv]` in float64."""
+def softmax(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float, sink: bool = False
+) -> Tensor:
+    """Weights exp(s_j) / sum_j exp(s_j), with `sink` exp(s_j) / (1 + sum_j exp(s_j)); `[B, H, N, Dv]`."""
     heads = query.shape[1]
     scores = (query.double() @ _repeat(key, heads).mT * scaling).masked_fill(~visible, float("-inf"))
     if sink:

@@ -1,4 +1,4 @@
-"""Softmax attention with an optional sink: an extra key of logit b and value 0, so that a head may attend to nothing.
+"""Softmax attention with an optional sink: an extra key of logit b and value 0.
 
     o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij))
 
@@ -56,7 +56,9 @@ def softmax_attention(
     """Attention through torch's fused kernels, exact with a sink too.
 
     Args:
-        query: `[B, H, N, D]`; key, value: `[B, Hkv, S, D]`, `[B, Hkv, S, Dv]`.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
         mask: boolean, broadcast to `[B, H, N, S]`, True where visible. Rows that see nothing give 0.
         bias: added to the scores, broadcast to `[B, H, N, S]`.
         is_causal: no mask, N == S, query i sees keys up to i.
