@@ -3,7 +3,9 @@
 All types: `python tests/families.py`.
 """
 
-import families
+import family_checks
+import family_configs
+import family_models
 import pytest
 import torch
 import transformers
@@ -77,7 +79,7 @@ def other_config(cls):
         text = {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
         if "Qwen" in cls.__name__:
             text["rope_parameters"]["mrope_section"] = [1, 1, 2]
-        return families.nested(cls, text_config=text)
+        return family_configs.nested(cls, text_config=text)
     sizes = {name: value for name, value in TINY.items() if name not in ("is_decoder", *WINDOWS)}
     sizes = {**sizes, "image_size": 32, "patch_size": 8, "local_attention": 16, "max_source_positions": 20}
     names = {*fields(cls), *cls.attribute_map}
@@ -92,7 +94,7 @@ def problems(result):
 def test_causal_types_equal_the_oracle(name):
     result = check_causal(name)
     assert result.status == "right", problems(result)
-    assert set(result.patches) == set(families.PATCHES)
+    assert set(result.patches) == set(family_checks.PATCHES)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -138,7 +140,7 @@ def test_what_elu1_cannot_express_is_refused_at_once_and_softmax_patches_are_rig
 
 
 def test_indexers_choose_keys_in_layers_that_keep_their_attention():
-    model = families.causal_model("deepseek_v32")
+    model = family_models.causal_model("deepseek_v32")
     batch = {**token_batch(), "use_cache": False}
     live = batch["attention_mask"].bool()
     with torch.no_grad():
@@ -147,8 +149,8 @@ def test_indexers_choose_keys_in_layers_that_keep_their_attention():
         patched = model(**batch).logits[live]
         model.model.layers[0].self_attn.linattn.get_submodule("softmax1").sink_logit = lambda query: None
         again = model(**batch).logits[live]  # softmax in the one layer, the model's own in the other
-    assert families.relative(patched, base) > 1e-3
-    assert families.relative(again, base) < 1e-6
+    assert family_checks.relative(patched, base) > 1e-3
+    assert family_checks.relative(again, base) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,9 @@ def test_indexers_choose_keys_in_layers_that_keep_their_attention():
 )
 def test_types_that_do_not_route_are_refused_by_name(name, classes):
     with pytest.raises(UnsupportedModelError, match=f"attention interface.*{classes}"):
-        patch_model(families.causal_model(name), "elu1")
+        patch_model(family_models.causal_model(name), "elu1")
 
 
 def test_types_without_attention_are_refused():
     with pytest.raises(LinattnError, match="it has none"):
-        patch_model(families.causal_model("mamba2"), "softmax1")
+        patch_model(family_models.causal_model("mamba2"), "softmax1")

@@ -17,6 +17,11 @@ from hf_linattn.errors import NotPatchedError, PlanError, UnsupportedModelError
 IDS = tiny.tokens(2, 40)
 
 
+def shown(value):
+    """A name for a case: the same in every process, also for functions."""
+    return "callable" if callable(value) else str(value)
+
+
 def state(model):
     """Everything of a model that patching could leave behind: modules, attributes, hooks, configs."""
     modules = {}
@@ -30,7 +35,7 @@ def state(model):
 
 
 @pytest.mark.parametrize(
-    "patch", [*available_patches(), "softmax1+logn", {"0": "elu1", "1": "logn"}], ids=str
+    "patch", [*available_patches(), "softmax1+logn", {"0": "elu1", "1": "logn"}], ids=shown
 )
 def test_unpatch_leaves_nothing(patch):
     model = tiny.llama(2)
@@ -94,7 +99,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "layers"), PLANS, ids=str)
+@pytest.mark.parametrize(("plan", "layers"), PLANS, ids=shown)
 def test_plans(plan, layers):
     model = tiny.llama(3)
     with as_oracle(model, "elu1", where=lambda module: module.layer_idx in layers):
@@ -122,7 +127,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("patch", "options", "want"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("patch", "options", "want"), OPTIONS, ids=shown)
 def test_options(patch, options, want):
     model = tiny.llama(2)
     with as_oracle(model, "softmax1+logn", **want):
@@ -223,7 +228,7 @@ def in_pieces(model, ids, mask, cuts=(0, 9, 30, 31, 32, 40)):
 
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize(
-    "plan", [{"0": "elu1"}, {"1": "logn"}, {"2": "softmax1"}, "elu1", "softmax1"], ids=str
+    "plan", [{"0": "elu1"}, {"1": "logn"}, {"2": "softmax1"}, "elu1", "softmax1"], ids=shown
 )
 def test_windows_dropped_in_all_layers_or_some(plan, padding):
     ids, mask = tiny.left_padded(IDS, padding)

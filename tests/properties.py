@@ -1,0 +1,219 @@
+"""Properties that any attention must have, as functions that assert, and the models they are asserted on."""
+
+import copy
+from itertools import pairwise
+
+import tiny
+import torch
+from oracle import as_oracle
+
+from hf_linattn import available_patches, from_pretrained, patch_model, unpatch_model
+from hf_linattn.registry import find
+
+FAMILIES = {
+    "llama": {"cls": "LlamaForCausalLM"},
+    "mqa, odd head_dim": {"cls": "LlamaForCausalLM", "num_key_value_heads": 1, "head_dim": 6},
+    "gpt2": {"cls": "GPT2LMHeadModel", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "qwen3": {"cls": "Qwen3ForCausalLM"},
+    "gpt_neox": {"cls": "GPTNeoXForCausalLM"},
+    "gemma3": {
+        "cls": "Gemma3ForCausalLM",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "bert": {"cls": "BertForMaskedLM"},
+}
+SHAPED = {"gpt2": {}, "gpt_neox": {"num_key_value_heads": None, "head_dim": None}, "bert": {"head_dim": None}}
+PATCHES = [*available_patches(), "softmax1+logn", "elu1+logn"]
+CAUSAL = [name for name in FAMILIES if name != "bert"]
+CUTS = (0, 7, 71, 72, 100)
+
+
+def model_of(family, dtype=torch.float64):
+    config = {k: v for k, v in FAMILIES[family].items() if k != "cls"}
+    sizes = {} if family == "gpt2" else {**tiny.SIZES, "num_hidden_layers": 2, **SHAPED.get(family, {})}
+    sizes = {
+        k: v for k, v in {"vocab_size": 97, "eos_token_id": None, **sizes, **config}.items() if v is not None
+    }
+    return tiny.build(FAMILIES[family]["cls"], dtype=dtype, **sizes)
+
+
+def is_kept(module):
+    """Layers that keep their window under a linear patch."""
+    types = getattr(module.config, "layer_types", None) or []
+    return bool(types) and types[module.layer_idx] == "sliding_attention"
+
+
+def oracle_options(patch):
+    linear = any(find(name).linear for name in patch.split("+"))
+    return {"where": lambda module: not is_kept(module)} if linear else {}
+
+
+def logits(model, ids, mask=None, **kwargs):
+    positions = {}
+    if mask is not None and "bert" not in model.config.model_type:
+        positions = {"position_ids": tiny.positions(mask)}
+    cache = {} if "bert" in model.config.model_type else {"use_cache": False}
+    return model(ids, attention_mask=mask, **positions, **cache, **kwargs).logits
+
+
+def close(got, want, tolerance):
+    difference = float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1))
+    assert difference <= tolerance, f"{difference:.2e} > {tolerance:.0e}"  # NaN fails
+
+
+# Families that compute their norms in float32 even in float64 models differ from the oracle by float32
+# rounding.
+TOLERANCE = 1e-6
+
+
+@torch.no_grad()
+def check_forward(family, patch, lengths=(1, 2, 63, 64, 65, 130)):
+    model = model_of(family)
+    for length in lengths:
+        ids, mask = tiny.left_padded(tiny.tokens(2, length), length // 4)
+        with as_oracle(model, patch, **oracle_options(patch)) as seen:
+            want = logits(model, ids, mask)
+        assert seen.calls
+        patch_model(model, patch)
+        got = logits(model, ids, mask)
+        unpatch_model(model)
+        close(got[mask.bool()], want[mask.bool()], TOLERANCE)
+
+
+def gradients(model, ids, mask):
+    model.zero_grad()
+    out = logits(model, ids, mask).log_softmax(-1)
+    (out * out.detach().sin() * mask[..., None]).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_gradient(family, patch):
+    model = model_of(family)
+    ids, mask = tiny.left_padded(tiny.tokens(2, 70), 20)
+    with as_oracle(model, patch, **oracle_options(patch)):
+        want = gradients(model, ids, mask)
+    patch_model(model, patch)
+    got = gradients(model, ids, mask)
+    assert got.keys() == want.keys()
+    top = max(float(x.norm()) for x in want.values())
+    for name, expected in want.items():
+        difference = float((got[name] - expected).norm()) / max(float(expected.norm()), 1e-6 * top)
+        assert difference < 1e-5, f"{name}: {difference:.1e}"
+
+
+@torch.no_grad()
+def check_padding(family, patch, side="left"):
+    model = patch_model(model_of(family), patch)
+    row = tiny.tokens(1, 60)
+    alone = logits(model, row, torch.ones_like(row))
+    ids = torch.cat(
+        [torch.nn.functional.pad(row, (15, 0) if side == "left" else (0, 15)), tiny.tokens(1, 75, 1)]
+    )
+    mask = torch.ones_like(ids)
+    part = slice(15, None) if side == "left" else slice(0, 60)
+    mask[0] = 0
+    mask[0, part] = 1
+    extra = {"position_ids": tiny.positions(mask)} if family == "bert" else {}
+    close(logits(model, ids, mask, **extra)[:1, part], alone, TOLERANCE)
+
+
+@torch.no_grad()
+def check_packing(family, patch):
+    model = patch_model(model_of(family), patch)
+    lengths = (30, 1, 25, 44)
+    ids = tiny.tokens(2, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    got = model(ids, position_ids=positions, use_cache=False).logits
+    want = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
+    close(got, want, TOLERANCE)
+
+
+@torch.no_grad()
+def check_no_leak(family, patch):
+    model = patch_model(model_of(family), patch)
+    ids = tiny.tokens(2, 90)
+    changed = ids.clone()
+    changed[:, 70:] = (changed[:, 70:] + 13) % 90 + 3
+    before, after = logits(model, ids), logits(model, changed)
+    close(after[:, :70], before[:, :70], 1e-12)
+    assert float((after[:, 70:] - before[:, 70:]).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def check_rows(family, patch):
+    model = patch_model(model_of(family), patch)
+    ids, mask = tiny.left_padded(tiny.tokens(3, 70), 20)
+    together = logits(model, ids, mask)
+    other = ids.clone()
+    other[1] = tiny.tokens(1, 70, 9)[0]
+    close(logits(model, other, mask)[[0, 2]], together[[0, 2]], 1e-12)
+
+
+@torch.no_grad()
+def check_decode(family, patch, cuts=(0, 40, *range(41, 101))):
+    model = patch_model(model_of(family), patch)
+    ids, mask = tiny.left_padded(tiny.tokens(2, 100), 5)
+    positions = tiny.positions(mask)
+    want = logits(model, ids, mask)
+    cache, parts = None, []
+    for first, last in pairwise(cuts):
+        out = model(
+            ids[:, first:last],
+            attention_mask=mask[:, :last],
+            position_ids=positions[:, first:last],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    close(torch.cat(parts, 1)[mask.bool()], want[mask.bool()], TOLERANCE)
+
+
+@torch.no_grad()
+def check_half_precision(family, patch, dtype=torch.bfloat16, bound=0.05):
+    """Error against float64 on the same rounded weights: at most `bound`, and not above twice the unpatched
+    model's."""
+    half = model_of(family, torch.float32).to(dtype)
+    exact = copy.deepcopy(half).double()
+    ids = tiny.tokens(2, 130)
+
+    def error():
+        want = logits(exact, ids)
+        return float((logits(half, ids).double() - want).norm() / want.norm())
+
+    unpatched = error()
+    patch_model(half, patch)
+    patch_model(exact, patch)
+    patched = error()
+    assert patched <= max(bound, 2 * unpatched), f"{patched:.3f}, unpatched {unpatched:.3f}"
+
+
+@torch.no_grad()
+def check_unpatch(family, patch):
+    model = model_of(family)
+    ids = tiny.tokens(2, 20)
+    before, keys, config, own = (
+        logits(model, ids),
+        list(model.state_dict()),
+        model.config.to_dict(),
+        model.config,
+    )
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    patch_model(model, patch)
+    logits(model, ids)
+    unpatch_model(model)
+    assert torch.equal(logits(model, ids), before)
+    assert list(model.state_dict()) == keys
+    assert model.config.to_dict() == config
+    assert model.config is own
+    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
+
+
+@torch.no_grad()
+def check_save(family, patch, folder):
+    model = patch_model(model_of(family, torch.float32), patch)
+    ids = tiny.tokens(2, 40)
+    want = logits(model, ids)
+    model.save_pretrained(folder)
+    assert torch.equal(logits(from_pretrained(str(folder), dtype=torch.float32), ids), want)
