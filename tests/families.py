@@ -4,8 +4,8 @@
     python tests/families.py --only llama,mistral --jobs 2     some, printed
 
 Each type gets a tiny random model (`family_models`), and each patch is compared with `oracle.py` on the same
-model (`family_checks`). `test_families.py` runs a subset of the types, encoders, encoder-decoders and multimodal
-models.
+model (`family_checks`). `test_families.py` runs a subset of the types, and encoders,
+encoder-decoders and multimodal models.
 """
 
 from __future__ import annotations
