@@ -9,7 +9,9 @@ import family_models
 import pytest
 import torch
 import transformers
-from families import TINY, WINDOWS, build, check, check_causal, fields, token_batch
+from family_checks import check, check_causal
+from family_configs import TINY, WINDOWS, fields
+from family_models import build, token_batch
 
 from hf_linattn import LinattnError, patch_model
 from hf_linattn.errors import UnsupportedModelError

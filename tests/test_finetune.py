@@ -164,12 +164,14 @@ def test_lora_run_resumes_to_the_same_bytes(gain, monkeypatch):
     argv = [*BASE, "--patch", "gain", "--lora", "2", "--max-steps", "4", "--checkpoint-every", "1"]
     assert main([*argv, "--output-dir", "lora-whole"]) == 0
     step = training.TrainingLoop._train_step
+
+    def interrupted(self):
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return step(self)
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            training.TrainingLoop,
-            "_train_step",
-            lambda self: step(self) if self.step < 3 else signal.raise_signal(2),
-        )
+        patched.setattr(training.TrainingLoop, "_train_step", interrupted)
         assert main([*argv, "--output-dir", "lora-cut"]) == 130
     assert main([*argv, "--output-dir", "lora-cut", "--resume"]) == 0
     assert weights_of("lora-cut") == weights_of("lora-whole")

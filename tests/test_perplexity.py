@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from perplexity_workplace import TEXTS, curve, make_folder
+from real_data import DATA, needs_data
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import from_pretrained, is_patched, patch_model
@@ -16,12 +15,6 @@ from hf_linattn.errors import DataError, LinattnError, OptionError
 from hf_linattn.eval import scoring
 from hf_linattn.eval.loading import Curve, load_model
 from hf_linattn.eval.windows import encode, plan_windows
-
-ROOT = Path(__file__).resolve().parents[1]
-DATA = Path(os.environ.get("HF_LINATTN_DATA", ROOT.parent / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not (DATA / "models").is_dir(), reason=f"no reference models: {DATA} (HF_LINATTN_DATA)"
-)
 
 
 @pytest.fixture(scope="module")
