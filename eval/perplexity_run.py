@@ -86,6 +86,14 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     # torchrun on a machine without accelerator: only cpu=True makes its processes one group
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
+    results = _run(args, command, state)
+    # a process that ended while the first still draws the plot would sometimes abort on its way out
+    state.wait_for_everyone()
+    state.destroy_process_group()
+    return results
+
+
+def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[str, Any]:
     recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
     earlier = files.load(args.output_dir, recorded)
     state.wait_for_everyone()  # before anyone writes
