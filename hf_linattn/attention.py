@@ -1,8 +1,10 @@
 """Base classes of patches: what one file in `patches/` fills in, and what it gets for that.
 
-    LinearAttention   feature maps of query and key  -> causal, bidirectional, cached, padded, packed:
-    everything ScoreAttention    weights of the scores, or a sink logit
-    Modifier          changes the query before any attention
+    LinearAttention    feature maps of query and key  -> causal, bidirectional, cached, padded, packed:
+    StatefulAttention  any state of constant size        everything else is done here
+    ScoreAttention     weights of the scores, chosen keys, a sink logit
+    Attention          anything else: output from a `Call`
+    Modifier           changes query or scores before any of them
 
 A patch is an `nn.Module`, made once per attention module. The keyword-only parameters of its constructor are
 its options; its parameters, if any, are learned. Parameters are read inside `forward` only, where offloading
@@ -11,29 +13,52 @@ loads them.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.ops.softmax import softmax_weights
+from hf_linattn import recurrent, scores
+from hf_linattn.call import Call
+from hf_linattn.errors import CacheError, OptionError
+from hf_linattn.ops import linear
+from hf_linattn.ops.linear import State
+from hf_linattn.ops.softmax import scores_of, softmax_weights
 from hf_linattn.sites import Site
+from hf_linattn.tokens import Tokens
+
+Output = tuple[Tensor, Tensor | None]
+SINKS = frozenset(("s_aux", "sinks"))
+SCORE_EXTRAS = frozenset(("position_bias", "softcap", "indices", "attention_mask"))
+"""What models do to their scores, as the attention interface names it: biases, caps, masks of an indexer."""
 
 
 class Patch(nn.Module):
-    """What is registered under a name. Docstring: first line is the summary users see.
+    """What is registered under a name.
+
+    Docstring, as docs/patches.md shows it: a one-line summary; the formula; prose; `Options:` with ranges;
+    `Use:` when to take it; `Source:`.
 
     Class attributes:
         name: set by `@register`.
-        linear: the state is of constant size, the time linear in the tokens.
+        group: heading in docs/patches.md.
+        time: cost in the number of tokens n.
+        directions: causal, bidirectional or both; why: the reason where it is one.
+        linear: the state is of constant size.
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
+        refused: why there cannot be such a patch; the name is known only to say so.
     """
 
     name: ClassVar[str] = ""
+    group: ClassVar[str] = "scores"
+    time: ClassVar[str] = "O(n^2)"
+    directions: ClassVar[Literal["both", "causal", "bidirectional"]] = "both"
+    why: ClassVar[str] = ""
     linear: ClassVar[bool] = False
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
+    refused: ClassVar[str] = ""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -43,14 +68,93 @@ class Patch(nn.Module):
         return self.name
 
 
-class LinearAttention(Patch):
-    """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
+class Attention(Patch):
+    """Any attention: `attend` makes the output from a call.
 
-    Give `feature_map`, or `query_map` and `key_map` apart. Features must not be negative, and the query's
-    may be scaled by any positive factor per row, since the sum divides it away.
+    Class attributes:
+        cross: also serves cross-attention.
+        windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
+        expresses: keywords of the attention interface that it can honour; others are refused at patch time.
+        hosts: takes a linear attention inside, as in "window+elu1".
+    """
+
+    cross: ClassVar[bool] = True
+    windowed: ClassVar[bool] = False
+    expresses: ClassVar[frozenset[str]] = frozenset()
+    hosts: ClassVar[bool] = False
+
+    def attend(self, call: Call) -> Output:
+        """`[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
+        raise NotImplementedError(f"{type(self).__name__} has no attend")
+
+    def host(self, inner: LinearAttention) -> None:
+        """Take in the linear attention that it is composed with."""
+        raise OptionError(f"{self.name!r} holds no other attention")
+
+    def forward(self, call: Call) -> Output:
+        """Parameters are read below this."""
+        return self.attend(call)
+
+
+class StatefulAttention(Attention):
+    """An attention whose past is a state of constant size: a tuple of tensors with rows first.
+
+    Tensors of zeros mean that nothing was seen. Sums and denominators belong in float32 (`upcast`).
+
+    Class attributes:
+        counts: `Tokens.count` is wanted.
+        packs: `causal` honours `Tokens.documents`; else documents come one by one.
     """
 
     linear = True
+    time = "O(n)"
+    counts: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
+
+    def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
+        """Output `[B, H, N, Dv]` and the state after the last token; `state` is None at the start."""
+        raise NotImplementedError(f"{type(self).__name__} has no causal form")
+
+    def both_ways(self, tokens: Tokens) -> Tensor:
+        """Every query sees all keys: `[B, H, N, Dv]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no bidirectional form")
+
+    def absorb(self, tokens: Tokens, state: Any) -> Any:
+        """The state after tokens whose output nobody needs; `tokens.query` may be None."""
+        if tokens.query is None:
+            raise CacheError(
+                f"{self.name!r} needs the queries of past tokens too, and a cache of the unpatched model "
+                "holds none: start from a new cache"
+            )
+        return self.causal(tokens, state)[1]
+
+    def state_bytes(self, site: Site, size: int) -> int | None:
+        """Bytes of one sequence's state; `size` is that of a number in the model's dtype."""
+        return None
+
+    def attend(self, call: Call) -> Output:
+        """State read and written by `recurrent`."""
+        return recurrent.attend(self, call), None
+
+
+def upcast(x: Tensor) -> Tensor:
+    """To float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class LinearAttention(StatefulAttention):
+    """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
+
+    Give `feature_map`, or `query_map` and `key_map` apart. Unless `denominator` says otherwise, features must
+    not be negative, and the query's may be scaled by any positive factor per row: the sum divides it away.
+
+    Attributes:
+        features: number F of features; None for D. Set it in the constructor where it differs.
+    """
+
+    packs = True
+    group = "feature map"
+    features: int | None = None
 
     def feature_map(self, x: Tensor) -> Tensor:
         """phi: `[B, H, N, D]` -> `[B, H, N, F]`; float32 in and out (float64 in float64 models)."""
@@ -64,28 +168,85 @@ class LinearAttention(Patch):
         """phi_k."""
         return self.feature_map(key)
 
-    def forward(self, query: Tensor | None, key: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Features of queries `[B, H, N, D]` and keys `[B, Hkv, N, D]`; None passes through."""
+    def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
+        """Logarithm of the factor `[B or 1, Hkv, N]`, at most 0, on everything before each token; causal.
 
-        def upcast(x: Tensor) -> Tensor:
-            return x if x.dtype == torch.float64 else x.float()
+        None where the state never forgets.
+        """
+        return None
 
-        return (
-            None if query is None else self.query_map(upcast(query)),
-            None if key is None else self.key_map(upcast(key)),
-        )
+    def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
+        """What the numerator is divided by, `[B, H, N]`.
+
+        Args:
+            total: sum_j phi_q(q_i) . phi_k(k_j), the same shape.
+            count: n_i, `[B or 1, 1, N]`, where the class asks by `counts`.
+        """
+        return total
+
+    def mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Features of keys and values, zero at padded tokens; and the logarithm of the decay."""
+        key, value = upcast(tokens.key), upcast(tokens.value)
+        decay = self.log_decay(key, value)
+        decay = None if decay is None else tokens.hide(decay.expand(key.shape[0], key.shape[1], -1))
+        return tokens.hide(self.key_map(key)), tokens.hide(value), decay
+
+    def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
+        """In chunks; see `ops.linear`."""
+        assert tokens.query is not None
+        phi_q = self.query_map(upcast(tokens.query))
+        phi_k, value, decay = self.mapped(tokens)
+        numerator, total, after = linear.causal(phi_q, phi_k, value, state, tokens.documents, decay)
+        return self._divided(numerator, total, tokens), after
+
+    def both_ways(self, tokens: Tokens) -> Tensor:
+        """Every query reads the sum of all keys."""
+        assert tokens.query is not None
+        phi_q = self.query_map(upcast(tokens.query))
+        phi_k, value, _ = self.mapped(tokens)
+        return self._divided(*linear.read(phi_q, linear.state_of(phi_k, value)), tokens)
+
+    def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
+        count = None if tokens.count is None else tokens.count[:, None]
+        return linear.normalised(numerator, self.denominator(total, count))
+
+    def absorb(self, tokens: Tokens, state: State | None) -> State:
+        """Sums alone."""
+        return linear.after(*self.mapped(tokens), state)
+
+    def state_bytes(self, site: Site, size: int) -> int | None:
+        """S and z in float32 (float64 in float64 models)."""
+        features = self.features or site.head_dim
+        if site.kv_heads is None or features is None or site.value_dim is None:
+            return None
+        return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)
 
 
-class ScoreAttention(Patch):
+class ScoreAttention(Attention):
     """o_i = sum_j w_ij v_j with weights from the scores s_ij = scaling q_i . k_j of the visible keys.
 
-    Softmax as it stands. Override `sink_logit` to add a key of value 0 (fused kernels stay in use), or
-    `weights` for any other function of the scores (quadratic).
+    Softmax as it stands. Override `sink_logit` to add a key of value 0, or `select` to see fewer keys (fused
+    kernels stay in use); `weights` for any other function of the scores, `scores` for other scores
+    (quadratic).
     """
+
+    windowed = True
+    expresses = SCORE_EXTRAS | SINKS
 
     def sink_logit(self, query: Tensor) -> Tensor | None:
         """Logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""
         return None
+
+    def select(self, call: Call) -> Tensor | None:
+        """Boolean, broadcast to `[B, H, N, S]`: the keys to see among the visible ones; None for all.
+
+        Patterns are made of `call.ranks()` or `call.distance()`, so that padding does not move them.
+        """
+        return None
+
+    def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """`[B, H, N, D]`, `[B, Hkv, S, D]` -> `[B, H, N, S]` in float32 (float64 in float64 models)."""
+        return scores_of(query, key, scaling)
 
     def weights(self, scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
         """`[B, H, N, S]` -> weights of the same shape.
@@ -97,18 +258,25 @@ class ScoreAttention(Patch):
         """
         return softmax_weights(scores, mask, sink)
 
-    def forward(self, query: Tensor) -> Tensor | None:
-        """The sink's logit; parameters are read here."""
-        return self.sink_logit(query)
+    def attend(self, call: Call) -> Output:
+        """Through torch's fused kernels where weights and scores are softmax's."""
+        cls = type(self)
+        fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
+        return scores.attend(self, call, fused)
 
 
 class Modifier(Patch):
-    """Scales queries before the attention it is composed with; scores are scaled by the same factor."""
+    """Changes query or scores before the attention that it is composed with.
+
+    Attributes:
+        rope: False switches the model's rotary embedding off in its module.
+    """
 
     modifier = True
+    rope: bool = True
 
     def query_scale(self, visible: Tensor) -> Tensor:
-        """Factor of each query.
+        """Factor of each query, and so of its scores.
 
         Args:
             visible: number n_i of keys that query i sees, `[B or 1, 1 or H, N]`, float32 (float64 in float64
@@ -119,10 +287,37 @@ class Modifier(Patch):
         """
         raise NotImplementedError(f"{type(self).__name__} has no query_scale")
 
-    def forward(self, query: Tensor, visible: Tensor) -> Tensor:
-        """`[B, H, N, D]` -> the same, scaled in float32."""
+    def scaling(self, scaling: float, head_dim: int) -> float:
+        """The scores' factor, in place of the model's."""
+        return scaling
+
+    def score_bias(self, distance: Tensor) -> Tensor:
+        """What is added to the scores after scaling.
+
+        Args:
+            distance: tokens from key to query, `[B or 1, N, S]`, float32 (float64 in float64 models);
+                negative for keys behind the query.
+
+        Returns:
+            Broadcast to `[B, H, N, S]`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no score_bias")
+
+    @classmethod
+    def needs_scores(cls) -> bool:
+        """Whether it has no meaning for an attention without scores."""
+        return cls.score_bias is not Modifier.score_bias or cls.scaling is not Modifier.scaling
+
+    def forward(self, call: Call) -> None:
+        """Changes the call in place."""
+        cls, query = type(self), call.query
         dtype = torch.promote_types(query.dtype, torch.float32)
-        return (query.to(dtype) * self.query_scale(visible.to(dtype)).unsqueeze(-1)).to(query.dtype)
+        if cls.query_scale is not Modifier.query_scale:
+            visible = call.visibility.count(call.device).to(dtype)
+            call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
+        call.scaling = self.scaling(call.scaling, query.shape[-1])
+        if cls.score_bias is not Modifier.score_bias:
+            call.add_bias(self.score_bias(call.distance().to(dtype)))
 
 
 def options_of(patch: Patch, names: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The constant-size state as a layer of transformers' cache.
+"""A state of constant size as a layer of transformers' cache.
 
 It answers questions of length as if every key were there, so that masks cover past and new columns, and it
 refuses to serve an attention that would need the keys.
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from hf_linattn.errors import CacheError
-from hf_linattn.ops.linear import State, state_of
+from hf_linattn.tokens import Tokens, joined
 
 
 def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
@@ -27,35 +27,45 @@ def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
     return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
 
 
+def everything(batch: int, length: int, device: torch.device) -> Tensor:
+    """The fingerprint of this many tokens, none of them padding: `[B]`."""
+    return fingerprint(torch.ones(batch, length, dtype=torch.bool, device=device))
+
+
+def rebuilt(state: Any, tensors: list[Tensor]) -> Any:
+    """A state of the same kind, a tuple or a named one, from other tensors."""
+    make = getattr(type(state), "_make", tuple)
+    return make(tensors)
+
+
 class StateLayer(CacheLayerMixin):
-    """State of one attention layer: S `[B, Hkv, D, Dv]`, z `[B, Hkv, D]`, tokens seen.
+    """State of one attention layer: a tuple of tensors with rows first, and the number of tokens seen.
 
     Args:
         max_cache_len: length announced by a static cache; None grows without bound (in tokens, not in bytes).
-        pending: keys and values `[B, Hkv, N, D]` stored by another attention, absorbed at the next call.
-        seen: number of tokens behind `pending`.
+        pending: tokens that are not in the state yet, summed at the next call: keys and values that another
+            attention stored, or what a `crop` left.
+        seen: number of tokens in all.
     """
 
     is_sliding = False
     is_croppable = True  # after activate_past_recording(); crop() says so otherwise
-    supports_early_init = False  # shapes are those of phi(k): known at the first update
+    supports_early_init = False  # shapes are those of the state: known at the first update
 
     def __init__(
-        self, max_cache_len: int | None = None, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0
+        self, max_cache_len: int | None = None, pending: Tokens | None = None, seen: int = 0
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.static = max_cache_len is not None
         self.is_compileable = self.static
         self.max_cache_len = max_cache_len
         self.pending = pending
-        self.state: State | None = None
+        self.state: Any = None
         self.seen: int | Tensor = torch.tensor(0) if self.static else seen
-        self.visible: Tensor | None = None  # [B] fingerprint of the keys; None while nothing was padded
+        self.visible: Tensor | None = None  # [B] fingerprint of the keys in the state; None: none was padded
         self.record_past = False
-        self.tail: list[
-            tuple[Tensor, Tensor, Tensor]
-        ] = []  # while recording: phi(k), v, valid since the last crop
-        self.base: tuple[State | None, Tensor | None] | None = None  # the state before the tail
+        self.tail: list[Tokens] = []  # while recording: what came since the last crop
+        self.base: tuple[Any, Tensor | None] | None = None  # state and fingerprint before the tail
         self.armed = False
         self.device: Any = None
 
@@ -85,42 +95,68 @@ class StateLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
-    def write(self, state: State, phi_k: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    def _summed(self) -> int:
+        """Number of tokens in the state."""
+        assert isinstance(self.seen, int)
+        return self.seen - (0 if self.pending is None else self.pending.length)
+
+    def shows(self, valid: Tensor | None) -> bool:
+        """Whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
+        if valid is None:
+            assert self.visible is not None
+            batch, device = self.visible.shape[0], self.visible.device
+            valid = torch.ones(batch, self._summed(), dtype=torch.bool, device=device)
+        before = self.visible
+        if before is None:
+            before = everything(valid.shape[0], self._summed(), valid.device)
+        return bool((fingerprint(valid) == before).all())
+
+    def _advance(self, tokens: Tokens) -> None:
+        """Add tokens to the fingerprint."""
+        valid, batch, device = tokens.valid, tokens.key.shape[0], tokens.key.device
+        if valid is None and self.visible is None:
+            return
+        if valid is None:
+            valid = torch.ones(batch, tokens.length, dtype=torch.bool, device=device)
+        if self.visible is None and bool(valid.all()):
+            return
+        start = self._summed()
+        before = everything(batch, start, device) if self.visible is None else self.visible
+        self.visible = before + fingerprint(valid, start)
+
+    def write(self, state: Any, tokens: Tokens) -> None:
         """Store the state after a call.
 
         Args:
-            state: sums over every token so far.
-            phi_k: `[B, Hkv, N, D]`, the new tokens; kept only while the past is recorded.
-            value: `[B, Hkv, N, Dv]`, the same.
-            valid: boolean `[B, N]`, False for padding; None when all new tokens count.
+            state: after every token so far.
+            tokens: the new ones; kept only while the past is recorded.
         """
-        batch, length = phi_k.shape[0], phi_k.shape[2]
         if isinstance(self.seen, Tensor):
-            self._write_static(state, length)
+            self._write_static(state, tokens.length)
             return
-        if valid is None and (self.visible is not None or self.record_past):
-            valid = torch.ones(batch, length, dtype=torch.bool, device=phi_k.device)
         if self.record_past:
             if self.base is None:
                 self.base = (self.state, self.visible)
-            assert valid is not None
-            self.tail.append((phi_k, value, valid))
-        if valid is not None and (self.visible is not None or not bool(valid.all())):
-            ones = torch.ones(batch, self.seen, dtype=torch.bool, device=valid.device)
-            before = fingerprint(ones) if self.visible is None else self.visible
-            self.visible = before + fingerprint(valid, self.seen)
-        self.state, self.seen = state, self.seen + length
+            self.tail.append(tokens)
+        self._advance(tokens)
+        self.state, self.seen = state, self.seen + tokens.length
 
-    def _write_static(self, state: State, length: int) -> None:
+    def take_pending(self, state: Any) -> None:
+        """The pending tokens are in this state."""
+        assert self.pending is not None
+        self._advance(self.pending)
+        self.state, self.pending = state, None
+
+    def _write_static(self, state: Any, length: int) -> None:
         assert isinstance(self.seen, Tensor)
         if self.state is None:
-            self.state = State(torch.zeros_like(state.S), torch.zeros_like(state.z))
-            self.batch_size = state.S.shape[0]
+            self.state = rebuilt(state, [torch.zeros_like(x) for x in state])
+            self.batch_size = state[0].shape[0]
             if not torch.compiler.is_compiling():
                 for tensor in (*self.state, self.seen):
                     torch._dynamo.mark_static_address(tensor)
-        self.state.S.copy_(state.S)
-        self.state.z.copy_(state.z)
+        for mine, new in zip(self.state, state, strict=True):
+            mine.copy_(new)
         self.seen.add_(length)
 
     def get_seq_length(self) -> int:
@@ -149,53 +185,40 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, exactly: from the snapshot, never by subtraction.
 
+        What is left of the recorded tokens is summed again at the next call.
+
         Raises:
             ValueError: a positive number. CacheError: tokens that were not recorded.
         """
         count = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError("`crop` takes a negative number of tokens to remove")
-        if count and self.pending is not None:
-            raise CacheError(
-                "`crop` came before the keys of the unpatched model were absorbed: run one step first"
-            )
-        if count and self.is_initialized:
-            recorded = sum(phi_k.shape[2] for phi_k, _, _ in self.tail)
-            if recorded < count or self.base is None:
+        if count and (self.is_initialized or self.pending is not None):
+            tail = self.tail if self.pending is None else [self.pending, *self.tail]
+            recorded = sum(part.length for part in tail)
+            if recorded < count or (self.base is None and self.pending is None):
                 raise CacheError(
                     f"crop({-count}): a constant-size state cannot forget tokens unless recording was on "
                     "when they came: call cache.activate_past_recording() first, as assisted decoding does."
                 )
-            phi_k = torch.cat([x[0] for x in self.tail], 2)[:, :, : recorded - count]
-            value = torch.cat([x[1] for x in self.tail], 2)[:, :, : recorded - count]
-            valid = torch.cat([x[2] for x in self.tail], 1)[:, : recorded - count]
-            kept = state_of(phi_k, value)
-            state, visible = self.base
-            self.state = kept if state is None else State(state.S + kept.S, state.z + kept.z)
+            if self.base is not None:
+                self.state, self.visible = self.base
             assert isinstance(self.seen, int)
             self.seen -= count
-            if self.visible is not None:
-                start = self.seen - (recorded - count)
-                ones = torch.ones(valid.shape[0], start, dtype=torch.bool, device=valid.device)
-                before = fingerprint(ones) if visible is None else visible
-                self.visible = before + fingerprint(valid, start)
+            self.pending = joined(tail).slice(0, recorded - count) if recorded > count else None
         self.tail, self.base = [], None
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        def each(x: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(None if y is None else function(y) for y in x)
+        def each(state: Any) -> Any:
+            return None if state is None else rebuilt(state, [function(x) for x in state])
 
-        if self.state is not None:
-            self.state = State(*each(self.state))
+        self.state = each(self.state)
         self.visible = None if self.visible is None else function(self.visible)
-        self.tail = [each(x) for x in self.tail]
+        self.tail = [part.map(function) for part in self.tail]
         if self.base is not None:
             state, visible = self.base
-            self.base = (
-                None if state is None else State(*each(state)),
-                None if visible is None else function(visible),
-            )
-        self.pending = None if self.pending is None else each(self.pending)
+            self.base = each(state), None if visible is None else function(visible)
+        self.pending = None if self.pending is None else self.pending.map(function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in a new order (beam search)."""
@@ -238,9 +261,7 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # typ
 
     is_compileable = False
 
-    def __init__(
-        self, old: LinearAttentionLayer, pending: tuple[Tensor, Tensor] | None = None, seen: int = 0
-    ) -> None:
+    def __init__(self, old: LinearAttentionLayer, pending: Tokens | None = None, seen: int = 0) -> None:
         StateLayer.__init__(self, pending=pending, seen=seen)
         for name in (*vars(LinearAttentionLayer()), "device", "dtype"):
             self.__dict__[name] = getattr(old, name, None)

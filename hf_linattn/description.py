@@ -93,14 +93,11 @@ def _bytes_per_token(site: Site) -> int | None:
     return (site.head_dim + site.value_dim) * site.kv_heads * size
 
 
-def _state_bytes(site: Site, attention: nn.Module) -> int | None:
-    """S and z of one sequence, in float32 (float64 in float64 models)."""
-    features = getattr(attention, "features", None) or site.head_dim
-    if site.kv_heads is None or features is None or site.value_dim is None:
-        return None
+def _state_bytes(site: Site, attention: Any) -> int | None:
+    """Bytes of one sequence's state."""
     parameter = next(site.module.parameters(), None)
-    size = 8 if parameter is not None and parameter.element_size() == 8 else 4
-    return size * site.kv_heads * features * (site.value_dim + 1)
+    size: int | None = attention.state_bytes(site, 4 if parameter is None else parameter.element_size())
+    return size
 
 
 def _row(site: Site, record: Record) -> Row:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hf_linattn import recurrent
-from hf_linattn.attention import LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, ScoreAttention
 from hf_linattn.cache import StateLayer
+from hf_linattn.call import Call
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.ops.softmax import scores_of, softmax_attention
 from hf_linattn.registry import Recipe
-from hf_linattn.sites import Site
-from hf_linattn.visibility import Visibility, read_visibility
+from hf_linattn.sites import EXTRAS, ROTARY_ARGUMENT, Site
+from hf_linattn.visibility import read_visibility
 
-SOFTMAX_EXTRAS = frozenset(("position_bias", "softcap", "s_aux", "sinks", "indices", "attention_mask"))
-"""Extras that an attention over scores can honour: biases, caps, sinks, and masks made by an indexer."""
+SEEN_IN_CALLS = sorted(EXTRAS.keys() - {"attention_mask"})
 
 
 class PatchedAttention(nn.Module):
-    """Attention of one site.
+    """What a recipe becomes at one site.
 
     Args:
         recipe: what to build.
@@ -42,25 +39,38 @@ class PatchedAttention(nn.Module):
         self.cross = False
         self.base = ""
         self.modifiers: list[str] = []
-        for cls in recipe.parts:
-            try:
-                patch = cls(site, **recipe.options.get(cls.name, {}))
-            except (TypeError, ValueError) as error:
-                if isinstance(error, OptionError):
-                    raise
-                raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
-            if hasattr(type(self), cls.name) or cls.name in self.__dict__:
-                raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
-            self.add_module(cls.name, patch)
-            if isinstance(patch, Modifier):
-                self.modifiers.append(cls.name)
+        parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
+        self._compose(parts, site)
+        self.drops_rope = any(not part.rope for part in parts if isinstance(part, Modifier))
+        self._check_saved()
+        self.refuse(site)
+
+    def _part(self, cls: type[Patch], site: Site, options: dict[str, Any]) -> Patch:
+        if hasattr(type(self), cls.name) or cls.name in self.__dict__:
+            raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
+        try:
+            return cls(site, **options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
+
+    def _compose(self, parts: list[Patch], site: Site) -> None:
+        """Modifiers and the attention side by side; an attention that another one holds goes inside that."""
+        attentions = [part for part in parts if isinstance(part, Attention)]
+        host = next((part for part in attentions if part.hosts), None)
+        for part in parts:
+            if host is not None and part is not host and isinstance(part, LinearAttention):
+                host.host(part)
+                continue
+            self.add_module(part.name, part)
+            if isinstance(part, Modifier):
+                self.modifiers.append(part.name)
             else:
-                self.base = cls.name
+                self.base = part.name
         if not self.base:
             self.base = "softmax"
             self.add_module(self.base, ScoreAttention(site))
-        self._check_saved()
-        self.refuse(site)
 
     def _check_saved(self) -> None:
         """Loading makes modules without data and fills in what was saved; other tensors would stay empty."""
@@ -76,7 +86,7 @@ class PatchedAttention(nn.Module):
         return {**self.__dict__, "layer": None}
 
     @property
-    def attention(self) -> Patch:
+    def attention(self) -> Attention:
         """The attention; softmax where only modifiers were named."""
         return self.get_submodule(self.base)  # type: ignore[return-value]
 
@@ -89,41 +99,67 @@ class PatchedAttention(nn.Module):
         """Raise what can be known before the first call.
 
         Raises:
-            UnsupportedModelError: the module does more to its scores than this attention can express.
+            UnsupportedModelError: the module does more to its scores than this attention can express, or
+                attends in a direction that the attention does not have.
         """
-        extras = site.extras()
-        allowed: frozenset[str] = frozenset() if self.linear else SOFTMAX_EXTRAS
-        for keyword, what in extras.items():
-            if keyword not in allowed:
+        attention = self.attention
+        for keyword, what in site.extras().items():
+            if keyword not in attention.expresses:
                 advice = (
-                    "a softmax patch (softmax1, logn)" if keyword in SOFTMAX_EXTRAS else "its own attention"
+                    "a softmax patch (softmax1, logn)"
+                    if keyword in ScoreAttention.expresses
+                    else "its own attention"
                 )
                 raise UnsupportedModelError(
                     f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of "
                     f"the plan, or keep {advice} there."
                 )
-        if self.linear and site.source.calls > 1:
+        if site.causal is not None:
+            self._refuse_direction(site.causal)
+        for name in self.modifiers:
+            modifier: Any = self.get_submodule(name)
+            if modifier.needs_scores() and not isinstance(attention, ScoreAttention):
+                raise OptionError(
+                    f"{name!r} changes the scores of an attention, and {self.base!r} has none to change: "
+                    "compose it with an attention over scores (softmax, softmax1, ...)"
+                )
+        if self.drops_rope and ROTARY_ARGUMENT not in site.source.parameters:
+            raise OptionError(
+                f"rope=False: {self.where} gets no rotary embedding that could be switched off; leave rope=True"
+            )
+        if self.linear:
+            self._refuse_state(site)
+
+    def _refuse_state(self, site: Site) -> None:
+        if site.source.calls > 1:
             raise UnsupportedModelError(
                 f"{self.where} combines {site.source.calls} attentions in one forward (differential "
                 f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
                 "or logn there."
             )
-        if self.linear and site.shares():
+        if site.shares():
             raise UnsupportedModelError(
                 f"{self.where} shares keys and values with other layers, and a cache that holds "
                 f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "
                 "patch (softmax1, logn) there."
             )
-        if self.linear and site.source.updates and site.source.slot is None:
+        if site.source.updates and site.source.slot is None:
             raise UnsupportedModelError(
                 f"{self.where} chooses its cache layer in a way that cannot be followed"
             )
-        grows = site.source.updates and getattr(
-            site.module, "is_causal", True
-        )  # marian's encoder shares the class
-        if self.linear and grows and site.layer_idx is None and site.source.slot != "argument":
+        grows = site.source.updates and site.causal is not False  # marian's encoder shares the class
+        if grows and site.layer_idx is None and site.source.slot != "argument":
             raise UnsupportedModelError(
                 f"{self.where} has no layer_idx, so its place in the cache cannot be found"
+            )
+
+    def _refuse_direction(self, causal: bool) -> None:
+        directions, name = self.attention.directions, self.base
+        if directions == ("bidirectional" if causal else "causal"):
+            kind = "causal" if causal else "bidirectional"
+            raise UnsupportedModelError(
+                f"{self.where} is {kind}, and {name!r} is {directions} only: {self.attention.why}. "
+                "Leave it out of the plan."
             )
 
     def forward(
@@ -139,8 +175,25 @@ class PatchedAttention(nn.Module):
         extras: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """One attention call, as `seam.attention`: `[B, N, H, Dv]`, and the weights where asked for."""
-        if extras.get("cache") is not None:
-            raise UnsupportedCallError(f"{self.where}: a paged cache")
+        call = self._call(layer, query, key, value, mask, scaling, dropout, causal, extras)
+        for name in self.modifiers:
+            self.get_submodule(name)(call)
+        output, weights = self.attention(call)
+        return output.transpose(1, 2).contiguous(), weights
+
+    def _call(
+        self,
+        layer: StateLayer | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> Call:
+        self._refuse_call(dropout, causal, extras)
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if not self.keep_window:
             visibility = visibility.without_window()
@@ -150,89 +203,55 @@ class PatchedAttention(nn.Module):
             key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
         if extras.get("indices") is not None:
             visibility = visibility.selected(extras["indices"], key.shape[2])
-        if self.modifiers:
-            count = visibility.count(query.device)
-            for name in self.modifiers:
-                query = self.get_submodule(name)(query, count)
-        if isinstance(self.attention, LinearAttention):
-            self._refuse_call(dropout, extras)
-            borders = extras.get("cu_seq_lens_q")
-            output = recurrent.attend(self.attention, query, key, value, visibility, layer, borders)
-            return output.transpose(1, 2).contiguous(), None
-        output, weights = self._scores(query, key, value, visibility, scaling, dropout, extras)
-        return output.transpose(1, 2).contiguous(), weights
+        if extras.get("cu_seq_lens_q") is not None:
+            visibility = visibility.packed(extras["cu_seq_lens_q"], query.device)
+        bias = visibility.bias
+        if extras.get("position_bias") is not None:
+            given = extras["position_bias"]
+            bias = given if bias is None else bias + given
+        return Call(
+            query,
+            key,
+            value,
+            visibility,
+            causal,
+            self.cross,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            self.where,
+            self.spec,
+            layer,
+            dropout,
+            bias,
+            extras.get("softcap"),
+            extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
+            bool(extras.get("output_attentions")),
+        )
 
-    def _refuse_call(self, dropout: float, extras: dict[str, Any]) -> None:
-        for keyword in ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indices"):
-            if extras.get(keyword) is not None:
+    def _refuse_call(self, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
+        attention = self.attention
+        if extras.get("cache") is not None:
+            raise UnsupportedCallError(f"{self.where}: a paged cache")
+        for keyword in SEEN_IN_CALLS:
+            if keyword not in attention.expresses and extras.get(keyword) is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
-        if dropout:
+        if self.cross and not attention.cross:
+            raise UnsupportedCallError(
+                f"{self.where}: {self.base!r} needs queries and keys of one sequence, and this is "
+                "cross-attention. Leave it out of the plan, e.g. patch_model(model, "
+                f"{{'*.self_attn': {self.spec!r}}})"
+            )
+        if not self.cross:
+            self._refuse_direction(causal)
+        if attention.linear and dropout:
             raise UnsupportedCallError(
                 f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no "
                 "weights to drop. Load the model with it off, e.g. from_pretrained(..., "
                 "attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has --no-dropout."
             )
-        if extras.get("output_attentions"):
+        if attention.linear and extras.get("output_attentions"):
             raise UnsupportedCallError(
                 f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights"
             )
-
-    def _scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        visibility: Visibility,
-        scaling: float | None,
-        dropout: float,
-        extras: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        attention = self.attention
-        assert isinstance(attention, ScoreAttention)
-        sink = attention(query)
-        own = extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"]
-        if own is not None:
-            own = own.to(torch.promote_types(own.dtype, torch.float32))
-            sink = own if sink is None else torch.logaddexp(own, sink.to(own.dtype))
-        bias = visibility.bias
-        if extras.get("position_bias") is not None:
-            given = extras["position_bias"]
-            bias = given if bias is None else bias + given
-        if bias is not None:
-            bias = bias[..., : key.shape[2]]
-        softcap = extras.get("softcap")
-        borders = extras.get("cu_seq_lens_q")
-        quadratic = type(attention).weights is not ScoreAttention.weights
-        causal = visibility.plain and visibility.causal and query.shape[2] > 1 and borders is None
-        mask: Tensor | None = None
-        if not visibility.plain or (causal and (bias is not None or quadratic)) or borders is not None:
-            mask = visibility.mask(query.device)[..., : key.shape[2]]
-            causal = False
-        if borders is not None:
-            index = torch.bucketize(
-                torch.arange(query.shape[2], device=query.device), borders[1:].long(), right=True
-            )
-            same = index[:, None] == index[None]
-            mask = same if mask is None else mask & same
-        if not (quadratic or softcap is not None or extras.get("output_attentions")):
-            output = softmax_attention(
-                query,
-                key,
-                value,
-                mask=mask,
-                bias=bias,
-                is_causal=causal,
-                scaling=scaling,
-                sink=sink,
-                dropout=dropout,
-            )
-            return output, None
-        if causal:
-            mask = visibility.mask(query.device)
-        weights = attention.weights(scores_of(query, key, scaling, bias, softcap), mask, sink)
-        dropped = nn.functional.dropout(weights, dropout) if dropout else weights
-        values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-        return (dropped.to(values.dtype) @ values), weights.to(query.dtype)
 
     def extra_repr(self) -> str:
         """Composition in `print(model)`."""

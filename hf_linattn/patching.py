@@ -64,7 +64,7 @@ def _children(
             raise UnsupportedModelError(
                 f"{site.name} has a {site.window} window, and sliding='refuse' was asked for"
             )
-        if site.window is not None and (sliding == "global" or any(part.linear for part in recipe.parts)):
+        if site.window is not None and (sliding == "global" or not recipe.windowed):
             notes[site.name] = f"{site.window} window {'dropped' if sliding == 'global' else 'kept'}"
         if sliding == "global" or site.name not in notes:
             children[site.name] = _child(recipe, site, keep_window=sliding != "global")

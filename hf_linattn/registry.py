@@ -15,11 +15,11 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from hf_linattn.attention import LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch
 from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 
 PatchType = TypeVar("PatchType", bound=type[Patch])
-KINDS = (LinearAttention, ScoreAttention, Modifier)
+KINDS = (Attention, Modifier)
 PLAIN = (bool, int, float, str, list, dict, type(None))
 _PATCHES: dict[str, type[Patch]] = {}
 
@@ -66,7 +66,7 @@ def _discover() -> None:
 def patches() -> dict[str, type[Patch]]:
     """Every registered patch by name, sorted."""
     _discover()
-    return dict(sorted(_PATCHES.items()))
+    return {name: cls for name, cls in sorted(_PATCHES.items()) if not cls.refused}
 
 
 def available_patches() -> dict[str, str]:
@@ -86,6 +86,8 @@ def find(name: str) -> type[Patch]:
         UnknownPatchError: with the nearest name and the list.
     """
     known = patches()
+    if name in _PATCHES and _PATCHES[name].refused:
+        raise UnknownPatchError(f"there is no patch {name!r}: {_PATCHES[name].refused}")
     if name not in known:
         hint = _hint(name, known)
         raise UnknownPatchError(f"unknown patch {name!r}.{hint} Registered: {', '.join(known)}.")
@@ -138,7 +140,10 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one attention module gets: at most one attention and any modifiers, each with its options."""
+    """What one attention module gets, each part with its options.
+
+    That is any modifiers and at most one attention, or two where one holds the other.
+    """
 
     spec: str
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -152,6 +157,11 @@ class Recipe:
     def identity(self) -> bool:
         """Whether the module keeps its own attention."""
         return all(part.identity for part in self.parts)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a window of the module stays in force."""
+        return all(part.windowed for part in self.parts if issubclass(part, Attention))
 
 
 def names_in(spec: Any) -> list[str]:
@@ -192,9 +202,11 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
     """
     names = names_in(spec)
     attentions = [name for name in names if not find(name).modifier]
-    if len(attentions) > 1:
+    if len(attentions) > 1 and not _holds(attentions):
+        hosts = " or ".join(name for name, cls in patches().items() if getattr(cls, "hosts", False))
         raise OptionError(
-            f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most"
+            f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most, or {hosts} "
+            "with a linear attention by feature map, such as 'window+elu1'"
         )
     if options is not None and not isinstance(options, dict):
         raise OptionError(f"options must be a dict, got {reprlib.repr(options)}")
@@ -209,6 +221,13 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
     for name, values in given.items():
         check_options(find(name), values)
     return Recipe("+".join(names), given)
+
+
+def _holds(attentions: list[str]) -> bool:
+    """Whether the one of two attentions takes in the other."""
+    pair = [find(name) for name in attentions]
+    hosts = [cls for cls in pair if getattr(cls, "hosts", False)]
+    return len(pair) == 2 and len(hosts) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
 
 
 def _taker(spec: str, names: list[str], option: Any) -> str:

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_linattn.cache import StateLayer
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
-from hf_linattn.sites import CACHE_ARGUMENTS, Site
+from hf_linattn.sites import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
 from hf_linattn.slots import install, install_full, self_attention_cache
 from hf_linattn.visibility import read_visibility
 
@@ -139,8 +139,13 @@ def check_kept(site: Site, kept: str) -> None:
         )
 
 
-def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def find_state(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook: put a state layer into the cache at this module's place, and hand it to the child.
+
+    Returns:
+        The arguments, without the rotary embedding where a modifier switches that off.
 
     Raises:
         NotPatchedError: another attention implementation was set after patching.
@@ -153,19 +158,21 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             "undo half of it: call unpatch_model first, or set it back to 'linattn'."
         )
     child.layer = None
+    if child.drops_rope:
+        args, kwargs = _without_rope(child, args, kwargs)
     child.cross = (
         any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
     )
     if child.cross or not (child.linear or child.drops_window):
-        return
+        return args, kwargs
     source = child.source
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
     if not source.updates:
-        return
+        return args, kwargs
     if cache is None and source.cache_position is not None and len(args) > source.cache_position:
         cache = args[source.cache_position]
     if cache is None:
-        return
+        return args, kwargs
     index: Any = module.layer_idx
     if source.slot == "argument":
         position = source.parameters.index("layer_idx")
@@ -175,10 +182,27 @@ def find_state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     where = f"{type(module).__name__} {index}"
     if not child.linear:
         install_full(self_attention_cache(cache), index, where)
-        return
+        return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
     layer.armed = True
     child.layer = layer
+    return args, kwargs
+
+
+def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Cosines of 1 and sines of 0: no rotation."""
+    place = child.source.parameters.index(ROTARY_ARGUMENT)
+    given = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
+        raise UnsupportedCallError(
+            f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not {type(given).__name__}; "
+            "leave rope=True"
+        )
+    still = (torch.ones_like(given[0]), torch.zeros_like(given[1]))
+    if ROTARY_ARGUMENT in kwargs:
+        return args, {**kwargs, ROTARY_ARGUMENT: still}
+    return (*args[:place], still, *args[place + 1 :]), kwargs
 
 
 AttentionInterface.register(NAME, attention)

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
+ROTARY_ARGUMENT = "position_embeddings"
+"""The argument by which models hand cosines and sines to their attention modules."""
 EXTRAS = {
     "position_bias": "adds a learned position bias to the scores",
     "softcap": "caps its scores with tanh",
@@ -227,6 +229,7 @@ class Site:
         window: "sliding" or "chunked" for a limited window, else None.
         head_dim, value_dim, heads, kv_heads: sizes, None where they cannot be told.
         max_positions: the config's max_position_embeddings, in tokens.
+        causal: whether the module attends to the past alone; None where only its calls tell.
     """
 
     name: str
@@ -239,6 +242,7 @@ class Site:
     heads: int | None
     kv_heads: int | None
     max_positions: int | None
+    causal: bool | None
 
     def extras(self) -> dict[str, str]:
         """Keyword -> what the module does with it, for those that are in force."""
@@ -291,7 +295,9 @@ def _site(name: str, module: nn.Module, source: Source) -> Site:
     index = _first(module, "layer_idx")
     positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
     window = window_of(module)
-    return Site(name, module, source, index, window, head_dim, value_dim, heads, kv_heads, positions)
+    causal = getattr(module, "is_causal", None)
+    causal = causal if isinstance(causal, bool) else None
+    return Site(name, module, source, index, window, head_dim, value_dim, heads, kv_heads, positions, causal)
 
 
 def find_sites(model: nn.Module) -> list[Site]:

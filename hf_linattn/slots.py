@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from hf_linattn.cache import HybridStateLayer, StateLayer
 from hf_linattn.errors import CacheError
+from hf_linattn.tokens import Tokens
 
 
 def self_attention_cache(cache: Any) -> Any:
@@ -90,7 +91,7 @@ def install(cache: Any, index: int, where: str) -> StateLayer:
             raise CacheError(
                 f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state"
             )
-        pending = (old.keys, old.values) if seen else None
+        pending = Tokens(None, old.keys, old.values, 1.0) if seen else None
         new = HybridStateLayer(old, pending, seen) if hybrid else StateLayer(pending=pending, seen=seen)
         new.record_past = getattr(old, "record_past", False)
     elif isinstance(old, StaticLayer):

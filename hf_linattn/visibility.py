@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,45 @@ class Visibility:
             dense=self.dense,
             bias=self.bias,
         )
+
+    def packed(self, borders: Tensor, device: torch.device) -> Visibility:
+        """The same inside documents alone, their borders given as flash attention takes them (`cu_seq_lens`)."""
+        row = (
+            torch.bucketize(torch.arange(self.queries, device=device), borders[1:].long(), right=True)[None]
+            + 1
+        )
+        if self.dense is None and self.causal and self.queries == self.keys:
+            documents = row if self.documents is None else row * (self.documents > 0)
+            return replace(self, documents=documents)
+        dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
+        return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
+
+    def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Place of each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+
+        Args:
+            causal: the queries are the last of the keys; else both are the same tokens.
+            device: of the answer.
+
+        Raises:
+            UnsupportedMaskError: a mask in which tokens have no places.
+        """
+        if self.dense is not None:
+            plain = analyse(self, self.keys - self.queries if causal else 0)
+            return plain.ranks(causal, device)
+        index = torch.arange(self.keys, device=device)
+        relative = self.relative
+        if relative is None:
+            relative = index - (self.keys - self.queries if causal else 0)
+        own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)
+        if self.documents is None:
+            return own[None], index[None]
+        seen = (self.documents > 0).long().cumsum(1) - 1
+        if self.causal and self.queries == self.keys:  # documents are packed without a cache only
+            start = _start_of_run(self.documents.cummax(1).values, index)
+            seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
+        seen = seen.clamp_min(0)
+        return seen[:, own], seen
 
     def selected(self, indices: Tensor, keys: int) -> Visibility:
         """Only the keys that an indexer selects, `[B, N, top k]`, among the visible ones."""

@@ -12,10 +12,10 @@ query i with visible keys V(i), n_i = |V(i)| and s_ij = scaling q_i . k_j (key h
     softmax     w_ij = exp(s_ij) / sum_V(i) exp(s_ij)
     softmax1    w_ij = exp(s_ij) / (1 + sum_V(i) exp(s_ij))
     elu1        w_ij = phi(q_i) . phi(k_j) / sum_V(i) phi(q_i) . phi(k_j),  phi(x) = elu(x) + 1, no scaling
-    ...+logn    the same with f_i q_i for q_i,  f_i = log(n_i) / log(train_length), or kappa log(n_i);
-                with clip max(f_i, 1)
-    logn        softmax+logn
+    logn        f_i q_i for q_i,  f_i = log(n_i) / log(train_length), or kappa log(n_i); with clip max(f_i, 1)
     o_i         sum_V(i) w_ij v_j, and 0 where V(i) is empty
+
+The other patches: one function each in `formulas_*.py`, by `@formula("name")` and `@modifier("name")`.
 
 What models add to their scores, in this order: softcap c gives c tanh(s_ij / c); a position bias or an
 additive mask b gives s_ij + b_ij; a sink t of the head (s_aux), or of head and query (sinks), adds exp(t)
@@ -25,6 +25,7 @@ to the denominator; indices leave those keys alone visible. elu1 has no scores: 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,25 +36,142 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-PATCHES = ("softmax", "softmax1", "logn", "softmax1+logn", "elu1", "elu1+logn")
-
 
 @dataclass
 class Run:
     """One use of the oracle: its options, and what it saw.
 
     Attributes:
+        options: of the patch's parts, shared among them by name.
         where: None for every module, or module -> whether it gets the patch; the others get softmax.
         windows: False drops sliding and chunked windows: plain masks are put in their place.
+        learned: parameters and buffers of the patch, module -> name -> tensor.
         calls: the attention modules in the order in which they called.
     """
 
-    train_length: int = 512
-    kappa: float | None = None
-    clip: bool = False
+    options: dict[str, Any]
     where: Callable[[nn.Module], bool] | None = None
     windows: bool = True
+    learned: dict[nn.Module, dict[str, Tensor]] = field(default_factory=dict)
     calls: list[nn.Module] = field(default_factory=list)
+
+
+@dataclass
+class Inputs:
+    """What a formula sees; everything in float64, key heads repeated to the query's.
+
+    Attributes:
+        query, key, value: `[B, H, N, D]`, `[B, H, S, D]`, `[B, H, S, Dv]`.
+        visible: V(i) as a boolean `[B, 1 or H, N, S]`.
+        scaling: of the scores; modifiers change it.
+        kv_heads: number of key heads before they were repeated.
+        causal: what the module is.
+        options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
+        bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
+        parts: the names in the composition.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visible: Tensor
+    scaling: float
+    kv_heads: int
+    causal: bool
+    options: dict[str, Any]
+    learned: dict[str, Tensor]
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    parts: tuple[str, ...] = ()
+
+    def scores(self) -> Tensor:
+        """s_ij `[B, H, N, S]`, capped and biased; whatever is there where the key is not visible."""
+        return self.finish(self.query @ self.key.mT * self.scaling)
+
+    def finish(self, scores: Tensor) -> Tensor:
+        """Cap and bias."""
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        return scores if self.bias is None else scores + self.bias.double()[..., : scores.shape[-1]]
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter or buffer of the patch."""
+        return self.learned[name].double()
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """`[Hkv, ...]` -> `[H, ...]`."""
+        return x.repeat_interleave(self.query.shape[1] // self.kv_heads, 0)
+
+    def ranks(self) -> tuple[Tensor, Tensor]:
+        """Place of each query `[B, N]` and key `[B, S]` among the visible tokens of its document."""
+        seen = self.visible[:, 0]
+        if self.causal:
+            query = seen.sum(-1) - 1
+            queries, keys = seen.shape[1:]
+            if queries == keys:
+                return query, query
+            assert queries == 1, "ranks of several queries after a past"
+            return query, seen[:, 0].cumsum(-1) - 1
+        valid = seen.any(1)
+        rank = valid.cumsum(-1) - 1
+        return rank, rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """A patch as the suites run it.
+
+    Attributes:
+        spec, options: for `patch_model`.
+        half: largest relative error in half precision; more where a threshold decides what is seen.
+        smooth: has a gradient that can be compared (no threshold that rounding moves).
+    """
+
+    spec: str
+    options: dict[str, Any] = field(default_factory=dict)
+    half: float = 0.05
+    smooth: bool = True
+
+
+FORMULAS: dict[str, Callable[[Inputs], Tensor]] = {}
+MODIFIERS: dict[str, Callable[[Inputs], None]] = {}
+
+
+def formula(name: str, scores: bool = True) -> Callable[[Any], Any]:
+    """Register the output `[B, H, N, Dv]` of an attention; "a+b" for one that holds another.
+
+    Without scores there is nothing to cap or bias, and no sink: it raises where a model does so.
+    """
+
+    def decorate(function: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
+        def checked(x: Inputs) -> Tensor:
+            biased = x.bias is not None and bool((x.bias != 0).any())
+            if not scores and (biased or x.softcap is not None or x.sink is not None):
+                raise NotImplementedError(f"{name} has no scores to cap or bias, and no sinks")
+            return function(x)
+
+        FORMULAS[name] = checked
+        return function
+
+    return decorate
+
+
+def modifier(name: str) -> Callable[[Any], Any]:
+    """Register a function that changes the inputs in place."""
+
+    def decorate(function: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
+        MODIFIERS[name] = function
+        return function
+
+    return decorate
+
+
+def over_its_sum(weights: Tensor, visible: Tensor) -> Tensor:
+    """Weights that are not negative, over their sum; 0 where nothing is visible."""
+    weights = torch.where(visible, weights, 0.0)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, 0.0)
 
 
 _RUNS: list[Run] = []
@@ -83,94 +201,103 @@ def selected_keys(indices: Tensor, keys: int) -> Tensor:
     return (indices.long()[..., None] == torch.arange(keys, device=indices.device)).any(-2)[:, None]
 
 
-def log_n_factor(visible: Tensor, run: Run) -> Tensor:
-    """f_i, `[B, 1 or H, N, 1]`."""
-    n = visible.sum(-1, keepdim=True).double().clamp(min=1)
-    factor = n.log() / math.log(run.train_length) if run.kappa is None else run.kappa * n.log()
-    return factor.clamp(min=1) if run.clip else factor
+@modifier("logn")
+def logn(x: Inputs) -> None:
+    n = x.visible.sum(-1, keepdim=True).double().clamp(min=1)
+    kappa = x.options.get("kappa")
+    if kappa == "learned":
+        factor = x.parameter("logn.kappa")[None, :, None, None] * n.log()
+    else:
+        factor = n.log() / math.log(x.options.get("train_length", 512)) if kappa is None else kappa * n.log()
+    x.query = x.query * (factor.clamp(min=1) if x.options.get("clip") else factor)
 
 
-def weights_of_scores(
-    scores: Tensor,
-    visible: Tensor,
-    denominator: float,
-    softcap: float | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-) -> Tensor:
-    """exp(s) / (denominator + exp(sink) + sum exp(s)); the denominator's constant is 0 or 1."""
-    if softcap is not None:
-        scores = softcap * (scores / softcap).tanh()
-    if bias is not None:
-        scores = scores + bias.double()[..., : scores.shape[-1]]
+def softmax_weights(scores: Tensor, visible: Tensor, one: float = 0.0, sink: Tensor | None = None) -> Tensor:
+    """exp(s) / (one + exp(sink) + sum exp(s)); the constant is 0 or 1."""
     # numerator and denominator times exp(-top): no overflow, and nothing changes
     top = scores.masked_fill(~visible, -1e30).amax(-1, keepdim=True)
-    if denominator:
+    if one:
         top = top.clamp(min=0)
     if sink is not None:
         sink = sink.double().reshape(1, -1, 1, 1) if sink.ndim == 1 else sink.double()
         top = torch.maximum(top, sink)
     weights = torch.where(visible, (scores.masked_fill(~visible, -1e30) - top).exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
-    if denominator:
-        total = total + denominator * (-top).exp()
+    if one:
+        total = total + one * (-top).exp()
     if sink is not None:
         total = total + (sink - top).exp()
     return torch.where(total > 0, weights / total, 0.0)
 
 
-def weights_of_features(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    """phi(q) . phi(k) over its sum."""
-    weights = torch.where(visible, elu_plus_one(query) @ elu_plus_one(key).mT, 0.0)
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, 0.0)
+@formula("softmax")
+def softmax(x: Inputs) -> Tensor:
+    return softmax_weights(x.scores(), x.visible, 0.0, x.sink) @ x.value
 
 
-def _oracle(patch: str) -> Callable[..., tuple[Tensor, None]]:
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        position_bias: Tensor | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        run = _RUNS[-1]
-        run.calls.append(module)
-        kind = patch if run.where is None or run.where(module) else "softmax"
-        if kwargs.get("block_indices") is not None:
-            raise NotImplementedError("the oracle does not know blocks that an indexer selects")
-        sink = s_aux if kwargs.get("sinks") is None else kwargs["sinks"]
-        visible = visible_keys(module, query, key, attention_mask, is_causal)
-        if kwargs.get("indices") is not None:
-            visible = visible & selected_keys(kwargs["indices"], key.shape[2])
-        bias = position_bias
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            bias = attention_mask if bias is None else attention_mask + bias
-            bias = bias.masked_fill(bias < torch.finfo(bias.dtype).min / 2, 0)
-        heads = query.shape[1]
-        q = query.double()
-        k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-        if "logn" in kind.split("+"):
-            q = q * log_n_factor(visible, run)
-        if "elu1" in kind.split("+"):
-            if bias is not None and bool((bias != 0).any()):
-                raise NotImplementedError("elu1 has no scores to add a bias to")
-            if softcap is not None or sink is not None:
-                raise NotImplementedError("elu1 has no scores to cap, and no sinks")
-            weights = weights_of_features(q, k, visible)
-        else:
-            scores = q @ k.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-            one = 1.0 if "softmax1" in kind.split("+") else 0.0
-            weights = weights_of_scores(scores, visible, one, softcap, bias, sink)
-        return (weights @ v).to(query.dtype).transpose(1, 2).contiguous(), None
+@formula("softmax1")
+def softmax1(x: Inputs) -> Tensor:
+    if x.options.get("sink") == "learned":
+        own = x.parameter("softmax1.logit")
+        sink = (
+            own
+            if x.sink is None
+            else torch.logaddexp(own[None, :, None, None], x.sink.double().reshape(1, -1, 1, 1))
+        )
+        return softmax_weights(x.scores(), x.visible, 0.0, sink) @ x.value
+    return softmax_weights(x.scores(), x.visible, 1.0, x.sink) @ x.value
 
-    return attention
+
+@formula("elu1", scores=False)
+def elu1(x: Inputs) -> Tensor:
+    return over_its_sum(elu_plus_one(x.query) @ elu_plus_one(x.key).mT, x.visible) @ x.value
+
+
+def _inputs(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, kwargs: dict[str, Any]
+) -> Inputs:
+    if kwargs.get("block_indices") is not None:
+        raise NotImplementedError("the oracle does not know blocks that an indexer selects")
+    is_causal = kwargs.get("is_causal")
+    visible = visible_keys(module, query, key, attention_mask, is_causal)
+    if kwargs.get("indices") is not None:
+        visible = visible & selected_keys(kwargs["indices"], key.shape[2])
+    bias = kwargs.get("position_bias")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        bias = attention_mask if bias is None else attention_mask + bias
+        bias = bias.masked_fill(bias < torch.finfo(bias.dtype).min / 2, 0)
+    heads = query.shape[1]
+    scaling = kwargs.get("scaling")
+    return Inputs(
+        query.double(),
+        *(x.double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value)),
+        visible,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        key.shape[1],
+        getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        {},
+        {},
+        bias,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux") if kwargs.get("sinks") is None else kwargs["sinks"],
+    )
+
+
+def _oracle(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    run = _RUNS[-1]
+    run.calls.append(module)
+    x = _inputs(module, query, key, value, attention_mask, kwargs)
+    name = module.config._attn_implementation.removeprefix("oracle_")
+    names = tuple(name.split("+")) if run.where is None or run.where(module) else ("softmax",)
+    x.parts, x.options, x.learned = names, run.options, run.learned.get(module, {})
+    for part in names:
+        if part in MODIFIERS:
+            MODIFIERS[part](x)
+    attention = "+".join(part for part in names if part not in MODIFIERS)
+    output = FORMULAS[attention or "softmax"](x)
+    return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
@@ -182,15 +309,6 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
         kwargs["mask_function"] = bidirectional_mask_function if forward else causal_mask_function
         kwargs["local_size"] = None
     return sdpa_mask(*args, **kwargs)
-
-
-def _name(patch: str) -> str:
-    return "oracle_" + patch.replace("+", "_")
-
-
-for _patch in PATCHES:
-    AttentionInterface.register(_name(_patch), _oracle(_patch))
-    AttentionMaskInterface.register(_name(_patch), _full_mask)
 
 
 def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
@@ -211,17 +329,25 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
 
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
-    """Let an unpatched model compute its attention by the oracle; options are the fields of `Run`."""
+    """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
     if "_linattn" in model.__dict__:
         raise RuntimeError("the oracle is for unpatched models")
-    run = Run(**options)
+    own = {key: options.pop(key) for key in ("where", "windows", "learned") if key in options}
+    run = Run(options, **own)
+    name = "oracle_" + patch
+    AttentionInterface.register(name, _oracle)
+    AttentionMaskInterface.register(name, _full_mask)
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     _RUNS.append(run)
     try:
         for config, _ in before:
-            config._attn_implementation_internal = _name(patch)
+            config._attn_implementation_internal = name
         yield run
     finally:
         _RUNS.remove(run)
         for config, implementation in before:
             config._attn_implementation_internal = implementation
+
+
+for _module in ("linear", "state", "scores", "sparse"):
+    importlib.import_module("formulas_" + _module)

@@ -1,9 +1,11 @@
-"""Normalised linear attention from features: causal in chunks, bidirectional, and from a carried state.
+"""Linear attention from features: causal in chunks, bidirectional, from a carried state, with decay.
 
-    o_i = sum_{j in V(i)} (phi_q(q_i) . phi_k(k_j)) v_j / sum_{j in V(i)} phi_q(q_i) . phi_k(k_j)
+    numerator_i = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j)) v_j
+    total_i     = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j))        a_ij = prod_{j < t <= i} decay_t
 
-("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9.) Features and values come in float32 (float64
-in float64 models), so state, normaliser and denominators are never kept in half precision.
+("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9; decay as in "Retentive Network", arXiv:2307.08621,
+equation 7.) Features and values come in float32 (float64 in float64 models), so state, normaliser and
+denominators are never kept in half precision.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
+SPAN = 64 * CHUNK
+"""Tokens within which chunks look at each other pair by pair, where they cannot simply be added up."""
 
 
 class State(NamedTuple):
@@ -29,6 +33,21 @@ def state_of(phi_k: Tensor, value: Tensor) -> State:
     return State(torch.einsum("bhnd,bhne->bhde", phi_k, value), phi_k.sum(2))
 
 
+def after(phi_k: Tensor, value: Tensor, log_decay: Tensor | None, state: State | None) -> State:
+    """The state after more keys; `log_decay` `[B, Hkv, N]` or None, arguments else as `causal`."""
+    if log_decay is not None:
+        total = log_decay.sum(-1)
+        phi_k = phi_k * (total.unsqueeze(-1) - log_decay.cumsum(-1)).exp().unsqueeze(-1)
+        state = None if state is None else _scaled(state, total.exp())
+    new = state_of(phi_k, value)
+    return new if state is None else State(state.S + new.S, state.z + new.z)
+
+
+def _scaled(state: State, factor: Tensor) -> State:
+    factor = factor.unsqueeze(-1)
+    return State(state.S * factor.unsqueeze(-1), state.z * factor)
+
+
 def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
     """Query heads by the key head they share: `[B, H, N, D]` -> `[B, Hkv, H / Hkv, N, D]`."""
     shared: Tensor = phi_q.unflatten(1, (kv_heads, -1))
@@ -36,25 +55,34 @@ def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
 
 
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """`[B, Hkv, G, N, Dv]`, `[B, Hkv, G, N]` -> `[B, H, N, Dv]`.
+    """`[B, H, N, Dv]` over `[B, H, N]`.
 
     The clamp changes rows that see nothing, 0 / 0, and gives 0 for them; an added epsilon would bias all
     rows.
     """
     tiny = torch.finfo(denominator.dtype).tiny
-    return (numerator / denominator.clamp_min(tiny).unsqueeze(-1)).flatten(1, 2)
+    return numerator / denominator.clamp_min(tiny).unsqueeze(-1)
 
 
-def read(phi_q: Tensor, state: State) -> Tensor:
-    """Every query reads the same state: bidirectional attention, and one decoded token."""
+def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Every query reads the same state: bidirectional attention, and one decoded token.
+
+    Returns:
+        Numerator `[B, H, N, Dv]` and total `[B, H, N]`.
+    """
     query = grouped(phi_q, state.S.shape[1])
-    numerator = torch.einsum("bhgnd,bhde->bhgne", query, state.S)
-    return normalised(numerator, torch.einsum("bhgnd,bhd->bhgn", query, state.z))
+    numerator = torch.einsum("bhgnd,bhde->bhgne", query, state.S).flatten(1, 2)
+    return numerator, torch.einsum("bhgnd,bhd->bhgn", query, state.z).flatten(1, 2)
 
 
 def causal(
-    phi_q: Tensor, phi_k: Tensor, value: Tensor, state: State | None = None, documents: Tensor | None = None
-) -> tuple[Tensor, State]:
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None = None,
+    documents: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> tuple[Tensor, Tensor, State]:
     """Causal attention, quadratic inside chunks of 64 tokens and through the state between them.
 
     Args:
@@ -64,62 +92,109 @@ def causal(
         state: what came before; None for nothing.
         documents: `[B, N]` ascending; a new number starts from an empty state. `state` belongs to the first
             one.
+        log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
 
     Returns:
-        The output `[B, H, N, Dv]` and the state after the last token, all documents together.
+        Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
     """
-    if phi_k.shape[2] == 1:
-        new = state_of(phi_k, value)
-        new = new if state is None else State(state.S + new.S, state.z + new.z)
-        return read(phi_q, new), new
+    length = phi_k.shape[2]
+    if length == 1:
+        new = after(phi_k, value, log_decay, state)
+        return *read(phi_q, new), new
+    paired = documents is not None or log_decay is not None
+    if not paired or length <= SPAN or torch.compiler.is_compiling():
+        return _block(phi_q, phi_k, value, state, documents, log_decay)
+    numerators, totals = [], []
+    for start in range(0, length, SPAN):
+        span = slice(start, start + SPAN)
+        labels = None if documents is None else documents[:, span]
+        if state is not None and documents is not None and start:
+            goes_on = documents[:, start - 1 : start] == documents[:, start : start + 1]
+            state = _scaled(state, goes_on.to(phi_k.dtype))
+        decay = None if log_decay is None else log_decay[:, :, span]
+        parts = _block(phi_q[:, :, span], phi_k[:, :, span], value[:, :, span], state, labels, decay)
+        numerators.append(parts[0])
+        totals.append(parts[1])
+        state = parts[2]
+    assert state is not None
+    return torch.cat(numerators, 2), torch.cat(totals, 2), state
+
+
+def _block(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None,
+    documents: Tensor | None,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, State]:
     length = phi_k.shape[2]
     query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
     keep = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
+    inside: Tensor = keep.to(key.dtype)
     key_out, query_in, links, first_document = key, query, None, None
+    if log_decay is not None:
+        decayed = _chunks(log_decay.unsqueeze(-1))[..., 0].cumsum(-1)  # [B, Hkv, chunks, CHUNK]
+        pairs = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)
+        inside = pairs.masked_fill(~keep, float("-inf")).exp()[:, :, None]
+        key_out = key * (decayed[..., -1:] - decayed).exp().unsqueeze(-1)
+        query_in = query * decayed.exp()[:, :, None, :, :, None]
+        total = F.pad(decayed[..., -1].cumsum(-1), (1, 0))  # before each chunk, and behind the last
+        chunks = torch.arange(total.shape[-1], device=key.device)
+        reach = total.unsqueeze(-1) - total[..., None, 1:]
+        links = reach.masked_fill(chunks[:, None] <= chunks[:-1], float("-inf")).exp()
+        first_document = total.exp()
     if documents is not None:
         index = _chunk_index(length, key.shape[2], phi_k.device)
         label = documents[:, index.clamp(max=length - 1)]  # [B, chunks, CHUNK]
-        keep = (keep & (label.unsqueeze(-1) == label.unsqueeze(-2)))[:, None, None]
+        same = (label.unsqueeze(-1) == label.unsqueeze(-2))[:, None, None]
+        inside = inside * same
         first, last = label[..., :1], label[..., -1:]
-        key_out = key * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
-        query_in = query * (label == first)[:, None, None, :, :, None]  # the first one looks back
-        links = (first == last.transpose(1, 2)).tril(-1).to(key.dtype)  # [B, chunks, chunks]
-        first_document = (first[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
+        key_out = key_out * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
+        query_in = query_in * (label == first)[:, None, None, :, :, None]  # the first one looks back
+        reader = torch.cat([first, last[:, -1:]], 1)
+        follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(key.dtype)
+        links = follows if links is None else links * follows
+        on = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
+        first_document = on if first_document is None else first_document * on
     states, final = _states_before(key_out, values, state, links, first_document)
-    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * keep
+    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * inside
     numerator = torch.einsum("bhgnck,bhnke->bhgnce", scores, values)
     numerator = numerator + torch.einsum("bhgncd,bhnde->bhgnce", query_in, states.S)
-    denominator = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
-    numerator, denominator = numerator.flatten(3, 4), denominator.flatten(3, 4)
+    total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
+    numerator, total = numerator.flatten(3, 4), total.flatten(3, 4)
     if torch.compiler.is_compiling():
         back = torch.arange(length, device=phi_k.device)
-        numerator, denominator = numerator.index_select(3, back), denominator.index_select(3, back)
+        numerator, total = numerator.index_select(3, back), total.index_select(3, back)
     else:
-        numerator, denominator = numerator[:, :, :, :length], denominator[..., :length]
-    return normalised(numerator, denominator), final
+        numerator, total = numerator[:, :, :, :length], total[..., :length]
+    return numerator.flatten(1, 2), total.flatten(1, 2), final
 
 
 def _states_before(
     key: Tensor, value: Tensor, state: State | None, links: Tensor | None, first_document: Tensor | None
 ) -> tuple[State, State]:
-    """The state before each chunk `[B, Hkv, chunks, D, Dv]`, and the one after the last."""
+    """The state before each chunk `[B, Hkv, chunks, D, Dv]`, and the one after the last.
+
+    Args:
+        key, value: `[B, Hkv, chunks, CHUNK, D]`.
+        state: before the first chunk.
+        links: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
+        first_document: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
+    """
     S = torch.einsum("bhncd,bhnce->bhnde", key, value)
     z = key.sum(3)
     if links is None:
         # shifted, not total minus own: a large chunk would cancel small keys before it
         S, z = F.pad(S, (0, 0, 0, 0, 1, 0)).cumsum(2), F.pad(z, (0, 0, 1, 0)).cumsum(2)
-        before, final = State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
     else:
-        before = State(torch.einsum("bnm,bhmde->bhnde", links, S), torch.einsum("bnm,bhmd->bhnd", links, z))
-        final = State(S.sum(2), z.sum(2))
-    if state is None:
-        return before, final
-    carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
-    if first_document is not None:
-        on = first_document.unsqueeze(-1)
-        carried = State(carried.S * on.unsqueeze(-1), carried.z * on)
-    after = State(final.S + state.S, final.z + state.z)
-    return State(before.S + carried.S, before.z + carried.z), after
+        S, z = (links @ S.flatten(3)).unflatten(-1, S.shape[3:]), links @ z
+    if state is not None:
+        carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
+        if first_document is not None:
+            carried = _scaled(carried, first_document)
+        S, z = S + carried.S, z + carried.z
+    return State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
 
 
 def _chunk_index(length: int, chunks: int, device: torch.device) -> Tensor:

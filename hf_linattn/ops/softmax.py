@@ -90,16 +90,26 @@ def softmax_attention(
     return _sdpa(query, key, value, scores, dropout, False, scale)
 
 
-def scores_of(
-    query: Tensor, key: Tensor, scaling: float | None, bias: Tensor | None, softcap: float | None
-) -> Tensor:
-    """Scaled, capped and biased scores `[B, H, N, S]` in float32 (float64 in float64 models)."""
+def scores_of(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Scaling q_i . k_j, `[B, H, N, S]`, in float32 (float64 in float64 models)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = query.to(dtype) @ key.to(dtype).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores: Tensor = query.to(dtype) @ key.to(dtype).mT * scaling
+    return scores
+
+
+def capped(scores: Tensor, softcap: float | None, bias: Tensor | None) -> Tensor:
+    """Scores under a cap c tanh(s / c), then biased."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores if bias is None else scores + bias.to(dtype)
+    return scores if bias is None else scores + bias.to(scores.dtype)
+
+
+def visible_count(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """n_i, at least 1, `[B or 1, 1 or H, N or 1, 1]` in the dtype of the scores."""
+    if mask is None:
+        return scores.new_full((1, 1, 1, 1), scores.shape[-1])
+    return mask.sum(-1, keepdim=True).clamp_min(1).to(scores.dtype)
 
 
 def softmax_weights(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:

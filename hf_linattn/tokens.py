@@ -1,0 +1,106 @@
+"""The tokens of one call as an attention with a state sees them; slices of them can be summed again later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tokens:
+    """Queries, keys and values in the model's dtype, and which of them count.
+
+    Attributes:
+        query: `[B, H, N, D]`; None where only keys are known (stored by another attention).
+        key: `[B, Hkv, S, D]`; S == N except in cross-attention.
+        value: `[B, Hkv, S, Dv]`.
+        scaling: of scores, for parts that are softmax.
+        valid: boolean `[B, S]`, False for padding; None when all count.
+        count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
+        documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
+    """
+
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+    scaling: float
+    valid: Tensor | None = None
+    count: Tensor | None = None
+    documents: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of keys."""
+        return self.key.shape[2]
+
+    def hide(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """`[B, H, S, ...]` with this value at padded tokens. Not a product: padded rows may hold NaN."""
+        if self.valid is None:
+            return x
+        hidden = ~self.valid[:, None, :]
+        return x.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 3)), fill)
+
+    def slice(self, start: int, stop: int, row: int | None = None) -> Tokens:
+        """Tokens `start` to `stop`, of all rows or one; without documents."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+
+        def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            if x is None:
+                return None
+            x = x if x.shape[0] == 1 else x[rows]
+            return x.narrow(axis, start, stop - start)
+
+        key, value = cut(self.key, 2), cut(self.value, 2)
+        assert key is not None
+        assert value is not None
+        return replace(
+            self,
+            query=cut(self.query, 2),
+            key=key,
+            value=value,
+            valid=cut(self.valid, 1),
+            count=cut(self.count, 1),
+            documents=None,
+        )
+
+    def map(self, function: Any) -> Tokens:
+        """A function of tensors with rows first, on each."""
+        batch = self.key.shape[0]
+
+        def each(x: Tensor | None) -> Tensor | None:
+            return None if x is None else function(x.expand(batch, *x.shape[1:]))
+
+        return replace(
+            self,
+            query=each(self.query),
+            key=function(self.key),
+            value=function(self.value),
+            valid=each(self.valid),
+            count=each(self.count),
+        )
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    """Consecutive tokens as one; where one part has no padding and another has, all are spelled out."""
+    first = parts[0]
+    batch = first.key.shape[0]
+
+    def valid(part: Tokens) -> Tensor:
+        if part.valid is not None:
+            return part.valid
+        return torch.ones(batch, part.length, dtype=torch.bool, device=part.key.device)
+
+    queries = [part.query for part in parts if part.query is not None]
+    counts = [part.count.expand(batch, -1) for part in parts if part.count is not None]
+    padded = any(part.valid is not None for part in parts)
+    return Tokens(
+        torch.cat(queries, 2) if len(queries) == len(parts) else None,
+        torch.cat([part.key for part in parts], 2),
+        torch.cat([part.value for part in parts], 2),
+        first.scaling,
+        torch.cat([valid(part) for part in parts], 1) if padded else None,
+        torch.cat(counts, 1) if len(counts) == len(parts) else None,
+    )
