@@ -40,8 +40,11 @@ types: $(VENV)/.installed  ## mypy --strict on the installed package
 	$(BIN)/python -m pip install -q --no-deps -t build/typed .
 	cd build/typed && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p hf_linattn
 
-docs: $(VENV)/.installed  ## make the tables in docs/ again (about half an hour)
+docs: $(VENV)/.installed  ## make the tables in docs/ again (about an hour)
 	$(OFFLINE) $(QUIET) $(BIN)/python tests/families.py --write docs/families.md
+	$(OFFLINE) $(BIN)/python tools/catalogue.py --model '$(HF_LINATTN_DATA)/models/stories260k' \
+		--data '$(HF_LINATTN_DATA)/text/tinystories' --work-dir build/catalogue --jobs $(JOBS) --output docs/patches.md
+	$(OFFLINE) $(QUIET) $(BIN)/python tools/compare_docs.py --work-dir build/compare
 
 clean:  ## remove build products and caches; not the environment, nor the demo's results
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -16,10 +16,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from .summary import Run, Summary
 
-COLOURS = ("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d")
-"""Distinct also for the colour-blind (Okabe and Ito); used again when there are more patches."""
+COLOURS = (
+    *("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d"),
+    *("#2a3fd6", "#66b81a", "#882233", "#e01fd0"),
+)
+"""The first eight are distinct also for the colour-blind (Okabe and Ito); the 13th curve has another line."""
 
-MARKERS = "osD^vP*X"
+MARKERS = "sD^vP*Xo<>hp"
+LINES = ("-", "-.", ":")
+GREY = "#8a93a1"
 THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
 """Ink, grid lines, small text."""
 
@@ -33,18 +38,19 @@ class Picture:
     alt: str
 
 
+def look(index: int | None) -> dict[str, Any]:
+    """Colour, marker and line of the curve with this index; None is the model as it came."""
+    if index is None:
+        return {"color": GREY, "marker": "o", "linestyle": "--"}
+    again, place = divmod(index, len(COLOURS))
+    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": LINES[again % len(LINES)]}
+
+
 def style(summary: Summary, run: Run, ink: str) -> dict[str, Any]:
     """Colour, marker and line of a run, the same in all figures."""
-    if run.role == "original":
-        return {"color": "#8a93a1", "marker": "o", "linestyle": "--"}
     if run.role == "control":
         return {"color": ink, "marker": "o", "linestyle": "-"}
-    index = summary.patched.index(run)
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[(index + 1) % len(MARKERS)],
-        "linestyle": "-",
-    }
+    return look(None if run.role == "original" else summary.patched.index(run))
 
 
 def length_curves(summary: Summary) -> Picture | None:

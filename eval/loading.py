@@ -106,22 +106,34 @@ def scale_rope(model: nn.Module, rope_scaling: str) -> None:
     Raises:
         OptionError: the model has no RoPE, or one that is scaled already.
     """
+    for name, module in scaled_rotaries(model, rope_scaling).items():
+        model.set_submodule(name, module)
+
+
+def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
+    """What `scale_rope` puts into the model, by dotted name; the model stays as it is.
+
+    Raises:
+        OptionError: see `scale_rope`.
+    """
     kind, factor = parse_rope_scaling(rope_scaling)
     rotaries = {name: module for name, module in model.named_modules() if hasattr(module, "rope_type")}
     if not rotaries:
         raise OptionError(f"{type(model).__name__} has no RoPE to scale")
+    scaled: dict[str, nn.Module] = {}
     for name, module in rotaries.items():
         config = copy.deepcopy(module.config)
         parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
         if parameters["rope_type"] != "default":
             raise OptionError(
-                f"the RoPE of this model is scaled already ({parameters['rope_type']}); --rope-scaling would "
-                "replace that"
+                f"the RoPE of this model is scaled already ({parameters['rope_type']}); another scaling "
+                "would replace that"
             )
         parameters.update(rope_type=kind, factor=factor)
         if kind == "yarn":
             parameters["original_max_position_embeddings"] = config.max_position_embeddings
-        model.set_submodule(name, type(module)(config=config))
+        scaled[name] = type(module)(config=config)
+    return scaled
 
 
 def _first_line(error: Exception) -> str:

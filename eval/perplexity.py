@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from hf_linattn.errors import LinattnError, OptionError
 
+from .compare import entry_curves, parse_entries
 from .options import parse_options, parse_rope_scaling
 
 LENGTHS = "512,1024,2048,4096"
@@ -30,6 +31,10 @@ examples (`perplexity` stands for `python -m hf_linattn.eval.perplexity`):
   # a fine-tuned folder beside its original; the original with its RoPE scaled, in a folder of its own
   perplexity --model tuned --baseline original --data books/ --output-dir out/tuned
   perplexity --model original --rope-scaling yarn:8 --data books/ --output-dir out/yarn
+
+  # many patches of one model side by side: an entry is PATCH[:OPTION=VALUE...][@KIND:FACTOR]
+  perplexity --model DIR --data books/ --lengths 512,...,8192 --output-dir out \\
+      --compare softmax,softmax@yarn:8,softmax1,logn:train_length=1024,softmax1+logn:kappa=0.2:clip=true
 
   # plain perplexity: windows side by side, all tokens scored
   perplexity --model DIR --data book.txt --lengths 512 --stride full --max-tokens all --output-dir out
@@ -111,6 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
     rope_help = "linear, dynamic or yarn, as transformers has them; not for baselines"
     rope_type = _checked(parse_rope_scaling, keep=True)
     add("--rope-scaling", type=rope_type, metavar="KIND:FACTOR", help=rope_help)
+    compare_help = (
+        "curves of this one model, by comma: a patch or composition ('softmax' is the model's own "
+        "attention), its options, and @KIND:FACTOR for scaled RoPE (see the examples); repeatable"
+    )
+    add("--compare", type=_checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
     baseline_help = "another model, or 'unpatched': the same without --patch and --rope-scaling; repeatable"
     add("--baseline", action="append", default=[], metavar="MODEL", help=baseline_help)
     add("--train-length", type=_positive, help="length to mark in the plot (default: from the configuration)")
@@ -147,6 +157,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse, and refuse combinations in which an argument would do nothing."""
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.compare:
+        _check_compare(parser, args)
     if args.options is not None and args.patch is None:
         parser.error("--options belongs to --patch")
     unused = ("lengths", "stride", "batch_size") if args.stream else ("segment",)
@@ -165,6 +177,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
+
+
+def _check_compare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """What else belongs into the entries of --compare."""
+    instead = {
+        "patch": f"--compare {','.join(args.compare)},{args.patch}",
+        "options": "--compare logn:train_length=1024",
+        "rope_scaling": f"--compare softmax@{args.rope_scaling}",
+    }
+    for name, entry in instead.items():
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} has no meaning with --compare: write {entry}")
+    if "unpatched" in args.baseline:
+        parser.error("--baseline unpatched has no meaning with --compare: its name there is softmax")
+    try:
+        entry_curves(args.compare, args.model)
+    except OptionError as error:
+        parser.error(str(error))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,10 +246,10 @@ def _quiet_libraries(process: int) -> None:
 
 def _summary(results: dict[str, Any], args: argparse.Namespace) -> str:
     """The table and the sentences one needs to read it."""
-    from .results import overall, table
+    from .results import curve_table, overall, table
 
     rows, data = results["rows"], results["data"]
-    lines = [table(rows)]
+    lines = [curve_table(rows) if args.compare else table(rows)]
     if args.stream:
         lines.append("length: end of a position bucket; the context is all of the document before a token")
         for label in dict.fromkeys(row["model"] for row in rows):

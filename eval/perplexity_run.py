@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
-from torch import nn
 
-from hf_linattn import is_linear
 from hf_linattn.data import load_documents
-from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.errors import DataError, OptionError
 
 from . import results as files
+from .compare import check_entries, entry_curves, is_reference, named, refuse_growing_cache
+from .length_plot import save_plot
 from .loading import UNPATCHED, Curve, load_model, load_tokenizer, train_length
 from .rows import Row
 from .scoring import score_length, score_stream
@@ -26,10 +28,11 @@ from .windows import Plan, Texts, encode, plan_windows
 
 
 def curves(args: argparse.Namespace) -> list[Curve]:
-    """The model and its baselines, with labels that differ."""
+    """The model, or all entries of --compare, and the baselines, with labels that differ."""
     name = Path(args.model).name or args.model
     main_label = " ".join(filter(None, [name, args.patch, args.rope_scaling]))
-    found = [Curve(main_label, args.model, args.patch, args.options, args.rope_scaling)]
+    found = entry_curves(args.compare or [], args.model)
+    found = found or [Curve(main_label, args.model, args.patch, args.options, args.rope_scaling)]
     for baseline in dict.fromkeys(args.baseline):
         if baseline == UNPATCHED:
             found.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
@@ -65,20 +68,12 @@ def missing_rows(
     set_seed(args.seed)
     model = load_model(curve, dtype=args.dtype, device=device)
     if isinstance(plan, Texts):
-        _refuse_growing_cache(model, curve.label)
+        refuse_growing_cache(model)
         budget = None if args.max_tokens == "all" else args.max_tokens
         yield from score_stream(model, plan, max_tokens=budget, segment=args.segment, progress=True)
         return
     for length in lengths:
         yield score_length(model, plan, length, batch_size=args.batch_size, progress=True)
-
-
-def _refuse_growing_cache(model: nn.Module, label: str) -> None:
-    if not is_linear(model):
-        raise UnsupportedModelError(
-            f"--stream needs attention with a constant state in every layer; {label} has layers whose cache "
-            "grows with the document; try a linear patch, such as --patch elu1"
-        )
 
 
 def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -127,24 +122,45 @@ def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[st
             "seconds": seconds,
         },
     }
-    for curve in curves(args):
-        done = {row["length"] for row in rows if row["model"] == curve.label}
-        start = time.perf_counter()
-        for row in missing_rows(args, curve, plan, done, state.device):
-            rows.append({"model": curve.label, **asdict(row)})
-            seconds[f"{curve.label} {row.length}"] = round(time.perf_counter() - start, 3)
-            start = time.perf_counter()
-            # a stream gives all its rows at once: one that is half written would pass for a whole one
-            if state.is_main_process and not args.stream:
-                files.save(args.output_dir, results)
-        if state.is_main_process:
-            files.save(args.output_dir, results)
+    measured = curves(args)
+    if args.compare:
+        entries = measured[: len(args.compare)]
+        check_entries(entries, dtype=args.dtype, device=state.device, stream=args.stream)
+    _measure(args, measured, plan, results, state)
     results["complete"] = True
     if state.is_main_process:
         files.save(args.output_dir, results)
         files.save_csv(args.output_dir / "results.csv", rows)
-        files.save_plot(args.output_dir / "perplexity.png", rows, results["train_length"], args.stream)
+        plot = args.output_dir / "perplexity.png"
+        reference = {curve.label for curve in measured if is_reference(curve)}
+        save_plot(plot, rows, length, stream=args.stream, reference=reference)
     return results
+
+
+def _measure(
+    args: argparse.Namespace,
+    measured: list[Curve],
+    plan: Texts | Plan,
+    results: dict[str, Any],
+    state: PartialState,
+) -> None:
+    """Add the missing rows to the results, which are saved after each."""
+    rows, seconds = results["rows"], results["run"]["seconds"]
+    for index, curve in enumerate(measured, 1):
+        done = {row["length"] for row in rows if row["model"] == curve.label}
+        if state.is_main_process and len(measured) > 1:
+            print(f"{curve.label} ({index} of {len(measured)})", file=sys.stderr)
+        start = time.perf_counter()
+        with named(curve.label) if args.compare else nullcontext():
+            for row in missing_rows(args, curve, plan, done, state.device):
+                rows.append({"model": curve.label, **asdict(row)})
+                seconds[f"{curve.label} {row.length}"] = round(time.perf_counter() - start, 3)
+                start = time.perf_counter()
+                # a stream gives all its rows at once: one that is half written would pass for a whole one
+                if state.is_main_process and not args.stream:
+                    files.save(args.output_dir, results)
+        if state.is_main_process:
+            files.save(args.output_dir, results)
 
 
 def describe_data(texts: Texts, plan: Texts | Plan) -> dict[str, Any]:

@@ -23,25 +23,28 @@ example:
 
 --runs holds a folder per fine-tuning run (results.json, train.csv of hf_linattn.finetune), --perplexity one
 per measurement (results.json of hf_linattn.eval.perplexity); folders of the same name belong together. The
-run without fine-tuning is the original, the one fine-tuned without a patch the control. --results also
-writes the summary table as that file and, ending in .csv, beside it.
+run without fine-tuning is the original, the one fine-tuned without a patch the control. --diagnose adds what
+hf_linattn.eval.diagnose found: one of its folders, or a folder of them. --results also writes the summary
+table as that file and, ending in .csv, beside it.
 """
 
 PROMPT_SHOWN = 420
 """Characters from the end of a prompt that the page shows."""
 
 
-def render(summary: Any, *, title: str, notes: Sequence[str] = ()) -> str:
+def render(summary: Any, *, title: str, notes: Sequence[str] = (), diagnoses: Sequence[Any] = ()) -> str:
     """The page as HTML: one file without any address in it.
 
     Args:
         summary: what `summary.collect` gives.
         title: heading of the page.
         notes: sentences about the data, shown below the heading.
+        diagnoses: what `diagnosis_page.collect` gives.
     """
     import jinja2
 
     from . import findings
+    from .diagnosis_page import COLUMNS
     from .figures import COLOURS, bucket_curves, length_curves, loss_curves
 
     environment = jinja2.Environment(
@@ -65,9 +68,11 @@ def render(summary: Any, *, title: str, notes: Sequence[str] = ()) -> str:
             "buckets": bucket_curves(summary),
         },
         findings=[_markup(text) for text in findings.findings(summary)],
-        cautions=[_markup(text) for text in findings.cautions(summary)],
+        cautions=[_markup(text) for text in findings.cautions(summary)] if summary.runs else [],
         prompts=[_prompt(summary, index) for index in range(len(summary.prompts))],
         best=_best_by_length(summary),
+        diagnoses=list(diagnoses),
+        diagnosis_columns=COLUMNS.values(),
         exponential=findings.exponential,
         machine=_machine(),
     )
@@ -147,6 +152,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--runs", type=Path, help="folder of fine-tuning runs")
     add("--perplexity", type=Path, help="folder of perplexity results")
+    diagnose_help = "folder of the diagnose command, or a folder of such folders; repeatable"
+    add("--diagnose", type=Path, action="append", default=[], metavar="DIR", help=diagnose_help)
     add("--samples", type=Path, help="file of hf_linattn.eval.sample")
     add("--commands", type=Path, help="JSON object: run -> its commands (default: those in the results)")
     add("--note", action="append", default=[], help="sentence to show below the heading; repeatable")
@@ -164,12 +171,19 @@ def run(args: argparse.Namespace) -> None:
     """
     from hf_linattn.checkpointing import replacing
 
-    from .summary import collect
+    from . import diagnosis_page
+    from .summary import Summary, collect
 
+    if args.runs is None and args.perplexity is None and not args.diagnose:
+        raise DataError("nothing to report: give --runs, --perplexity, --diagnose or several of them")
+    diagnoses = diagnosis_page.collect(args.diagnose) if args.diagnose else []
     if args.runs is None and args.perplexity is None:
-        raise DataError("nothing to report: give --runs, --perplexity or both")
-    summary = collect(args.runs, args.perplexity, args.samples, args.commands)
-    page = render(summary, title=args.title, notes=args.note)
+        if args.results is not None:
+            raise DataError("--results is the table of --runs and --perplexity: give one of them")
+        summary = Summary([], None, {}, {}, diagnoses[0].versions, [])
+    else:
+        summary = collect(args.runs, args.perplexity, args.samples, args.commands)
+    page = render(summary, title=args.title, notes=args.note, diagnoses=diagnoses)
     for path in filter(None, (args.output, args.results)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if args.results is not None:

@@ -75,39 +75,17 @@ def save_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def save_plot(path: Path, rows: Sequence[Mapping[str, Any]], train_length: int | None, stream: bool) -> None:
-    """Perplexity over length, both logarithmic, with standard errors and a line at the training length."""
-    # a Figure of its own instead of pyplot leaves the caller's backend and open figures alone
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for label in dict.fromkeys(row["model"] for row in rows):
-        curve = [row for row in rows if row["model"] == label]
-        lengths = [row["length"] for row in curve]
-        values = [row["perplexity"] for row in curve]
-        axes.errorbar(
-            lengths, values, [row["stderr"] or 0.0 for row in curve], marker="o", capsize=3, label=label
-        )
-    if train_length:
-        axes.axvline(train_length, color="grey", linestyle=":", label=f"trained at {train_length}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    values = [row["perplexity"] for row in rows]
-    if max(values) < 20 * min(values):
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-    else:
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set(
-        xlabel="position in the document, up to" if stream else "tokens of context",
-        ylabel="perplexity per token",
-    )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(path, format="png", dpi=150)
+def curve_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per curve, one column of perplexities per length, as aligned text."""
+    labels = list(dict.fromkeys(row["model"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    found = {(row["model"], row["length"]): f"{row['perplexity']:.5g}" for row in rows}
+    width = max(map(len, labels))
+    lines = [" ".join([f"{'perplexity at':<{max(width, 13)}}", *(f"{length:>9}" for length in lengths)])]
+    for label in labels:
+        cells = (f"{found.get((label, length), '-'):>9}" for length in lengths)
+        lines.append(" ".join([f"{label:<{max(width, 13)}}", *cells]))
+    return "\n".join(lines)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

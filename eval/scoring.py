@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.objectives import require_causal
 
 from .nats import scoring, stream_nats, window_nats
 from .rows import Bucket, Piece, Row, make_row
@@ -61,6 +62,7 @@ def measure(
     Raises:
         OptionError: a length, the stride, the budget or the batch size is out of its range.
         DataError: no document is long enough, or the loss is not finite.
+        UnsupportedModelError: the model sees later tokens (an encoder).
     """
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
@@ -79,6 +81,7 @@ def score_length(
     edges = bucket_edges(length - windows[0].scored, length)
     rank, size = _process()
     sums: dict[int, list[float]] = {}
+    require_causal(model)
     with scoring(model), _bar(len(windows) * length, f"length {length}", progress) as advance:
         # whole batches are dealt out: the rounding of a forward pass is the same for any number of processes
         for start in range(0, len(windows), batch_size)[rank::size]:
@@ -123,6 +126,7 @@ def score_stream(
     Raises:
         OptionError: the segment is below 1 token, or the share of a document below 2.
         DataError: there is nothing to score, or the loss is not finite.
+        UnsupportedModelError: the model sees later tokens (an encoder).
     """
     documents = texts.documents
     share = texts.longest if max_tokens is None else max_tokens // len(documents)
@@ -137,6 +141,7 @@ def score_stream(
     edges = bucket_edges(1, max(ends))
     rank, size = _process()
     sums: dict[int, list[float]] = {}
+    require_causal(model)
     with scoring(model), _bar(sum(ends), "stream", progress) as advance:
         for index in range(rank, len(documents), size):
             sums[index] = [0.0] * (len(edges) - 1)

@@ -150,11 +150,13 @@ class LinearAttention(StatefulAttention):
 
     Attributes:
         features: number F of features; None for D. Set it in the constructor where it differs.
+        summed: divided by the sum of its weights, so that it can share that with a window beside it.
     """
 
     packs = True
     group = "feature map"
     features: int | None = None
+    summed: bool = True
 
     def feature_map(self, x: Tensor) -> Tensor:
         """phi: `[B, H, N, D]` -> `[B, H, N, F]`; float32 in and out (float64 in float64 models)."""
@@ -167,6 +169,13 @@ class LinearAttention(StatefulAttention):
     def key_map(self, key: Tensor) -> Tensor:
         """phi_k."""
         return self.feature_map(key)
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """Logarithm of the factor per row, `[B, H, N]`, that `query_map` divided by; None for 1.
+
+        Needed where these features share a normaliser with something else.
+        """
+        return None
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
         """Logarithm of the factor `[B or 1, Hkv, N]`, at most 0, on everything before each token; causal.
@@ -191,12 +200,16 @@ class LinearAttention(StatefulAttention):
         decay = None if decay is None else tokens.hide(decay.expand(key.shape[0], key.shape[1], -1))
         return tokens.hide(self.key_map(key)), tokens.hide(value), decay
 
-    def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
-        """In chunks; see `ops.linear`."""
+    def sums(self, tokens: Tokens, state: State | None) -> tuple[Tensor, Tensor, State]:
+        """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]` and the state after; see `ops.linear`."""
         assert tokens.query is not None
         phi_q = self.query_map(upcast(tokens.query))
         phi_k, value, decay = self.mapped(tokens)
-        numerator, total, after = linear.causal(phi_q, phi_k, value, state, tokens.documents, decay)
+        return linear.causal(phi_q, phi_k, value, state, tokens.documents, decay)
+
+    def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
+        """In chunks."""
+        numerator, total, after = self.sums(tokens, state)
         return self._divided(numerator, total, tokens), after
 
     def both_ways(self, tokens: Tokens) -> Tensor:
@@ -318,8 +331,3 @@ class Modifier(Patch):
         call.scaling = self.scaling(call.scaling, query.shape[-1])
         if cls.score_bias is not Modifier.score_bias:
             call.add_bias(self.score_bias(call.distance().to(dtype)))
-
-
-def options_of(patch: Patch, names: Any) -> dict[str, Any]:
-    """Current values of a patch's options."""
-    return {name: getattr(patch, name) for name in names}

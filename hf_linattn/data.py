@@ -124,18 +124,30 @@ def load_blocks(
     Raises:
         DataError: as `load_documents`, or the text is shorter than one block.
     """
-    tokenized = tokenize_documents(load_documents(source, column=column, split=split), tokenizer)
-    batches = tokenized.with_format("numpy").iter(batch_size=1000)
-    documents = [ids for batch in batches for ids in batch["input_ids"]]
+    documents = load_tokens(source, tokenizer, column=column, split=split)
     separator, _ = document_separator(tokenizer)
     blocks = pack_blocks(documents, block_size, separator)
     if len(blocks) == 0:
         count = sum(len(ids) + (separator is not None) for ids in documents if len(ids))
-        raise DataError(
-            f"{source} holds {count} tokens, fewer than one block of {block_size}: "
-            "give more text or a smaller block size"
-        )
+        raise short_text(source, count, block_size)
     return blocks
+
+
+def load_tokens(
+    source: str | Path, tokenizer: PreTrainedTokenizerBase, *, column: str = "text", split: str = "train"
+) -> list[NDArray[np.int32]]:
+    """Token ids of every document, without special tokens; arguments and errors as `load_documents`."""
+    tokenized = tokenize_documents(load_documents(source, column=column, split=split), tokenizer)
+    batches = tokenized.with_format("numpy").iter(batch_size=1000)
+    return [ids for batch in batches for ids in batch["input_ids"]]
+
+
+def short_text(source: str | Path, tokens: int, block_size: int) -> DataError:
+    """The error for a text that does not fill one block."""
+    return DataError(
+        f"{source} holds {tokens} tokens, fewer than one block of {block_size}: "
+        "give more text or a smaller block size"
+    )
 
 
 def _text_files(folder: Path) -> list[Path]:

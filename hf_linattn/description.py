@@ -23,7 +23,8 @@ class Row:
         patch: composition, "softmax" for the model's own attention; note: what became of its window.
         options: by part of the composition.
         parameters: number of parameters added.
-        linear: time linear and state constant in the number of tokens.
+        linear: the state is of constant size.
+        time: in the number of tokens n.
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
@@ -35,6 +36,7 @@ class Row:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: int = 0
     linear: bool = False
+    time: str = "O(n^2)"
     window: str | None = None
     state_bytes: int | None = None
     bytes_per_token: int | None = None
@@ -74,14 +76,13 @@ class Description:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.linear:
-        time, state = "O(n)", "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
+        state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
     else:
-        time = "O(n window)" if row.window else "O(n^2)"
         state = "grows" if row.bytes_per_token is None else f"{row.bytes_per_token:,} B per token"
         state += " up to the window" if row.window else ""
     patch = f"{row.patch} ({row.note})" if row.note else row.patch
     options = " ".join(f"{k}={v}" for part in row.options.values() for k, v in part.items())
-    return row.module, patch, options, f"{row.parameters:,}", time, state
+    return row.module, patch, options, f"{row.parameters:,}", row.time, state
 
 
 def _bytes_per_token(site: Site) -> int | None:
@@ -105,19 +106,28 @@ def _row(site: Site, record: Record) -> Row:
     note = record.notes.get(site.name, "")
     if child is None:
         growth = _bytes_per_token(site)
+        time = "O(n window)" if site.window else "O(n^2)"
         return Row(
-            site.name, site.layer_idx, "softmax", window=site.window, bytes_per_token=growth, note=note
+            site.name,
+            site.layer_idx,
+            "softmax",
+            time=time,
+            window=site.window,
+            bytes_per_token=growth,
+            note=note,
         )
+    window = site.window if child.keep_window else None
     return Row(
         module=site.name,
         layer=site.layer_idx,
         patch=child.spec,
         options=record.options.get(site.name, {}),
         parameters=sum(p.numel() for p in child.parameters()),
-        linear=child.linear,
-        window=site.window if child.keep_window else None,
-        state_bytes=_state_bytes(site, child.attention) if child.linear else None,
-        bytes_per_token=None if child.linear else _bytes_per_token(site),
+        linear=child.keeps_state,
+        time="O(n window)" if window and not child.keeps_state else child.attention.time,
+        window=window,
+        state_bytes=_state_bytes(site, child.attention) if child.keeps_state else None,
+        bytes_per_token=None if child.keeps_state else _bytes_per_token(site),
         note=note,
     )
 

@@ -31,6 +31,8 @@ examples:
       --mixed-precision bf16 --output-dir out
   python -m hf_linattn.finetune --model DIR --patch softmax1+logn --options '{"train_length": 2048}' \\
       --data articles.jsonl --text-column body --output-dir out
+  python -m hf_linattn.finetune --model bert-base-uncased --patch elu1 --no-dropout --data books/ \\
+      --block-size 128 --output-dir out          # an encoder: masked-language modelling
 
 data:
   A text file is one document; a folder gives every .txt, .md, .py, .rst and .raw file below it; a .jsonl,
@@ -38,6 +40,15 @@ data:
   (name:config). Each document is preceded by the tokenizer's BOS token (else EOS, else nothing); all are
   joined in order and cut into blocks of --block-size tokens, the rest is dropped. Attention crosses the
   borders of documents in a block.
+
+objective:
+  causal predicts every next token. mlm (BERT's) hides 15 % of the tokens of every block: 80 % of these become
+  the mask token, 10 % any token, 10 % stay; the loss is over them alone, with new masks at every step and
+  fixed ones in validation. Its blocks stand between the special tokens that the tokenizer puts around a text
+  ([CLS] ... [SEP]), and a document ends with the separator instead of beginning with BOS.
+  auto takes mlm for a checkpoint saved from a masked-LM class, and for a bare encoder (BertModel) whose type
+  has one, unless its config says is_decoder; otherwise causal. A model that sees later tokens is never
+  trained causally.
 
 batches:
   One step uses --batch-size x --grad-accum x processes blocks. The loss is the mean over all their tokens;
@@ -60,7 +71,7 @@ def _option(default: Any, text: str, **extra: Any) -> Any:
 class FinetuneArguments:
     """Everything `finetune` is told; each field is an option of the command."""
 
-    model: str = field(metadata={"help": "folder or Hub name of a causal language model, patched or not"})
+    model: str = field(metadata={"help": "folder or Hub name of a language model or encoder, patched or not"})
     data: str = field(
         metadata={"help": "text file, folder, .jsonl/.parquet/.csv, or dataset name (see below)"}
     )
@@ -77,6 +88,9 @@ class FinetuneArguments:
     )
     sliding: Literal["keep", "global", "refuse"] = _option(
         "keep", "sliding-window layers: see patch_model", choices=("keep", "global", "refuse")
+    )
+    objective: Literal["auto", "causal", "mlm"] = _option(
+        "auto", "what is predicted: next or masked tokens (see below)", choices=("auto", "causal", "mlm")
     )
     tokenizer: str | None = _option(None, "folder or name of the tokenizer (default: the model's)")
     text_column: str = _option("text", "column of a table or dataset that holds the text")
@@ -137,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's parser, one option per field of `FinetuneArguments`."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.finetune",
-        description="Fine-tune a causal language model, with its attention patched or not, on plain text.",
+        description="Fine-tune a language model or encoder, its attention patched or not, on plain text.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -228,8 +242,9 @@ def _summary(results: dict[str, Any]) -> str:
     lines = [f"{results['steps']} steps, {results['tokens']:,} tokens, {results['seconds']:.0f} s"]
     if results["eval_loss"] is not None:
         before, after = results["eval_loss_before"], results["eval_loss"]
+        token = "masked token" if results.get("objective") == "mlm" else "token"
         lines.append(
-            f"validation loss {before:.4f} -> {after:.4f} nats per token "
+            f"validation loss {before:.4f} -> {after:.4f} nats per {token} "
             f"(perplexity {math.exp(before):.2f} -> {math.exp(after):.2f})"
         )
     lines.append(f"model, train.csv, loss.png and results.json are in {results['arguments']['output_dir']}")

@@ -6,30 +6,23 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import re
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_linattn import from_pretrained, patch_model
 from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
-from hf_linattn.data import document_separator, load_blocks
-from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
+from hf_linattn.errors import DataError, OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
+from hf_linattn.finetune_model import PATCH_PART, check_fit, choose_trained, first_line, load_model
+from hf_linattn.objectives import Objective, choose, objective
 from hf_linattn.plots import save_loss_curve
-from hf_linattn.registry import patches
-from hf_linattn.sites import find_sites
 from hf_linattn.training import LoopSettings, TrainingLoop
 
 FREE_TO_CHANGE = (
@@ -46,9 +39,6 @@ RUN_FILES = (
 
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
 
-PATCH_PART = ".linattn."
-"""In the name of every parameter that belongs to a patch."""
-
 
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """See `hf_linattn.finetune.finetune`."""
@@ -62,27 +52,35 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
         finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return finished
     tokenizer = _load_tokenizer(arguments.tokenizer or arguments.model)
+    task = _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, tokenizer)
-    base = _load_model(arguments)
-    _check_fit(base, blocks, eval_blocks)
+        blocks, eval_blocks = _load_data(arguments, task)
+    base = load_model(arguments, task)
+    check_fit(base, task, blocks, eval_blocks)
     sizes = {
         "parameters": sum(parameter.numel() for parameter in base.parameters()),
         "patch_parameters": sum(p.numel() for name, p in base.named_parameters() if PATCH_PART in name),
     }
-    model = _choose_trained(base, arguments)
+    model = choose_trained(base, arguments, task)
     if accelerator.is_main_process:
         _begin(
             folder, {**settings, "data_sha256": hashlib.sha256(blocks.data).hexdigest()}, arguments.overwrite
         )
     accelerator.wait_for_everyone()
     loop = TrainingLoop(
-        accelerator, model, blocks, _loop_settings(arguments), folder, eval_blocks=eval_blocks
+        accelerator,
+        model,
+        blocks,
+        _loop_settings(arguments),
+        folder,
+        eval_blocks=eval_blocks,
+        losses=task.losses,
+        prepare=task.prepare,
     )
     loop.run()
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [_results(arguments, command, loop, document_separator(tokenizer)[1], sizes)]
+        box = [_results(arguments, command, loop, task, sizes)]
         _save(accelerator.unwrap_model(loop.model), tokenizer, folder)
         with replacing(folder / "loss.png") as partial:
             save_loss_curve(loop.log.rows, partial, f"{arguments.model}, {arguments.patch or 'no new patch'}")
@@ -101,7 +99,7 @@ def _make_accelerator(arguments: FinetuneArguments) -> Accelerator:
     try:
         accelerator = Accelerator(mixed_precision=arguments.mixed_precision, cpu=arguments.cpu)
     except ValueError as error:
-        raise OptionError(f"--mixed-precision {arguments.mixed_precision}: {_first_line(error)}") from error
+        raise OptionError(f"--mixed-precision {arguments.mixed_precision}: {first_line(error)}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise OptionError(
             "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
@@ -171,118 +169,28 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"no tokenizer in {name} (give one with --tokenizer): {_first_line(error)}"
-        ) from error
+        raise DataError(f"no tokenizer in {name} (give one with --tokenizer): {first_line(error)}") from error
     return tokenizer
 
 
+def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase) -> Objective:
+    try:
+        config = AutoConfig.from_pretrained(arguments.model)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"cannot load --model {arguments.model}: {first_line(error)}") from error
+    name = choose(arguments.objective, config)
+    return objective(name, tokenizer, arguments.block_size, arguments.seed)
+
+
 def _load_data(
-    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase
+    arguments: FinetuneArguments, task: Objective
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-    size, column = arguments.block_size, arguments.text_column
-    blocks = load_blocks(arguments.data, tokenizer, size, column=column, split=arguments.data_split)
+    column = arguments.text_column
+    blocks = task.load_blocks(arguments.data, column=column, split=arguments.data_split)
     if arguments.eval_data is None:
         return blocks, None
-    held_out = load_blocks(arguments.eval_data, tokenizer, size, column=column, split=arguments.eval_split)
+    held_out = task.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)
     return blocks, held_out[: arguments.eval_blocks]
-
-
-def _load_model(arguments: FinetuneArguments) -> PreTrainedModel:
-    """The model with its patch; new parameters depend on the seed."""
-    try:
-        model: PreTrainedModel = from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype))
-    except LinattnError:
-        raise
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load --model {arguments.model}: {_first_line(error)}") from error
-    if arguments.no_dropout:
-        _switch_off_dropout(model)
-    set_seed(arguments.seed)
-    if arguments.patch is not None:
-        patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
-    return model
-
-
-def _switch_off_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):  # llama: self.attention_dropout = config...
-                setattr(module, name, 0.0)
-
-
-def _choose_trained(model: PreTrainedModel, arguments: FinetuneArguments) -> nn.Module:
-    """Everything, the patch's parameters, or LoRA and the patch's parameters."""
-    learned = [name for name, _ in model.named_parameters() if PATCH_PART in name]
-    if arguments.lora:
-        return _add_lora(model, arguments, with_patch=bool(learned))
-    if arguments.train_only_patch:
-        if not learned:
-            patch = arguments.patch or f"the attention of {arguments.model}"
-            others = ", ".join(_patches_with_parameters(model)) or "none of the installed ones"
-            raise TrainingError(
-                f"--train-only-patch: {patch} has no parameters of its own to train; some have: {others}"
-            )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(PATCH_PART in name)
-    return model
-
-
-def _patches_with_parameters(model: nn.Module) -> list[str]:
-    """Names of patches that, with their default options, would bring learned parameters to this model."""
-    sites, names = find_sites(model), []
-    for name, cls in patches().items() if sites else ():
-        try:
-            patch = cls(sites[0])
-        except (TypeError, ValueError):  # needs options, or other sizes
-            continue
-        if any(True for _ in patch.parameters()):
-            names.append(name)
-    return names
-
-
-def _add_lora(model: PreTrainedModel, arguments: FinetuneArguments, *, with_patch: bool) -> nn.Module:
-    import peft  # takes seconds, and few runs need it
-
-    config = peft.LoraConfig(
-        r=arguments.lora,
-        lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
-        target_modules="all-linear",
-        exclude_modules=rf".*{re.escape(PATCH_PART.rstrip('.'))}(\..*)?",
-        modules_to_save=[PATCH_PART.strip(".")] if with_patch else None,
-        # GPT-2 keeps its weights transposed
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        task_type="CAUSAL_LM",
-    )
-    with warnings.catch_warnings():
-        # peft 0.21 asks transformers 5.23 for a property by its old name
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        return peft.get_peft_model(model, config)
-
-
-def _check_fit(model: PreTrainedModel, *data: NDArray[np.int32] | None) -> None:
-    """The model must know every token and every position.
-
-    Raises:
-        DataError: it does not.
-    """
-    known = len(cast("Tensor", model.get_input_embeddings().weight))
-    config = model.config.get_text_config()
-    # Rotary models count on beyond the length they were trained at; learned positions end.
-    limit = (
-        None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
-    )
-    for blocks in data:
-        if blocks is None:
-            continue
-        if blocks.max() >= known:
-            raise DataError(
-                f"the tokenizer gives token {blocks.max()}, the model knows {known}: give its own --tokenizer"
-            )
-        if limit is not None and blocks.shape[1] > limit:
-            raise DataError(f"--block-size {blocks.shape[1]} is more than the model's {limit} positions")
 
 
 def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:
@@ -302,7 +210,7 @@ def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _results(
-    arguments: FinetuneArguments, command: str, loop: TrainingLoop, separation: str, sizes: dict[str, int]
+    arguments: FinetuneArguments, command: str, loop: TrainingLoop, task: Objective, sizes: dict[str, int]
 ) -> dict[str, Any]:
     assert loop.log is not None
     rows = loop.log.rows
@@ -318,7 +226,8 @@ def _results(
         **sizes,
         "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),
         "blocks": len(loop.blocks),
-        "documents": f"{separation}; joined in order and cut into blocks; attention crosses their borders",
+        "objective": task.name,
+        "documents": task.description,
         "steps": loop.step,
         "tokens": int(rows[-1]["tokens"]),
         "loss": float(rows[-1]["loss"]),
@@ -333,7 +242,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -91,7 +91,7 @@ class PatchedAttention(nn.Module):
         return self.get_submodule(self.base)  # type: ignore[return-value]
 
     @property
-    def linear(self) -> bool:
+    def keeps_state(self) -> bool:
         """Whether the state is of constant size."""
         return self.attention.linear
 
@@ -105,11 +105,8 @@ class PatchedAttention(nn.Module):
         attention = self.attention
         for keyword, what in site.extras().items():
             if keyword not in attention.expresses:
-                advice = (
-                    "a softmax patch (softmax1, logn)"
-                    if keyword in ScoreAttention.expresses
-                    else "its own attention"
-                )
+                softmax = keyword in ScoreAttention.expresses
+                advice = "a softmax patch (softmax1, logn)" if softmax else "its own attention"
                 raise UnsupportedModelError(
                     f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of "
                     f"the plan, or keep {advice} there."
@@ -125,9 +122,9 @@ class PatchedAttention(nn.Module):
                 )
         if self.drops_rope and ROTARY_ARGUMENT not in site.source.parameters:
             raise OptionError(
-                f"rope=False: {self.where} gets no rotary embedding that could be switched off; leave rope=True"
+                f"rope=False: {self.where} gets no rotary embedding to switch off; leave rope=True"
             )
-        if self.linear:
+        if self.keeps_state:
             self._refuse_state(site)
 
     def _refuse_state(self, site: Site) -> None:
@@ -198,12 +195,17 @@ class PatchedAttention(nn.Module):
         if not self.keep_window:
             visibility = visibility.without_window()
         if (
-            self.drops_window and not self.linear
+            self.drops_window and not self.keeps_state
         ):  # a static layer in place of a window is longer than the mask
             key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
         if extras.get("indices") is not None:
             visibility = visibility.selected(extras["indices"], key.shape[2])
         if extras.get("cu_seq_lens_q") is not None:
+            if query.shape[0] != 1:
+                raise UnsupportedCallError(
+                    f"{self.where}: cu_seq_lens_q tells the documents of one row, and there are "
+                    f"{query.shape[0]}"
+                )
             visibility = visibility.packed(extras["cu_seq_lens_q"], query.device)
         bias = visibility.bias
         if extras.get("position_bias") is not None:

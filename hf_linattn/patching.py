@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from hf_linattn.configs import OwnConfigs
-from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
+from hf_linattn.errors import CheckpointError, NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.masks import DENSE_MASKS, WHOLE_MASKS
 from hf_linattn.patched import PatchedAttention
 from hf_linattn.plan import Plan, resolve, sites_of, transformers_model
@@ -27,6 +29,7 @@ Sliding = Literal["keep", "global", "refuse"]
 FORMAT = 1
 RECORD = "_linattn"
 PREPARE_CACHE = "_prepare_cache_for_generation"
+SAVES = ("save_pretrained", "push_to_hub")
 
 
 def package_version() -> str:
@@ -45,6 +48,7 @@ class Record:
     children: list[nn.Module] = field(default_factory=list)
     kept: list[nn.Module] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    savers: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # model, method, its own if any
     cache_layers: list[tuple[int, str, bool]] = field(default_factory=list)  # index, name, linear
     options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
@@ -99,11 +103,11 @@ def entry_of(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for name, recipe in recipes.items():
         for group in groups:
-            if group["patch"] == recipe.spec and group["options"] == recipe.options:
+            if group["patch"] == recipe.spec and group["options"] == recipe.plain:
                 group["modules"].append(name)
                 break
         else:
-            groups.append({"patch": recipe.spec, "options": recipe.options, "modules": [name]})
+            groups.append({"patch": recipe.spec, "options": recipe.plain, "modules": [name]})
     return {"format": FORMAT, "version": package_version(), "sliding": sliding, "patches": groups}
 
 
@@ -184,7 +188,7 @@ def _install(
     notes: dict[str, str],
     sliding: Sliding,
 ) -> None:
-    record = Record(options={name: recipe.options for name, recipe in recipes.items()}, notes=notes)
+    record = Record(options={name: recipe.plain for name, recipe in recipes.items()}, notes=notes)
     if children:
         record.configs = OwnConfigs(model)
     for site in sites if children else []:
@@ -196,13 +200,18 @@ def _install(
         site.module.add_module(NAME, child)
         record.children.append(site.module)
         record.hooks.append(site.module.register_forward_pre_hook(find_state, with_kwargs=True))
-        if (child.linear or child.drops_window) and _has_own_slot(site):
+        if (child.keeps_state or child.drops_window) and _has_own_slot(site):
             assert site.layer_idx is not None
-            record.cache_layers.append((site.layer_idx, site.name, child.linear))
+            record.cache_layers.append((site.layer_idx, site.name, child.keeps_state))
     if record.configs is not None:
         record.configs.use_copies(entry_of(recipes, sliding), model.config, _flags(sites, children))
     if record.cache_layers and hasattr(model, PREPARE_CACHE):
         model.__dict__[PREPARE_CACHE] = functools.partial(_prepare_cache, model)
+    unsaved = {key: what for name in children for key, what in recipes[name].unsaved.items()}
+    savers = [part for part in model.modules() if isinstance(part, PreTrainedModel)] if unsaved else []
+    for part, method in product(savers, SAVES):
+        record.savers.append((part, method, part.__dict__.get(method)))
+        part.__dict__[method] = functools.partial(_refuse_save, unsaved)
     model.__dict__[RECORD] = record
 
 
@@ -234,6 +243,16 @@ def _prepare_cache(
     return output
 
 
+def _refuse_save(unsaved: dict[str, str], *args: Any, **kwargs: Any) -> None:
+    """Stands before the model's own method: nothing is written that could not be loaded."""
+    names = ", ".join(f"{option} ({what})" for option, what in unsaved.items())
+    raise CheckpointError(
+        f"nothing was saved: config.json cannot hold {names}. A checkpoint names patches and carries no "
+        "code: register a patch of your own instead (docs/adding-an-attention.md), or save the weights "
+        "alone, by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
+    )
+
+
 def unpatch_model(model: Model) -> Model:
     """Take the patch off: bit-identical logits, the same state_dict keys, the same config, no hook left.
 
@@ -245,6 +264,10 @@ def unpatch_model(model: Model) -> Model:
     if record is None:
         raise NotPatchedError(f"{type(inside).__name__} is not patched")
     inside.__dict__.pop(PREPARE_CACHE, None)
+    for part, method, own in record.savers:
+        part.__dict__.pop(method, None)
+        if own is not None:
+            part.__dict__[method] = own
     for hook in record.hooks:
         hook.remove()
     for module in record.children:

@@ -114,6 +114,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if origin in (list, dict):
         return type(value) is origin
+    if origin is Callable:
+        return callable(value)
     return type(value) is annotation and isinstance(value, PLAIN)
 
 
@@ -138,6 +140,11 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
             )
 
 
+def _called(value: Any) -> str:
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What one attention module gets, each part with its options.
@@ -152,6 +159,25 @@ class Recipe:
     def parts(self) -> list[type[Patch]]:
         """The classes in the order in which they were named."""
         return [find(name) for name in self.spec.split("+")]
+
+    @property
+    def unsaved(self) -> dict[str, str]:
+        """What config.json cannot hold, functions and modules: "part.option" -> what is there."""
+        return {
+            f"{part}.{option}": _called(value)
+            for part, values in self.options.items()
+            for option, value in values.items()
+            if not isinstance(value, PLAIN)
+        }
+
+    @property
+    def plain(self) -> dict[str, dict[str, Any]]:
+        """Options as config.json and tables show them, functions and modules by their dotted names."""
+        names = self.unsaved
+        return {
+            part: {option: names.get(f"{part}.{option}", value) for option, value in values.items()}
+            for part, values in self.options.items()
+        }
 
     @property
     def identity(self) -> bool:

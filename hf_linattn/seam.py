@@ -163,7 +163,7 @@ def find_state(
     child.cross = (
         any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
     )
-    if child.cross or not (child.linear or child.drops_window):
+    if child.cross or not (child.keeps_state or child.drops_window):
         return args, kwargs
     source = child.source
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
@@ -180,7 +180,7 @@ def find_state(
     elif source.slot not in (None, "self"):
         index = index + kwargs.get(source.slot, 0)
     where = f"{type(module).__name__} {index}"
-    if not child.linear:
+    if not child.keeps_state:
         install_full(self_attention_cache(cache), index, where)
         return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
@@ -196,8 +196,8 @@ def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     pair = isinstance(given, tuple | list) and len(given) == 2
     if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
         raise UnsupportedCallError(
-            f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not {type(given).__name__}; "
-            "leave rope=True"
+            f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not "
+            f"{type(given).__name__}; leave rope=True"
         )
     still = (torch.ones_like(given[0]), torch.zeros_like(given[1]))
     if ROTARY_ARGUMENT in kwargs:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
 ROTARY_ARGUMENT = "position_embeddings"
@@ -230,6 +230,7 @@ class Site:
         head_dim, value_dim, heads, kv_heads: sizes, None where they cannot be told.
         max_positions: the config's max_position_embeddings, in tokens.
         causal: whether the module attends to the past alone; None where only its calls tell.
+        rotary: the model's one rotary embedding, whose output the module is given; None if there is no such.
     """
 
     name: str
@@ -243,6 +244,7 @@ class Site:
     kv_heads: int | None
     max_positions: int | None
     causal: bool | None
+    rotary: nn.Module | None = None
 
     def extras(self) -> dict[str, str]:
         """Keyword -> what the module does with it, for those that are in force."""
@@ -279,7 +281,13 @@ def _first(owner: Any, *names: str) -> int | None:
     return None
 
 
-def _site(name: str, module: nn.Module, source: Source) -> Site:
+def _rotary(model: nn.Module) -> nn.Module | None:
+    """The one module that makes cosines and sines for all layers."""
+    found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    return found[0] if len(found) == 1 else None
+
+
+def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None) -> Site:
     config = getattr(module, "config", None)
     heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
@@ -297,17 +305,32 @@ def _site(name: str, module: nn.Module, source: Source) -> Site:
     window = window_of(module)
     causal = getattr(module, "is_causal", None)
     causal = causal if isinstance(causal, bool) else None
-    return Site(name, module, source, index, window, head_dim, value_dim, heads, kv_heads, positions, causal)
+    given = rotary if ROTARY_ARGUMENT in source.parameters else None
+    return Site(
+        name,
+        module,
+        source,
+        index,
+        window,
+        head_dim,
+        value_dim,
+        heads,
+        kv_heads,
+        positions,
+        causal,
+        given,
+    )
 
 
 def find_sites(model: nn.Module) -> list[Site]:
     """Every attention module that routes through the interface, in the order of the model."""
     found = []
+    rotary = _rotary(model)
     for name, module in model.named_modules():
         cls: Any = type(module)
         source = read_source(cls)
         if source is not None and getattr(module, "config", None) is not None:
-            found.append(_site(name, module, source))
+            found.append(_site(name, module, source, rotary))
     return found
 
 

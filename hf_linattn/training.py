@@ -28,7 +28,10 @@ from hf_linattn.checkpointing import Checkpoint, TrainLog
 from hf_linattn.errors import TrainingError
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
-"""(model, token ids [B, N]) -> mean loss of every row [B]."""
+"""(model, token ids [B, N], or what the preparation made of them) -> mean loss of every row [B]."""
+
+Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
+"""(blocks [B, N], their numbers [B], the step; 0 in validation) -> what the loss function gets, [B, ...]."""
 
 FINAL_LR = 0.1
 """Learning rate of the last step, as a part of the peak."""
@@ -90,6 +93,7 @@ def evaluate(
     blocks: NDArray[np.int32],
     batch_size: int,
     losses: LossFunction = next_token_losses,
+    prepare: Preparation | None = None,
 ) -> float:
     """Mean loss over all blocks, shared between the processes; nats per token.
 
@@ -101,8 +105,9 @@ def evaluate(
     total = 0.0
     stride = batch_size * accelerator.num_processes
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
-        rows = np.arange(start, start + batch_size)
-        values = losses(model, _to_device(blocks[rows % len(blocks)], accelerator))
+        rows = np.arange(start, start + batch_size) % len(blocks)
+        batch = blocks[rows] if prepare is None else prepare(blocks[rows], rows, 0)
+        values = losses(model, _to_device(batch, accelerator))
         total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
     model.train(was_training)
     return math.fsum(gather_object([total])) / len(blocks)
@@ -127,6 +132,7 @@ class TrainingLoop:
         *,
         eval_blocks: NDArray[np.int32] | None = None,
         losses: LossFunction = next_token_losses,
+        prepare: Preparation | None = None,
     ) -> None:
         if accelerator.distributed_type not in _SUPPORTED:
             raise TrainingError(
@@ -134,7 +140,7 @@ class TrainingLoop:
                 "use plain data parallelism (accelerate launch --multi_gpu, or --cpu)"
             )
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
-        self.eval_blocks, self.losses = eval_blocks, losses
+        self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
         model.to(accelerator.device)
         self.bare_model = model
@@ -232,17 +238,28 @@ class TrainingLoop:
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            ids = _to_device(self.blocks[mine[micro, accelerator.process_index]], accelerator)
+            numbers = mine[micro, accelerator.process_index]
+            blocks = self.blocks[numbers]
+            if self.prepare is not None:
+                blocks = self.prepare(blocks, numbers, self.step + 1)
+            batch = _to_device(blocks, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 # all rows have the same number of targets, so the mean of means is the mean over tokens
-                loss = self.losses(self.model, ids).mean() / settings.grad_accum
+                loss = self.losses(self.model, batch).mean() / settings.grad_accum
                 accelerator.backward(loss)
             total += loss.detach()
         return float(accelerator.reduce(total, "mean"))
 
     def _evaluate(self) -> float:
         assert self.eval_blocks is not None
-        loss = evaluate(self.accelerator, self.model, self.eval_blocks, self.settings.batch_size, self.losses)
+        loss = evaluate(
+            self.accelerator,
+            self.model,
+            self.eval_blocks,
+            self.settings.batch_size,
+            self.losses,
+            self.prepare,
+        )
         if not math.isfinite(loss):
             raise self._stop(f"the validation loss is {loss} after step {self.step}")
         return loss

@@ -58,7 +58,7 @@ class Visibility:
         )
 
     def packed(self, borders: Tensor, device: torch.device) -> Visibility:
-        """The same inside documents alone, their borders given as flash attention takes them (`cu_seq_lens`)."""
+        """The same inside documents alone, whose borders come as flash attention takes them."""
         row = (
             torch.bucketize(torch.arange(self.queries, device=device), borders[1:].long(), right=True)[None]
             + 1
@@ -217,7 +217,7 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
         )
     if visibility.bias is not None and bool((visibility.bias[dense] != 0).any()):
         raise UnsupportedMaskError(
-            "the attention mask adds values to the scores, and linear attention has no scores"
+            "the attention mask adds values to the scores, and this attention has none to add to"
         )
     if dense.shape[1] != 1 and bool((dense != dense[:, :1]).any()):
         raise UnsupportedMaskError("the attention mask differs between heads")
@@ -243,6 +243,6 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
             return Visibility(True, queries, keys, relative, documents * ~padded)
     raise UnsupportedMaskError(
         "the attention mask is neither causal nor bidirectional with padding or packed documents (a "
-        "window, a prefix, islands or a pattern of the caller's): a linear attention cannot express it. "
+        "window, a prefix, islands or a pattern of the caller's): this attention cannot express it. "
         "Use a softmax patch here."
     )

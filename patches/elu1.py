@@ -15,6 +15,8 @@ class Elu1(LinearAttention):
     Shapes: query `[B, H, N, D]`, key `[B, Hkv, N, D]`, value `[B, Hkv, N, Dv]`; S `[B, Hkv, D, Dv]` and z
     `[B, Hkv, D]` in float32. Bidirectional and cross-attention sum over all visible keys instead.
 
+    Use: the plainest linear attention, a first try and a baseline; after patching it needs fine-tuning.
+
     Source: "Transformers are RNNs", Katharopoulos et al. 2020, arXiv:2006.16236, sections 3.2 and 3.3.
     """
 
@@ -25,5 +27,8 @@ class Elu1(LinearAttention):
 
     def query_map(self, query: Tensor) -> Tensor:
         """phi(q) over exp(max_d q_d) where all of q is negative: the same output, no underflow for any q."""
-        top = query.detach().amax(-1, keepdim=True).clamp(max=0)
-        return (query.clamp(max=0) - top).exp() + query.clamp(min=0)
+        return (query.clamp(max=0) - self.left_out(query).unsqueeze(-1)).exp() + query.clamp(min=0)
+
+    def left_out(self, query: Tensor) -> Tensor:
+        """min(max_d q_d, 0)."""
+        return query.detach().amax(-1).clamp(max=0)

@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_linattn.attention import Modifier
 from hf_linattn.errors import OptionError
@@ -21,12 +21,18 @@ class Logn(Modifier):
     carries the factor, so it comes before a model's own softcap and leaves its sinks alone.
 
     Options:
-        train_length: tokens at which the factor is 1; "config" takes the model's max_position_embeddings.
-        kappa: the factor per log n, instead of 1 / log(train_length).
-        clip: hold the factor at 1 or more, as Qwen does: nothing changes inside the training length.
+        train_length: tokens at which the factor is 1, at least 2, default 512; "config" takes the model's
+            max_position_embeddings.
+        kappa: the factor per log n, any number above 0, instead of 1 / log(train_length); or "learned", one
+            per query head that starts at 1 / log(train_length), which is SSMax.
+        clip: hold the factor at 1 or more, as Qwen does: nothing changes inside the training length (default
+            false).
+
+    Use: for contexts beyond the training length; with "learned" where there is something to train on.
 
     Source: Su 2021, kexue.fm/archives/8823 (512); "Overcoming a Theoretical Limitation of Self-Attention",
-    Chiang and Cholak 2022, arXiv:2202.12172; Qwen's logn_attn (clip).
+        Chiang and Cholak 2022, arXiv:2202.12172; Qwen's logn_attn (clip); "Scalable-Softmax Is Superior for
+        Attention" (SSMax, learned), Nakanishi 2025, arXiv:2501.19399.
     """
 
     def __init__(
@@ -34,7 +40,7 @@ class Logn(Modifier):
         site: Site,
         *,
         train_length: int | Literal["config"] = 512,
-        kappa: float | None = None,
+        kappa: float | Literal["learned"] | None = None,
         clip: bool = False,
     ) -> None:
         super().__init__(site)
@@ -47,14 +53,24 @@ class Logn(Modifier):
             length = site.max_positions
         if length < 2:
             raise OptionError(f"train_length must be at least 2 tokens, got {length}")
-        if kappa is not None and not (math.isfinite(kappa) and kappa > 0):
-            raise OptionError(f"kappa must be a positive number, got {kappa}")
-        if kappa is not None and train_length != 512:
-            raise OptionError("kappa and train_length say the same thing twice: give one of them")
         self.clip = clip
-        self.factor = 1 / math.log(length) if kappa is None else float(kappa)
+        self.factor = 1 / math.log(length)
+        if kappa == "learned":
+            if site.heads is None:
+                raise OptionError(
+                    f"{site.name}: the number of its heads cannot be told, and each has a kappa"
+                )
+            self.kappa = nn.Parameter(torch.full((site.heads,), self.factor))
+        elif kappa is not None:
+            if not (math.isfinite(kappa) and kappa > 0):
+                raise OptionError(f'kappa must be a positive number or "learned", got {kappa}')
+            if train_length != 512:
+                raise OptionError("kappa and train_length say the same thing twice: give one of them")
+            self.factor = float(kappa)
+        self.learned = kappa == "learned"
 
     def query_scale(self, visible: Tensor) -> Tensor:
         """Kappa log(n_i); rows that see nothing count as one key."""
-        scale = self.factor * visible.clamp(min=1).log()
+        factor = self.kappa.to(visible.dtype)[:, None] if self.learned else self.factor
+        scale = factor * visible.clamp(min=1).log()
         return torch.clamp(scale, min=1.0) if self.clip else scale

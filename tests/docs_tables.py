@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-import inspect
 import json
 from pathlib import Path
 
 from hf_linattn.eval.figures import length_curves
 from hf_linattn.eval.summary import collect
-from hf_linattn.registry import patches, signature
+from hf_linattn.registry import patches
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -31,19 +30,24 @@ float32, one thread a process; {machine}; torch {torch}, transformers {transform
 """
 
 
+GROUPS = {
+    "feature map": "linear attention: O(n) time, a state of constant size",
+    "state that forgets": "the same, and old tokens fade",
+    "hybrid": "exact softmax near by, memory flat; `window+elu1` sums up the rest",
+    "scores": "other functions of the scores",
+    "sparse": "softmax over fewer keys",
+    "compressed": "keys and values summed up in fewer",
+    "position": "added to the scores of any of those above, RoPE left on or switched off",
+}
+
+
 def patch_table() -> str:
-    lines = ["| patch | what it does | options | time, state |", "|---|---|---|---|"]
-    for name, cls in patches().items():
-        summary = (inspect.getdoc(cls) or "").partition("\n")[0]
-        options = ", ".join(f"`{key}={p.default!r}`" for key, p in signature(cls).items()) or "-"
-        cost = (
-            "O(n), constant"
-            if cls.linear
-            else "as the attention it joins"
-            if cls.modifier
-            else "O(n^2), grows"
-        )
-        lines.append(f"| `{name}` | {summary} | {options} | {cost} |")
+    lines = ["| kind | patches |", "|---|---|"]
+    for group, what in GROUPS.items():
+        names = [name for name, cls in patches().items() if cls.group == group]
+        links = " · ".join(f"[`{name}`](docs/patches.md#{name})" for name in names)
+        lines.append(f"| {what} | {links} |")
+    assert {cls.group for cls in patches().values()} == GROUPS.keys()
     return "\n".join(lines)
 
 

@@ -74,7 +74,7 @@ def test_entry(folder, entry, match):
 
 
 GROUPS = [
-    ({"patch": "elu2"}, "unknown patch 'elu2'. Did you mean 'elu1'?"),
+    ({"patch": "elu11"}, "unknown patch 'elu11'. Did you mean 'elu1'?"),
     ({"patch": "os.system"}, "unknown patch 'os.system'"),
     ({"patch": 3}, "named by a string"),
     ({"patch": ["elu1"]}, "named by a string"),

@@ -94,7 +94,7 @@ def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
         (("--model", "nowhere/at-all"), "no model at 'nowhere/at-all'"),
         (("--data", "nowhere.txt"), "no such file or folder: nowhere.txt"),
         (("--data", "empty.txt"), "is empty"),
-        (("--patch", "elu2"), "unknown patch 'elu2'. Did you mean 'elu1'?"),
+        (("--patch", "sofmax1"), "unknown patch 'sofmax1'. Did you mean 'softmax1'?"),
         (("--patch", "elu1,elu1"), "each once"),
         (("--options", '{"nonsense": 1}'), "none of elu1 has an option 'nonsense'"),
         (("--lengths", "1000000"), "the smallest length is 1000000"),

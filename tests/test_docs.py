@@ -9,7 +9,7 @@ from pathlib import Path
 import docs_tables
 import pytest
 
-from hf_linattn.registry import _PATCHES
+from hf_linattn.registry import _PATCHES, patches
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -27,6 +27,7 @@ def checkout(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    patches()  # discovered before anything is registered here
     known = dict(_PATCHES)
     yield tmp_path
     for name in _PATCHES.keys() - known.keys():

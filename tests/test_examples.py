@@ -10,11 +10,12 @@ from demo_workplace import save_model
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PROMISES = {
     "patch_and_generate.py": "bit-identical: True",
+    "linear_and_sparse.py": "both, last layer softmax ",
     "per_layer_plan.py": "same logits: True",
     "streaming_perplexity.py": " 2,048 tokens read, perplexity so far",
 }
-ELSEWHERE = {"pretrain_base.py"}
-"""Needs an hour; the model that it made is in examples/base."""
+ELSEWHERE = {"pretrain_base.py", "distill_encoder.py"}
+"""The first needs an hour and made examples/base; tests/test_encoders.py runs the second."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def test_every_example_is_tested():
 
 @pytest.mark.parametrize("name", sorted(PROMISES))
 def test_example_runs(name, model):
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), str(model)]
+    steps = ["2"] if name == "linear_and_sparse.py" else []
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), str(model), *steps]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert PROMISES[name] in done.stdout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_linattn.ops import linear, reference
-from hf_linattn.ops.softmax import scores_of, softmax_attention, softmax_weights
+from hf_linattn.ops.softmax import capped, scores_of, softmax_attention, softmax_weights
 from hf_linattn.patches.elu1 import Elu1
 
 SHAPES = [
@@ -49,12 +49,23 @@ def relative_error(got, want):
     return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-300))
 
 
+def causal(phi_q, phi_k, value, *others):
+    """Output and state."""
+    numerator, total, state = linear.causal(phi_q, phi_k, value, *others)
+    return linear.normalised(numerator, total), state
+
+
+def features(query, key):
+    module = Elu1(None)
+    return module.query_map(query.float()), module.key_map(key.float())
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_causal_matches_definition(shape, dtype, tolerance):
     query, key, value = random_qkv(shape, dtype)
     lower = torch.ones(shape[3], shape[3]).tril().double()
-    got, state = linear.causal(phi(query).to(dtype), phi(key).to(dtype), value)
+    got, state = causal(phi(query).to(dtype), phi(key).to(dtype), value)
     assert relative_error(got, definition(phi(query), phi(key), value, lower)) < tolerance
     want = torch.einsum("bhnd,bhne->bhde", phi(key).double(), value.double())
     assert relative_error(state.S, want) < tolerance
@@ -72,11 +83,11 @@ def test_the_published_reference_is_the_definition():
 @pytest.mark.parametrize("cuts", [(0, 1, 200), (0, 63, 64, 65, 200), (0, 130, 131, 132, 200)])
 def test_split_and_resume(cuts):
     query, key, value = (phi(x) if i < 2 else x for i, x in enumerate(random_qkv(SHAPES[4])))
-    want, final = linear.causal(query, key, value)
+    want, final = causal(query, key, value)
     state, parts = None, []
     for first, last in pairwise(cuts):
         part = slice(first, last)
-        output, state = linear.causal(query[:, :, part], key[:, :, part], value[:, :, part], state)
+        output, state = causal(query[:, :, part], key[:, :, part], value[:, :, part], state)
         parts.append(output)
     assert relative_error(torch.cat(parts, 2), want) < 1e-14
     assert relative_error(state.S, final.S) < 1e-14
@@ -84,19 +95,17 @@ def test_split_and_resume(cuts):
 
 def test_documents_are_independent_and_the_state_belongs_to_the_first():
     query, key, value = (phi(x) if i < 2 else x for i, x in enumerate(random_qkv((2, 4, 2, 200, 8, 8))))
-    _, state = linear.causal(query[:, :, :40], key[:, :, :40], value[:, :, :40])
+    _, state = causal(query[:, :, :40], key[:, :, :40], value[:, :, :40])
     borders = [40, 41, 90, 128, 129, 200]
     labels = torch.zeros(160, dtype=torch.long)
     for i, border in enumerate(borders[:-1]):
         labels[border - 40 :] = i + 1
-    got, _ = linear.causal(
-        query[:, :, 40:], key[:, :, 40:], value[:, :, 40:], state, labels[None].expand(2, -1)
-    )
+    got, _ = causal(query[:, :, 40:], key[:, :, 40:], value[:, :, 40:], state, labels[None].expand(2, -1))
     parts = []
     for i, (first, last) in enumerate(pairwise(borders)):
         part = slice(first, last)
         parts.append(
-            linear.causal(query[:, :, part], key[:, :, part], value[:, :, part], state if i == 0 else None)[0]
+            causal(query[:, :, part], key[:, :, part], value[:, :, part], state if i == 0 else None)[0]
         )
     assert relative_error(got, torch.cat(parts, 2)) < 1e-13
 
@@ -107,7 +116,8 @@ def test_gradients():
     lower = torch.ones(70, 70).tril().double()
     weight = torch.randn(1, 2, 70, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Elu1(None)
-    got = torch.autograd.grad((linear.causal(*module(*inputs[:2]), inputs[2])[0] * weight).sum(), inputs)
+    maps = module.query_map(inputs[0]), module.key_map(inputs[1])
+    got = torch.autograd.grad((causal(*maps, inputs[2])[0] * weight).sum(), inputs)
     want = torch.autograd.grad(
         (definition(phi(inputs[0]), phi(inputs[1]), inputs[2], lower) * weight).sum(), inputs
     )
@@ -119,7 +129,7 @@ def test_gradients():
 def test_elu1_queries_never_underflow(mean):
     query, key, value = random_qkv((1, 2, 2, 100, 16, 16), torch.float32)
     query = query + mean
-    got, _ = linear.causal(*Elu1(None)(query, key), value)
+    got, _ = causal(*features(query, key), value)
     shifted = query.double() - query.double().amax(-1, keepdim=True).clamp(max=0)
     want = definition(phi(shifted), phi(key), value, torch.ones(100, 100).tril().double())
     assert relative_error(got, want) < 1e-6
@@ -128,7 +138,7 @@ def test_elu1_queries_never_underflow(mean):
 def test_small_keys_before_a_large_one_keep_their_weight():
     query, key, value = random_qkv((1, 1, 1, 256, 8, 8), torch.float32)
     key = torch.cat([key[:, :, :192] - 20, key[:, :, 192:] + 5], 2)
-    got, _ = linear.causal(*Elu1(None)(query, key), value)
+    got, _ = causal(*features(query, key), value)
     want = definition(phi(query), phi(key), value, torch.ones(256, 256).tril().double())
     assert relative_error(got[:, :, :192], want[:, :, :192]) < 1e-6
     assert relative_error(got, want) < 1e-6
@@ -136,12 +146,10 @@ def test_small_keys_before_a_large_one_keep_their_weight():
 
 def test_the_state_stays_exact_over_many_steps():
     query, key, value = random_qkv((1, 1, 1, 3000, 4, 4), torch.bfloat16)
-    module = Elu1(None)
-    phi_q, phi_k = module(query, key)
-    assert phi_k.dtype == torch.float32
+    phi_q, phi_k = features(query, key)
     state = None
     for i in range(3000):
-        _, state = linear.causal(
+        _, state = causal(
             phi_q[:, :, i : i + 1], phi_k[:, :, i : i + 1], value[:, :, i : i + 1].float(), state
         )
     assert (
@@ -151,9 +159,9 @@ def test_the_state_stays_exact_over_many_steps():
 
 def test_rows_that_see_nothing_are_zero():
     query, key, value = random_qkv((1, 1, 1, 70, 4, 4), torch.float32)
-    phi_q, phi_k = Elu1(None)(query, key)
+    phi_q, phi_k = features(query, key)
     hidden = torch.arange(70)[None, None, :, None] < 30
-    got, _ = linear.causal(phi_q, phi_k.masked_fill(hidden, 0), value.masked_fill(hidden, 0))
+    got, _ = causal(phi_q, phi_k.masked_fill(hidden, 0), value.masked_fill(hidden, 0))
     assert torch.equal(got[:, :, :30], torch.zeros_like(got[:, :, :30]))
     assert torch.isfinite(got).all()
 
@@ -188,7 +196,7 @@ def test_softmax_forms_agree_with_the_definition(shape, kind, sink):
         sink=logit,
     )
     assert relative_error(got, want) < 1e-13
-    weights = softmax_weights(scores_of(query, key, 0.3, bias, None), mask, logit)
+    weights = softmax_weights(capped(scores_of(query, key, 0.3), None, bias), mask, logit)
     assert relative_error(weights @ values, want) < 1e-13
     if bias is None and sink != "per head":
         published = reference.softmax(query, key, value, full, 0.3, sink=sink is not None)

@@ -11,7 +11,7 @@ import torch
 from learned import logits
 from oracle import as_oracle
 
-from hf_linattn import available_patches, describe, is_linear, is_patched, patch_model, patched, unpatch_model
+from hf_linattn import describe, is_linear, is_patched, patch_model, patched, unpatch_model
 from hf_linattn.errors import NotPatchedError, PlanError, UnsupportedModelError
 
 IDS = tiny.tokens(2, 40)
@@ -35,7 +35,18 @@ def state(model):
 
 
 @pytest.mark.parametrize(
-    "patch", [*available_patches(), "softmax1+logn", {"0": "elu1", "1": "logn"}], ids=shown
+    "patch",
+    [
+        "softmax",
+        "softmax1",
+        "logn",
+        "softmax1+logn",
+        "elu1",
+        "efficient",
+        "alibi",
+        {"0": "elu1", "1": "logn"},
+    ],
+    ids=shown,
 )
 def test_unpatch_leaves_nothing(patch):
     model = tiny.llama(2)

@@ -24,7 +24,7 @@ from hf_linattn.patches.elu1 import Elu1
 IDS = tiny.tokens(2, 20)
 LOGN = "softmax1+logn"
 CALLS = [
-    (("elu2",), {}, UnknownPatchError, "unknown patch 'elu2'. Did you mean 'elu1'"),
+    (("elu11",), {}, UnknownPatchError, "unknown patch 'elu11'. Did you mean 'elu1'"),
     (("",), {}, OptionError, "lacks the name"),
     (("+",), {}, OptionError, "lacks the name"),
     (("elu1+",), {}, OptionError, "lacks the name"),
@@ -68,8 +68,8 @@ CALLS = [
     ((LOGN,), {"options": {"train_length": "all"}}, OptionError, "'config'"),
     ((LOGN,), {"options": {"train_length": 1}}, OptionError, "at least 2 tokens, got 1"),
     ((LOGN,), {"options": {"train_length": -4}}, OptionError, "at least 2 tokens, got -4"),
-    ((LOGN,), {"options": {"kappa": 0}}, OptionError, "positive number, got 0"),
-    ((LOGN,), {"options": {"kappa": float("nan")}}, OptionError, "positive number, got nan"),
+    ((LOGN,), {"options": {"kappa": 0}}, OptionError, 'positive number or "learned", got 0'),
+    ((LOGN,), {"options": {"kappa": float("nan")}}, OptionError, 'positive number or "learned", got nan'),
     ((LOGN,), {"options": {"kappa": "1"}}, OptionError, "must be float"),
     ((LOGN,), {"options": {"kappa": 1.0, "train_length": 9}}, OptionError, "give one of them"),
     ((LOGN,), {"options": {"clip": 1}}, OptionError, "must be bool, got 1"),
@@ -88,7 +88,7 @@ CALLS = [
         RegistrationError,
         "keeps_a_tensor.table is a tensor that is not saved",
     ),
-    (({0: "elu1", 1: "linear"},), {}, RegistrationError, "no patch can be called 'linear'"),
+    (({0: "elu1", 1: "forward"},), {}, RegistrationError, "no patch can be called 'forward'"),
 ]
 
 
@@ -107,7 +107,7 @@ class KeepsATensor(Elu1):
         self.register_buffer("table", torch.ones(2), persistent=False)
 
 
-class Linear(Elu1):
+class Forward(Elu1):
     """A name that the child module needs itself."""
 
 
@@ -116,7 +116,7 @@ def bad_patches():
     with (
         learned.registered(BuiltBadly, "built_badly"),
         learned.registered(KeepsATensor, "keeps_a_tensor"),
-        learned.registered(Linear, "linear"),
+        learned.registered(Forward, "forward"),
     ):
         yield
 
@@ -246,7 +246,7 @@ def test_meta_and_offloaded_models(tmp_path):
 def test_registration():
     with pytest.raises(RegistrationError, match="two patches want the name 'elu1'"):
         register("elu1")(BuiltBadly)
-    with pytest.raises(RegistrationError, match="derived from one of LinearAttention"):
+    with pytest.raises(RegistrationError, match="derived from one of Attention"):
         register("number")(int)
     for name in (Elu1, "", "a+b", "a.b", "a b", "_"):
         with pytest.raises(RegistrationError, match="letters, digits"):

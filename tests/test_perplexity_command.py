@@ -159,7 +159,7 @@ def test_patch_and_baseline(folder, data, tokenizer, tmp_path):
         (("--segment", "8"), 2, "no meaning without --stream"),
         (("--stream", "--baseline", "unpatched", "--patch", "elu1"), 2, "needs linear attention"),
         (("--stream", "--max-tokens", "64"), 1, "cache grows"),
-        (("--patch", "elu"), 1, "Did you mean 'elu1'"),
+        (("--patch", "sofmax1"), 1, "Did you mean 'softmax1'"),
         (("--data", "/nowhere.txt"), 1, "no such file"),
         (("--model", "/nowhere"), 1, "no such folder"),
         (("--lengths", "64,1048576"), 1, "fits is 64"),

@@ -76,4 +76,4 @@ def grow(model, ids, steps, mask=None):
 
 
 def distance(a, b):
-    return float((a.double() - b.double()).abs().max())
+    return float((a.detach().double() - b.detach().double()).abs().max())

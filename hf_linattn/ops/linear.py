@@ -3,9 +3,9 @@
     numerator_i = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j)) v_j
     total_i     = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j))        a_ij = prod_{j < t <= i} decay_t
 
-("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9; decay as in "Retentive Network", arXiv:2307.08621,
-equation 7.) Features and values come in float32 (float64 in float64 models), so state, normaliser and
-denominators are never kept in half precision.
+("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9; decay as in "Retentive Network",
+arXiv:2307.08621, equation 7.) Features and values come in float32 (float64 in float64 models), so state,
+normaliser and denominators are never kept in half precision.
 """
 
 from __future__ import annotations
@@ -57,11 +57,10 @@ def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
     """`[B, H, N, Dv]` over `[B, H, N]`.
 
-    The clamp changes rows that see nothing, 0 / 0, and gives 0 for them; an added epsilon would bias all
-    rows.
+    Rows that see nothing, 0 / 0, give 0 with finite gradients; an added epsilon would bias all rows.
     """
-    tiny = torch.finfo(denominator.dtype).tiny
-    return numerator / denominator.clamp_min(tiny).unsqueeze(-1)
+    safe = torch.where(denominator > 0, denominator, 1.0)
+    return numerator / safe.unsqueeze(-1)
 
 
 def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -177,7 +176,8 @@ def _states_before(
     """The state before each chunk `[B, Hkv, chunks, D, Dv]`, and the one after the last.
 
     Args:
-        key, value: `[B, Hkv, chunks, CHUNK, D]`.
+        key: `[B, Hkv, chunks, CHUNK, D]`.
+        value: `[B, Hkv, chunks, CHUNK, Dv]`.
         state: before the first chunk.
         links: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
         first_document: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.

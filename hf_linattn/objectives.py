@@ -1,0 +1,152 @@
+"""What a fine-tuning run trains for: the next token, or tokens that were masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from hf_linattn.data import document_separator, load_blocks
+from hf_linattn.errors import TrainingError, UnsupportedModelError
+from hf_linattn.masked_lm import Masking, masked_losses
+from hf_linattn.training import LossFunction, Preparation, next_token_losses
+
+Name = Literal["causal", "mlm"]
+
+PROBE = 16
+"""Tokens that tell whether a model sees later ones."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Everything in a run that depends on what is predicted.
+
+    Attributes:
+        name: as in the command.
+        load_blocks: (source, column=, split=) -> blocks [blocks, N].
+        losses, prepare: for the training loop.
+        description: what is done with documents, for the record.
+        highest: the largest token id that `prepare` may bring in.
+        auto_class: for `hf_linattn.from_pretrained`; None: the class the checkpoint was saved from.
+        peft_task: peft's name of the task, None where it has none.
+    """
+
+    name: Name
+    load_blocks: Callable[..., NDArray[np.int32]]
+    losses: LossFunction
+    prepare: Preparation | None
+    description: str
+    highest: int = 0
+    auto_class: Any = None
+    peft_task: str | None = None
+
+
+def choose(wanted: str, config: PreTrainedConfig) -> Name:
+    """The objective that `--objective` means for a model with this config.
+
+    `auto` is `mlm` for checkpoints saved from a masked-LM class, and for other classes (a bare encoder) of
+    types that have such a class, unless the config says `is_decoder` or the type has a causal-LM class only.
+
+    Raises:
+        TrainingError: masked-language modelling of a model that has no class for it.
+    """
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    if config.is_encoder_decoder:
+        masked = None  # their "masked" classes are trained on text that a decoder writes again
+    if wanted == "mlm" and masked is None:
+        raise TrainingError(
+            f"--objective mlm: transformers has no masked-LM encoder for the model type {config.model_type!r}"
+        )
+    if wanted != "auto":
+        return cast("Name", wanted)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    saved = (config.architectures or [""])[0]
+    if masked is None or (causal is not None and saved == causal):
+        return "causal"
+    if causal is None or saved == masked:
+        return "mlm"
+    return "causal" if getattr(config, "is_decoder", False) else "mlm"
+
+
+def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int) -> Objective:
+    """The objective of this name.
+
+    Raises:
+        DataError: masked-language modelling with a tokenizer that has no mask token.
+    """
+    if name == "causal":
+        return Objective(
+            name,
+            partial(load_blocks, tokenizer=tokenizer, block_size=block_size),
+            next_token_losses,
+            None,
+            f"{document_separator(tokenizer)[1]}; joined in order and cut into blocks; "
+            "attention crosses their borders",
+            peft_task="CAUSAL_LM",
+        )
+    masking = Masking.of(tokenizer, block_size, seed)
+    return Objective(
+        name,
+        masking.load_blocks,
+        masked_losses,
+        masking.prepare,
+        masking.description,
+        highest=max(len(tokenizer) - 1, cast("int", tokenizer.mask_token_id)),
+        auto_class=AutoModelForMaskedLM,
+    )
+
+
+def require_causal(model: nn.Module) -> None:
+    """Refuse a model that sees later tokens: it can copy the next one instead of predicting it.
+
+    Tested by the gradient of the first token's logits with respect to the embeddings of the later ones, which
+    is exactly 0 for a causal model, in every precision. A model that refuses gradients in evaluation mode
+    passes, and one whose embeddings are offloaded.
+
+    Raises:
+        UnsupportedModelError: it sees them (an encoder), or gives no logits.
+    """
+    leaves: list[Tensor] = []
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        leaves.append(out.detach().requires_grad_())
+        return leaves[-1].clone()  # some models scale it in place
+
+    table = cast("Any", model).get_input_embeddings()
+    if table.weight.is_meta:
+        return
+    ids = torch.arange(PROBE, device=table.weight.device)[None] % len(table.weight)
+    handle = table.register_forward_hook(watch)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.enable_grad():
+            logits = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+            if logits is None:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gives no logits, so it predicts no tokens: load a class with a "
+                    "language-model head"
+                )
+            gradients = torch.autograd.grad(logits[0, 0].float().sum(), leaves, allow_unused=True)
+    except AssertionError:  # reversible layers (Reformer) have no gradients outside training: not tested
+        return
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if any(bool((gradient[0, 1:].abs() > 0).any()) for gradient in gradients if gradient is not None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} sees later tokens, so it can copy the next one instead of predicting "
+            "it: an encoder is trained and measured on masked tokens (finetune --objective mlm); for a "
+            "decoder set is_decoder in config.json"
+        )

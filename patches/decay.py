@@ -1,0 +1,73 @@
+"""decay: linear attention whose state fades at a fixed rate per head."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention import LinearAttention
+from hf_linattn.errors import OptionError
+from hf_linattn.registry import register
+from hf_linattn.sites import Site
+
+RATES = ("retnet", "lightning")
+
+
+@register("decay")
+class Decay(LinearAttention):
+    """Linear attention with elu(x) + 1 and a fixed decay per head, so that old tokens fade.
+
+    o_i = sum_{j<=i} g_h^(i-j) (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} g_h^(i-j) phi(q_i) . phi(k_j)
+
+    RetNet divides by norms instead of the sum; a pretrained output projection expects averages of values.
+    Heads that share a key share its rate. Padding does not age anything: i - j counts visible tokens.
+
+    Options:
+        rates: "retnet" (default), g_h = 1 - 2^(-5 - h), heads spread over 2^-5 .. 2^-12; or "lightning",
+            g_h = exp(-2^(-8 (h + 1) / H)), ALiBi's slopes.
+        half_life: tokens after which a past token counts half, the same for all heads; any number above 0,
+            in place of `rates`.
+
+    Use: where recent text matters most and a plain sum blurs it; long contexts then cost nothing, but nothing
+        older than a few half-lives is remembered.
+
+    Source: "Retentive Network", Sun et al. 2023, arXiv:2307.08621, equations 5 and 8; "Lightning
+        Attention-2", Qin et al. 2024, arXiv:2401.04658.
+    """
+
+    group = "state that forgets"
+    directions = "causal"
+    why = "a state that fades has one direction, from past to future"
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        rates: Literal["retnet", "lightning"] = "retnet",
+        half_life: float | None = None,
+    ) -> None:
+        super().__init__(site)
+        if half_life is not None and not 0 < half_life < math.inf:
+            raise OptionError(f"half_life must be a number of tokens above 0, got {half_life}")
+        if half_life is not None and rates != "retnet":
+            raise OptionError("rates and half_life say the same thing twice: give one of them")
+        if site.kv_heads is None:
+            raise OptionError(f"{site.name}: the number of its heads cannot be told, so there are no rates")
+        heads = site.kv_heads
+        if half_life is not None:
+            self.log_rates = [math.log(0.5) / half_life] * heads
+        elif rates == "retnet":
+            spread = [-5 - 7 * h / max(1, heads - 1) for h in range(heads)]
+            self.log_rates = [math.log1p(-(2**power)) for power in spread]
+        else:
+            self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
+
+    def feature_map(self, x: Tensor) -> Tensor:
+        """elu(x) + 1, as exp below 0."""
+        return x.clamp(max=0).exp() + x.clamp(min=0)
+
+    def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
+        """The same at every token."""
+        rates = torch.tensor(self.log_rates, dtype=key.dtype, device=key.device)
+        return rates[None, :, None].expand(1, -1, key.shape[2])

@@ -1,0 +1,50 @@
+"""hedgehog: linear attention with a learned map [softmax(W x), softmax(-W x)]."""
+
+import torch
+from torch import Tensor, nn
+
+from hf_linattn.attention import LinearAttention
+from hf_linattn.errors import OptionError
+from hf_linattn.registry import register
+from hf_linattn.sites import Site
+
+FLOOR = 1e-12
+"""Least feature, as in LoLCATs' code, so that every query meets every key."""
+
+
+@register("hedgehog")
+class Hedgehog(LinearAttention):
+    """Linear attention with a learned map phi(x) = [softmax(W x), softmax(-W x)] per head: 2 D features.
+
+    o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j)
+
+    Softmax is over the features of a token. W_q `[H, D, D]` and W_k `[Hkv, D, D]` start as the identity.
+    Features are held above 1e-12.
+
+    Use: to imitate softmax attention: spiky weights that grow with q . k. Made for training the maps against
+        the attention of the unpatched model first, and fine-tuning after that.
+
+    Source: "The Hedgehog & the Porcupine", Zhang et al. 2024, arXiv:2402.04347; in the form of "LoLCATs",
+        Zhang et al. 2024, arXiv:2410.10254, and its code.
+    """
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        if site.head_dim is None or site.heads is None or site.kv_heads is None:
+            raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no learned map")
+        self.features = 2 * site.head_dim
+        identity = torch.eye(site.head_dim)
+        self.query_weight = nn.Parameter(identity.repeat(site.heads, 1, 1))
+        self.key_weight = nn.Parameter(identity.repeat(site.kv_heads, 1, 1))
+
+    def query_map(self, query: Tensor) -> Tensor:
+        """phi_q."""
+        return self._mapped(query, self.query_weight)
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """phi_k."""
+        return self._mapped(key, self.key_weight)
+
+    def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1).clamp_min(FLOOR)

@@ -1,0 +1,178 @@
+"""window: softmax over the last tokens and the first ones; alone, or with a linear attention for the rest."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_linattn import recent
+from hf_linattn.attention import LinearAttention, StatefulAttention, upcast
+from hf_linattn.errors import OptionError
+from hf_linattn.ops import band, linear
+from hf_linattn.ops.softmax import scores_of
+from hf_linattn.recent import Kept, Recent
+from hf_linattn.registry import register
+from hf_linattn.rotary import Rotary, is_rotated
+from hf_linattn.sites import Site
+from hf_linattn.tokens import Tokens
+
+
+@register("window")
+class Window(StatefulAttention):
+    """Softmax over the last `size` tokens and the first `sinks`; "window+elu1" adds the others linearly.
+
+    o_i = sum_{j in W(i)} exp(s_ij) v_j / sum_{j in W(i)} exp(s_ij)
+    W(i): i - size < j <= i, and the first `sinks` tokens; |i - j| < size in encoders
+
+    As "window+<linear>" the tokens outside W(i) are not lost, but summed up with the features of that
+    attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
+    o_i = (sum_W exp(s_ij) v_j + sum_rest f_ij v_j) / (sum_W exp(s_ij) + sum_rest f_ij); "learned" has two:
+    o_i = g_h o_window + (1 - g_h) o_rest, g_h = 0.95 at the start, and 1 while there is no rest. The cache
+    holds `sinks + size` keys and the state: memory stays flat.
+
+    Options:
+        size: tokens in the window, the query's own among them, at least 1; default 256.
+        sinks: first tokens of a text that stay visible, at least 0; default 0.
+        positions: "cache", a sink is never further than the cache is long (StreamingLLM's positions inside
+            the cache); "text", its true distance; "auto" (default), "cache" in models with RoPE.
+        mix: "shared" (default) or "learned", with a linear attention.
+
+    Use: alone, text of any length with flat memory and no training, but nothing older is known; 4 sinks keep
+        pretrained models stable. With a linear attention, the hybrid that loses least in conversion.
+
+    Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al. 2023, arXiv:2309.17453,
+        section 3.2; "LoLCATs", Zhang et al. 2024, arXiv:2410.10254, section 3.3 (shared normaliser).
+    """
+
+    group = "hybrid"
+    time = "O(n w)"
+    cross = False
+    counts = True
+    hosts = True
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        size: int = 256,
+        sinks: int = 0,
+        positions: Literal["auto", "cache", "text"] = "auto",
+        mix: Literal["shared", "learned"] = "shared",
+    ) -> None:
+        super().__init__(site)
+        if size < 1:
+            raise OptionError(f"size must be at least 1 token, got {size}")
+        if sinks < 0:
+            raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
+        self.size, self.sinks, self.mix = size, sinks, mix
+        turned = positions == "cache" or (positions == "auto" and is_rotated(site))
+        self.rotary = Rotary(site) if sinks and turned else None
+        self.inner = ""
+        self.heads = site.heads
+
+    def host(self, inner: LinearAttention) -> None:
+        """Take in the linear attention of the tokens outside."""
+        if not inner.summed:
+            raise OptionError(
+                f"{inner.name!r} has no sum to share with a window: its weights can be negative"
+            )
+        self.inner = inner.name
+        self.directions, self.why = inner.directions, inner.why  # type: ignore[misc]
+        self.add_module("rest", inner)
+        if self.mix == "learned":
+            if self.heads is None:
+                raise OptionError("mix='learned' needs the number of heads, which cannot be told here")
+            self.gate = nn.Parameter(torch.full((self.heads,), 3.0))
+
+    def _linear(self) -> LinearAttention:
+        rest: Any = self._modules["rest"]  # not by its own name, which may be one of our attributes
+        return rest  # type: ignore[no-any-return]
+
+    def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
+        seen, ranks, leaving, after = recent.advance(tokens, self._before(tokens, state))
+        inside = self._inside(tokens, seen, ranks, after.sinks, self.size)
+        if not self.inner:
+            return linear.normalised(inside.values, inside.total), after.flat()
+        leaving = replace(leaving, query=tokens.query)
+        numerator, total, inner = self._linear().sums(leaving, self._inner_state(state))
+        return self._mixed(tokens, inside, numerator, total), (*after.flat(), *inner)
+
+    def absorb(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """No queries are needed."""
+        _, _, leaving, after = recent.advance(tokens, self._before(tokens, state))
+        if not self.inner:
+            return after.flat()
+        return *after.flat(), *self._linear().absorb(leaving, self._inner_state(state))
+
+    def _before(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> Recent:
+        return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
+
+    def _inner_state(self, state: tuple[Tensor, ...] | None) -> linear.State | None:
+        return None if state is None else linear.State(*state[6:])
+
+    def both_ways(self, tokens: Tokens) -> Tensor:
+        """A window to both sides; the rest in two streams, one from each end."""
+        marks, ranks = recent.ranked(tokens, self.sinks, causal=False)
+        first = recent.with_sinks(tokens, ranks, self._before(tokens, None).sinks)
+        own = Kept(tokens.key, tokens.value, marks)
+        reach = 2 * self.size - 1
+        inside = self._inside(tokens, recent.padded(own, self.size, self.size - 1), None, first, reach)
+        if not self.inner:
+            return linear.normalised(inside.values, inside.total)
+        numerator, total = self._outside(tokens, own)
+        back, behind = self._outside(
+            replace(tokens, query=_turned(tokens.query)), Kept(*map(_turned, own[:2]), marks.flip(1))
+        )
+        return self._mixed(tokens, inside, numerator + back.flip(2), total + behind.flip(2))
+
+    def _outside(self, tokens: Tokens, own: Kept) -> tuple[Tensor, Tensor]:
+        """Sums over the tokens that lie `size` or more before each query."""
+        key, value, marks = recent.padded(own, self.size, 0)
+        cut = tokens.length
+        stream = Tokens(tokens.query, key[:, :, :cut], value[:, :, :cut], tokens.scaling, marks[:, :cut])
+        return self._linear().sums(stream, None)[:2]
+
+    def _inside(self, tokens: Tokens, seen: Kept, ranks: Tensor | None, first: Kept, reach: int) -> band.Sums:
+        """Softmax over the window and the sinks; a causal query sees the sinks up to its own rank."""
+        assert tokens.query is not None
+        query, key, value = upcast(tokens.query), *map(upcast, seen.visible()[:2])
+        sink, sink_value = map(upcast, first.visible()[:2])
+        turned, visible = query, first.marks[:, None].expand(-1, query.shape[2], -1)
+        if ranks is not None:
+            visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
+            if self.rotary is not None:
+                turned = self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
+        scores = scores_of(turned, sink, tokens.scaling).masked_fill(~visible[:, None], float("-inf"))
+        return band.softmax_sums(query * tokens.scaling, key, value, seen.marks, reach, scores, sink_value)
+
+    def _mixed(self, tokens: Tokens, inside: band.Sums, numerator: Tensor, total: Tensor) -> Tensor:
+        """Window and rest as one."""
+        if self.mix == "learned":
+            gate = self.gate.to(total.dtype).sigmoid()[:, None]
+            gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
+            own = linear.normalised(inside.values, inside.total)
+            return gate * own + (1 - gate) * linear.normalised(numerator, total)
+        assert tokens.query is not None
+        left_out = self._linear().left_out(upcast(tokens.query))
+        factor = torch.zeros_like(total) if left_out is None else left_out
+        # everything over exp(highest): of the window's scores, or of the rest as a whole
+        some = total > 0
+        rest = factor + total.detach().clamp_min(torch.finfo(total.dtype).tiny).log()
+        highest = torch.where(some, torch.maximum(inside.top, rest), inside.top)
+        near, far = (inside.top - highest).exp(), torch.where(some, factor - highest, 0.0).exp()
+        values = inside.values * near.unsqueeze(-1) + numerator * far.unsqueeze(-1)
+        return linear.normalised(values, inside.total * near + total * far)
+
+    def state_bytes(self, site: Site, size: int) -> int | None:
+        """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""
+        if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
+            return None
+        own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1)
+        inner = self._linear().state_bytes(site, size) if self.inner else 0
+        return None if inner is None else own + inner
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.flip(2)
