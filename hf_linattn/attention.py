@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_linattn import recurrent, scores
 from hf_linattn.call import Call
-from hf_linattn.errors import CacheError, OptionError
+from hf_linattn.errors import CacheError, OptionError, UnsupportedCallError
 from hf_linattn.ops import linear
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.softmax import scores_of, softmax_weights
@@ -330,4 +330,9 @@ class Modifier(Patch):
             call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
         call.scaling = self.scaling(call.scaling, query.shape[-1])
         if cls.score_bias is not Modifier.score_bias:
+            if call.cross:
+                raise UnsupportedCallError(
+                    f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
+                    f"are of different texts. Leave it out of the plan, e.g. {{'*.self_attn': {call.spec!r}}}"
+                )
             call.add_bias(self.score_bias(call.distance().to(dtype)))

@@ -119,6 +119,15 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) is annotation and isinstance(value, PLAIN)
 
 
+def _spelled(annotation: Any) -> str:
+    """A type as users read it: `float | Literal['learned'] | None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " | ".join(map(_spelled, typing.get_args(annotation)))
+    if annotation is type(None):
+        return "None"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
 def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
     """Names and types of options against the constructor; ranges are the constructor's own business.
 
@@ -133,10 +142,8 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
             raise OptionError(f"{cls.name!r} has no option {name!r}.{_hint(name, known)} {takes}")
         annotation = hints.get(name, Any)
         if not _fits(value, annotation):
-            expected = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
-            expected = expected or str(annotation).replace("typing.", "")
             raise OptionError(
-                f"option {name!r} of {cls.name!r} must be {expected}, got {reprlib.repr(value)}"
+                f"option {name!r} of {cls.name!r} must be {_spelled(annotation)}, got {reprlib.repr(value)}"
             )
 
 

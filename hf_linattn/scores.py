@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.call import Call
-from hf_linattn.ops.softmax import capped, softmax_attention
+from hf_linattn.ops.softmax import capped, sink_column, softmax_attention
 
 
 def attend(attention: Any, call: Call, fused: bool) -> tuple[Tensor, Tensor | None]:
@@ -55,4 +55,4 @@ def _joined(sink: Tensor | None, own: Tensor | None) -> Tensor | None:
     if own is None:
         return sink
     own = own.to(torch.promote_types(own.dtype, torch.float32))
-    return own if sink is None else torch.logaddexp(own, sink.to(own.dtype))
+    return own if sink is None else torch.logaddexp(sink_column(own, own), sink_column(sink, own))

@@ -192,7 +192,9 @@ def find_state(
 def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Cosines of 1 and sines of 0: no rotation."""
     place = child.source.parameters.index(ROTARY_ARGUMENT)
-    given = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    given: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    if given is None:  # a layer without positions
+        return args, kwargs
     pair = isinstance(given, tuple | list) and len(given) == 2
     if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
         raise UnsupportedCallError(

@@ -114,6 +114,7 @@ class Window(StatefulAttention):
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """A window to both sides; the rest in two streams, one from each end."""
+        assert tokens.query is not None
         marks, ranks = recent.ranked(tokens, self.sinks, causal=False)
         first = recent.with_sinks(tokens, ranks, self._before(tokens, None).sinks)
         own = Kept(tokens.key, tokens.value, marks)
@@ -122,9 +123,8 @@ class Window(StatefulAttention):
         if not self.inner:
             return linear.normalised(inside.values, inside.total)
         numerator, total = self._outside(tokens, own)
-        back, behind = self._outside(
-            replace(tokens, query=_turned(tokens.query)), Kept(*map(_turned, own[:2]), marks.flip(1))
-        )
+        mirrored = Kept(own.key.flip(2), own.value.flip(2), marks.flip(1))
+        back, behind = self._outside(replace(tokens, query=tokens.query.flip(2)), mirrored)
         return self._mixed(tokens, inside, numerator + back.flip(2), total + behind.flip(2))
 
     def _outside(self, tokens: Tokens, own: Kept) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,3 @@ class Window(StatefulAttention):
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1)
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         return None if inner is None else own + inner
-
-
-def _turned(x: Tensor) -> Tensor:
-    return x.flip(2)

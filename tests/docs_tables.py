@@ -37,7 +37,7 @@ GROUPS = {
     "scores": "other functions of the scores",
     "sparse": "softmax over fewer keys",
     "compressed": "keys and values summed up in fewer",
-    "position": "added to the scores of any of those above, RoPE left on or switched off",
+    "position": "added to the scores, with RoPE left on or switched off",
 }
 
 

@@ -1,7 +1,7 @@
 """Formulas of the linear attentions by feature map: quadratic, float64, one function each."""
 
 import torch
-from oracle import Case, Inputs, elu_plus_one, formula, over_its_sum
+from oracle import Case, Inputs, elu_plus_one, formula, hedgehog_weights, over_its_sum
 from torch import Tensor
 
 CASES: dict[str, Case] = {
@@ -99,13 +99,7 @@ def t2r(x: Inputs) -> Tensor:
 
 @formula("hedgehog", scores=False)
 def hedgehog(x: Inputs) -> Tensor:
-    def phi(x: Tensor, weight: Tensor) -> Tensor:
-        x = x @ weight.mT
-        return torch.cat([softmax_over_features(x), softmax_over_features(-x)], -1)
-
-    query = phi(x.query, x.parameter("hedgehog.query_weight"))
-    key = phi(x.key, x.per_head(x.parameter("hedgehog.key_weight")))
-    return over_its_sum(query @ key.mT, x.visible) @ x.value
+    return over_its_sum(hedgehog_weights(x, "hedgehog."), x.visible) @ x.value
 
 
 @formula("linear", scores=False)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from oracle import Case, Inputs, elu_plus_one, formula, over_its_sum, softmax_weights
+from oracle import Case, Inputs, elu_plus_one, formula, hedgehog_weights, over_its_sum, softmax_weights
 from torch import Tensor
 
 CASES: dict[str, Case] = {
@@ -16,6 +16,7 @@ CASES: dict[str, Case] = {
     "window+elu1, learned": Case(
         "window+elu1", {"size": 9, "sinks": 2, "mix": "learned", "positions": "text"}
     ),
+    "window, hedgehog": Case("window+hedgehog", {"size": 16, "sinks": 2, "positions": "text"}),
     "efficient": Case("efficient"),
     "gated": Case("gated", {"half_life": 50.0}),
 }
@@ -87,6 +88,11 @@ def hybrid(x: Inputs, similarity: Tensor) -> Tensor:
         gate = torch.where(rest.sum(-1, keepdim=True) > 0, gate, 1.0)
         return (gate * softmax_weights(x.scores(), inside) + (1 - gate) * rest) @ x.value
     return over_its_sum(torch.where(inside, x.scores().exp(), similarity), x.visible) @ x.value
+
+
+@formula("window+hedgehog", scores=False)
+def window_hedgehog(x: Inputs) -> Tensor:
+    return hybrid(x, hedgehog_weights(x, "window.rest."))
 
 
 @formula("window+elu1", scores=False)

@@ -182,6 +182,17 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
+def hedgehog_weights(x: Inputs, prefix: str) -> Tensor:
+    """(softmax(qW), softmax(-qW)) . (softmax(kW'), softmax(-kW')), with the parameters named `prefix`."""
+
+    def phi(x: Tensor, weight: Tensor) -> Tensor:
+        x = x @ weight.mT
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+
+    query = phi(x.query, x.parameter(prefix + "query_weight"))
+    return query @ phi(x.key, x.per_head(x.parameter(prefix + "key_weight"))).mT
+
+
 def visible_keys(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from oracle import as_oracle
 from properties import learned
@@ -300,3 +301,21 @@ def test_forward_compiles_as_one_graph(name):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert distance(compiled(tokens(2, 50)).logits, model(tokens(2, 50)).logits) < 1e-9
     torch._dynamo.reset()
+
+
+def test_cross_attention_has_no_distances():
+    model = tiny.build("BartForConditionalGeneration", **tiny.ENCODER_DECODER_SIZES)
+    ids = tiny.tokens(1, 20)
+    patch_model(model, "alibi")
+    with pytest.raises(UnsupportedCallError, match=r"'alibi' goes by distance.*self_attn"):
+        model(input_ids=ids, decoder_input_ids=ids)
+    patch_model(model, {"*.self_attn": "alibi"})
+    whole = model(input_ids=ids, decoder_input_ids=ids).logits
+    cache, parts = None, []
+    for step in range(0, 20, 5):
+        out = model(
+            input_ids=ids, decoder_input_ids=ids[:, step : step + 5], past_key_values=cache, use_cache=True
+        )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert tiny.distance(torch.cat(parts, 1), whole) < 1e-10

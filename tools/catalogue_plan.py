@@ -33,7 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 64},
     "topk": {"k": 32},
 }
-"""Options that a patch or composition is measured with, where its defaults would hardly bite in 512 tokens."""
+"""Options that a patch or composition is measured with, where its defaults would hardly bite in 512
+tokens."""
 
 
 def _setting(default: Any, text: str) -> Any:

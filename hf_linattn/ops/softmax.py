@@ -63,7 +63,8 @@ def softmax_attention(
         bias: added to the scores, broadcast to `[B, H, N, S]`.
         is_causal: no mask, N == S, query i sees keys up to i.
         scaling: of the scores; None for D^-0.5.
-        sink: logit b, a scalar, `[H]` or `[B, H, N, 1]`; None for plain softmax.
+        sink: logit b, `[H]` or `[B, H, N, 1]`, or a scalar, which must be 0 with `is_causal`; None for plain
+            softmax.
         dropout: probability, applied to the weights.
 
     Returns:
