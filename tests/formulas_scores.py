@@ -16,6 +16,7 @@ CASES: dict[str, Case] = {
     "l2softmax": Case("l2softmax"),
     "additive": Case("additive"),
     "additive, hidden": Case("additive", {"hidden": 5}),
+    "softmax1, sink": Case("softmax1", {"sink": -1.5}),
     "softmax1, learned": Case("softmax1", {"sink": "learned", "init": -1.0}),
     "softmax1, learned+logn": Case("softmax1+logn", {"sink": "learned"}),
     "logn, learned": Case("logn", {"kappa": "learned", "train_length": 64}),

@@ -27,7 +27,7 @@ def places(x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def softmax_over(x: Inputs, seen: Tensor) -> Tensor:
-    return softmax_weights(x.scores(), x.visible & seen, 0.0, x.sink) @ x.value
+    return softmax_weights(x.scores(), x.visible & seen, x.sink) @ x.value
 
 
 @formula("local")

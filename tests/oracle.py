@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +103,7 @@ class Inputs:
         return x.repeat_interleave(self.query.shape[1] // self.kv_heads, 0)
 
     def ranks(self) -> tuple[Tensor, Tensor]:
-        """Place of each query `[B, N]` and key `[B, S]` among the visible tokens of its document."""
+        """Place of each query `[B, N]` and key `[B, S]` among the visible tokens; without a window."""
         seen = self.visible[:, 0]
         if self.causal:
             query = seen.sum(-1) - 1
@@ -212,56 +211,19 @@ def selected_keys(indices: Tensor, keys: int) -> Tensor:
     return (indices.long()[..., None] == torch.arange(keys, device=indices.device)).any(-2)[:, None]
 
 
-@modifier("logn")
-def logn(x: Inputs) -> None:
-    n = x.visible.sum(-1, keepdim=True).double().clamp(min=1)
-    kappa = x.options.get("kappa")
-    if kappa == "learned":
-        factor = x.parameter("logn.kappa")[None, :, None, None] * n.log()
-    else:
-        factor = n.log() / math.log(x.options.get("train_length", 512)) if kappa is None else kappa * n.log()
-    x.query = x.query * (factor.clamp(min=1) if x.options.get("clip") else factor)
-
-
-def softmax_weights(scores: Tensor, visible: Tensor, one: float = 0.0, sink: Tensor | None = None) -> Tensor:
-    """exp(s) / (one + exp(sink) + sum exp(s)); the constant is 0 or 1."""
+def softmax_weights(scores: Tensor, visible: Tensor, sink: Tensor | None = None) -> Tensor:
+    """exp(s) / (exp(sink) + sum exp(s)); no sink is one of -inf."""
+    scores = scores.masked_fill(~visible, -torch.inf)
     # numerator and denominator times exp(-top): no overflow, and nothing changes
-    top = scores.masked_fill(~visible, -1e30).amax(-1, keepdim=True)
-    if one:
-        top = top.clamp(min=0)
+    top = scores.amax(-1, keepdim=True).clamp(min=-1e30)
     if sink is not None:
         sink = sink.double().reshape(1, -1, 1, 1) if sink.ndim == 1 else sink.double()
         top = torch.maximum(top, sink)
-    weights = torch.where(visible, (scores.masked_fill(~visible, -1e30) - top).exp(), 0.0)
+    weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    if one:
-        total = total + one * (-top).exp()
     if sink is not None:
         total = total + (sink - top).exp()
     return torch.where(total > 0, weights / total, 0.0)
-
-
-@formula("softmax")
-def softmax(x: Inputs) -> Tensor:
-    return softmax_weights(x.scores(), x.visible, 0.0, x.sink) @ x.value
-
-
-@formula("softmax1")
-def softmax1(x: Inputs) -> Tensor:
-    if x.options.get("sink") == "learned":
-        own = x.parameter("softmax1.logit")
-        sink = (
-            own
-            if x.sink is None
-            else torch.logaddexp(own[None, :, None, None], x.sink.double().reshape(1, -1, 1, 1))
-        )
-        return softmax_weights(x.scores(), x.visible, 0.0, sink) @ x.value
-    return softmax_weights(x.scores(), x.visible, 1.0, x.sink) @ x.value
-
-
-@formula("elu1", scores=False)
-def elu1(x: Inputs) -> Tensor:
-    return over_its_sum(elu_plus_one(x.query) @ elu_plus_one(x.key).mT, x.visible) @ x.value
 
 
 def _inputs(
@@ -360,5 +322,5 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
             config._attn_implementation_internal = implementation
 
 
-for _module in ("linear", "state", "scores", "sparse"):
+for _module in ("first", "linear", "state", "scores", "sparse"):
     importlib.import_module("formulas_" + _module)
