@@ -1,5 +1,6 @@
 """Change the attention of pretrained Hugging Face models: `patch_model(model, "elu1")`."""
 
+from hf_linattn.bypass import bypassed
 from hf_linattn.checkpoint import from_pretrained
 from hf_linattn.description import describe, is_linear
 from hf_linattn.errors import LinattnError
@@ -9,6 +10,7 @@ from hf_linattn.registry import available_patches, register
 __all__ = [
     "LinattnError",
     "available_patches",
+    "bypassed",
     "describe",
     "from_pretrained",
     "is_linear",

@@ -36,6 +36,7 @@ class PatchedAttention(nn.Module):
         self.drops_window = site.window is not None and not keep_window
         self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
         self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
+        self.bypass: str | None = None  # the module's own implementation, while that computes in its place
         self.cross = False
         self.base = ""
         self.modifiers: list[str] = []

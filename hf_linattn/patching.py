@@ -237,7 +237,8 @@ def _prepare_cache(
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
         for index, name, linear in model.__dict__[RECORD].cache_layers:
-            (install if linear else install_full)(cache, index, name)
+            if model.get_submodule(name)._modules[NAME].bypass is None:
+                (install if linear else install_full)(cache, index, name)
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output

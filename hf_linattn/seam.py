@@ -36,7 +36,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Route one attention call to the module's patch, or to its own implementation where it keeps that.
+    """Route one attention call to the module's patch, or to its own implementation: kept, or bypassed.
 
     Args:
         module: the attention module.
@@ -56,13 +56,13 @@ def attention(
         NotPatchedError: a module that was never patched asks for this implementation.
     """
     child: Any = module._modules.get(NAME)
-    if child is None:
-        kept = getattr(module, KEPT, None)
-        if kept is None:
-            raise NotPatchedError(
-                f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
-                "folder with hf_linattn.from_pretrained, or call patch_model on this model."
-            )
+    kept = getattr(module, KEPT, None) if child is None else child.bypass
+    if child is None and kept is None:
+        raise NotPatchedError(
+            f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
+            "folder with hf_linattn.from_pretrained, or call patch_model on this model."
+        )
+    if kept is not None:
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
         return own_attention(
@@ -158,6 +158,8 @@ def find_state(
             "undo half of it: call unpatch_model first, or set it back to 'linattn'."
         )
     child.layer = None
+    if child.bypass is not None:
+        return args, kwargs
     if child.drops_rope:
         args, kwargs = _without_rope(child, args, kwargs)
     child.cross = (
