@@ -30,19 +30,28 @@ _FEATURES = datasets.Features(
 )
 
 
-def load_documents(source: str | Path, *, column: str = "text", split: str = "train") -> datasets.Dataset:
+def load_documents(source: Any, *, column: str = "text", split: str = "train") -> datasets.Dataset:
     """Documents as a dataset with the columns `name` and `text`; empty ones are left out.
 
     Args:
-        source: a text file (one document); a folder (every file below it that ends like `TEXT_SUFFIXES`, in
-            sorted order, one document each); a .jsonl, .json, .parquet or .csv file (one document per row);
-            otherwise a dataset for `datasets.load_dataset`, as `name` or `name:config`.
+        source: a list of texts or a `datasets.Dataset`, one document per row; a text file (one document); a
+            folder (every file below it that ends like `TEXT_SUFFIXES`, in sorted order, one document each); a
+            .jsonl, .json, .parquet or .csv file (one document per row); otherwise a dataset for
+            `datasets.load_dataset`, as `name` or `name:config`.
         column: the column that holds the text of a table or dataset.
         split: the split of a dataset given by name.
 
     Raises:
         DataError: there is nothing to read, it is no UTF-8 text, or the column is missing.
     """
+    if isinstance(source, list):
+        strange = next((text for text in source if not isinstance(text, str)), None)
+        if strange is not None:
+            raise DataError(f"the list of texts holds {type(strange).__name__}, not only strings")
+        kind = datasets.Features({column: datasets.Value("large_string")})
+        source = datasets.Dataset.from_dict({column: source}, features=kind)
+    if isinstance(source, datasets.Dataset):
+        return _from_table(source, "the dataset", column)
     path = Path(source).expanduser()
     if path.is_dir():
         return _from_files(_text_files(path), root=path)
@@ -112,7 +121,7 @@ def pack_blocks(
 
 
 def load_blocks(
-    source: str | Path,
+    source: Any,
     tokenizer: PreTrainedTokenizerBase,
     block_size: int,
     *,
@@ -134,7 +143,7 @@ def load_blocks(
 
 
 def load_tokens(
-    source: str | Path, tokenizer: PreTrainedTokenizerBase, *, column: str = "text", split: str = "train"
+    source: Any, tokenizer: PreTrainedTokenizerBase, *, column: str = "text", split: str = "train"
 ) -> list[NDArray[np.int32]]:
     """Token ids of every document, without special tokens; arguments and errors as `load_documents`."""
     tokenized = tokenize_documents(load_documents(source, column=column, split=split), tokenizer)
@@ -142,10 +151,11 @@ def load_tokens(
     return [ids for batch in batches for ids in batch["input_ids"]]
 
 
-def short_text(source: str | Path, tokens: int, block_size: int) -> DataError:
+def short_text(source: Any, tokens: int, block_size: int) -> DataError:
     """The error for a text that does not fill one block."""
+    where = source if isinstance(source, str | Path) else "the data"
     return DataError(
-        f"{source} holds {tokens} tokens, fewer than one block of {block_size}: "
+        f"{where} holds {tokens} tokens, fewer than one block of {block_size}: "
         "give more text or a smaller block size"
     )
 

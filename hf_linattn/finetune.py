@@ -8,18 +8,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hf_linattn.arguments import add_options, check_values, option
 from hf_linattn.errors import LinattnError, OptionError
-from hf_linattn.processes import start_missing_processes
+from hf_linattn.processes import quiet_libraries, start_missing_processes
 
 EPILOG = """\
 examples:
@@ -62,11 +60,6 @@ output directory:
 """
 
 
-def _option(default: Any, text: str, **extra: Any) -> Any:
-    """A field that is also a command-line option: `--its-name`."""
-    return field(default=default, metadata={"help": text, **extra})
-
-
 @dataclass
 class FinetuneArguments:
     """Everything `finetune` is told; each field is an option of the command."""
@@ -86,55 +79,49 @@ class FinetuneArguments:
     options: dict[str, Any] | None = field(
         default=None, metadata={"help": "the patch's options as JSON", "parse": "json", "metavar": "JSON"}
     )
-    sliding: Literal["keep", "global", "refuse"] = _option(
+    sliding: Literal["keep", "global", "refuse"] = option(
         "keep", "sliding-window layers: see patch_model", choices=("keep", "global", "refuse")
     )
-    objective: Literal["auto", "causal", "mlm"] = _option(
+    objective: Literal["auto", "causal", "mlm"] = option(
         "auto", "what is predicted: next or masked tokens (see below)", choices=("auto", "causal", "mlm")
     )
-    tokenizer: str | None = _option(None, "folder or name of the tokenizer (default: the model's)")
-    text_column: str = _option("text", "column of a table or dataset that holds the text")
-    data_split: str = _option("train", "split of --data when it is a dataset name")
-    block_size: int = _option(512, "tokens per training row", minimum=2)
-    max_steps: int = _option(1000, "updates of the weights", minimum=1)
-    lr: float = _option(1e-4, "peak learning rate; a cosine takes it to a tenth at the last step", minimum=0)
-    warmup: int | None = _option(None, "steps of linear warm-up (default: 3 %% of --max-steps)", minimum=0)
-    batch_size: int = _option(8, "rows per process and forward pass", minimum=1)
-    grad_accum: int = _option(1, "forward passes per update", minimum=1)
-    weight_decay: float = _option(0.0, "AdamW's weight decay", minimum=0)
-    max_grad_norm: float = _option(1.0, "clip the gradient to this norm; 0 does not clip", minimum=0)
-    lora: int = _option(
+    tokenizer: str | None = option(None, "folder or name of the tokenizer (default: the model's)")
+    text_column: str = option("text", "column of a table or dataset that holds the text")
+    data_split: str = option("train", "split of --data when it is a dataset name")
+    block_size: int = option(512, "tokens per training row", minimum=2)
+    max_steps: int = option(1000, "updates of the weights", minimum=1)
+    lr: float = option(1e-4, "peak learning rate; a cosine takes it to a tenth at the last step", minimum=0)
+    warmup: int | None = option(None, "steps of linear warm-up (default: 3 %% of --max-steps)", minimum=0)
+    batch_size: int = option(8, "rows per process and forward pass", minimum=1)
+    grad_accum: int = option(1, "forward passes per update", minimum=1)
+    weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
+    max_grad_norm: float = option(1.0, "clip the gradient to this norm; 0 does not clip", minimum=0)
+    lora: int = option(
         0, "rank of LoRA on all linear layers; the patch's own parameters train in full", minimum=0
     )
-    lora_alpha: int | None = _option(None, "LoRA's scale times its rank (default: twice the rank)", minimum=1)
-    train_only_patch: bool = _option(False, "train the patch's parameters and freeze everything else")
-    no_dropout: bool = _option(False, "switch dropout off; linear patches have no attention weights to drop")
-    mixed_precision: str | None = _option(
+    lora_alpha: int | None = option(None, "LoRA's scale times its rank (default: twice the rank)", minimum=1)
+    train_only_patch: bool = option(False, "train the patch's parameters and freeze everything else")
+    no_dropout: bool = option(False, "switch dropout off; linear patches have no attention weights to drop")
+    mixed_precision: str | None = option(
         None, "default: as accelerate is configured, else no", choices=("no", "bf16", "fp16")
     )
-    dtype: str = _option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
-    seed: int = _option(0, "decides new weights, the order of the data and dropout", minimum=0)
-    eval_data: str | None = _option(
-        None, "text for the validation loss, as --data; start, every N steps, end"
+    dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
+    seed: int = option(0, "decides new weights, the order of the data and dropout", minimum=0)
+    eval_data: str | None = option(None, "text for the validation loss, as --data; start, every N steps, end")
+    eval_split: str = option("validation", "split of --eval-data when it is a dataset name")
+    eval_every: int = option(100, "steps between validations", minimum=1)
+    patience: int = option(
+        0, "stop after so many validations without a lower loss; 0 goes on to --max-steps", minimum=0
     )
-    eval_split: str = _option("validation", "split of --eval-data when it is a dataset name")
-    eval_every: int = _option(100, "steps between validations", minimum=1)
-    eval_blocks: int = _option(64, "blocks of --eval-data to use, from its start", minimum=1)
-    checkpoint_every: int = _option(100, "steps between checkpoints; only the latest is kept", minimum=1)
-    resume: bool = _option(False, "continue what is in --output-dir, or start when nothing is")
-    overwrite: bool = _option(False, "delete the run in --output-dir first")
-    cpu: bool = _option(False, "use the CPU even where there is a GPU")
+    eval_blocks: int = option(64, "blocks of --eval-data to use, from its start", minimum=1)
+    checkpoint_every: int = option(100, "steps between checkpoints; only the latest is kept", minimum=1)
+    resume: bool = option(False, "continue what is in --output-dir, or start when nothing is")
+    overwrite: bool = option(False, "delete the run in --output-dir first")
+    cpu: bool = option(False, "use the CPU even where there is a GPU")
 
     def __post_init__(self) -> None:
         """Check values as the command line does, so that both ways in refuse the same."""
-        for item in dataclasses.fields(self):
-            value, minimum = getattr(self, item.name), item.metadata.get("minimum")
-            flag = "--" + item.name.replace("_", "-")
-            if minimum is not None and value is not None and not minimum <= value < math.inf:
-                raise OptionError(f"{flag} must be at least {minimum}, not {value}")
-            choices = item.metadata.get("choices")
-            if choices and value is not None and value not in choices:
-                raise OptionError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+        check_values(self)
         for first, second in (("lora", "train_only_patch"), ("resume", "overwrite")):
             if getattr(self, first) and getattr(self, second):
                 flags = f"--{first.replace('_', '-')} and --{second.replace('_', '-')}"
@@ -143,6 +130,8 @@ class FinetuneArguments:
             self.patch = None
         if self.options and self.patch is None:
             raise OptionError("--options belong to a --patch, and none is given")
+        if self.patience and self.eval_data is None:
+            raise OptionError("--patience watches the validation loss: give --eval-data")
         if self.warmup is None:
             self.warmup = math.ceil(0.03 * self.max_steps)
 
@@ -155,25 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for item in dataclasses.fields(FinetuneArguments):
-        flag, extra = "--" + item.name.replace("_", "-"), dict(item.metadata)
-        extra.pop("minimum", None)
-        required, parse = item.default is dataclasses.MISSING, extra.pop("parse", None)
-        if item.default is False:
-            parser.add_argument(flag, action="store_true", help=extra["help"])
-            continue
-        kinds: dict[str, Callable[[str], Any]] = {
-            "int": int,
-            "float": float,
-            "patch": _patch,
-            "json": _json_object,
-        }
-        kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
-        if not required and item.default is not None:
-            extra["help"] += " (default: %(default)s)"
-        parser.add_argument(
-            flag, type=kind, required=required, default=None if required else item.default, **extra
-        )
+    add_options(parser, FinetuneArguments)
     return parser
 
 
@@ -207,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     process = int(os.environ.get("RANK", "0"))
     try:
         start_missing_processes("hf_linattn.finetune", argv)
-        _quiet_libraries(process)
+        quiet_libraries(process)
         results = finetune(arguments, command)
     except LinattnError as error:
         sys.stderr.write(f"error: {error}\n" if process == 0 else f"error (process {process}): {error}\n")
@@ -226,18 +197,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _quiet_libraries(process: int) -> None:
-    """Leave the terminal to our own progress bar; let other processes than the first report errors only."""
-    import datasets
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    if process > 0:
-        datasets.disable_progress_bars()
-        datasets.logging.set_verbosity_error()
-        logging.set_verbosity_error()
-
-
 def _summary(results: dict[str, Any]) -> str:
     lines = [f"{results['steps']} steps, {results['tokens']:,} tokens, {results['seconds']:.0f} s"]
     if results["eval_loss"] is not None:
@@ -249,20 +208,6 @@ def _summary(results: dict[str, Any]) -> str:
         )
     lines.append(f"model, train.csv, loss.png and results.json are in {results['arguments']['output_dir']}")
     return "\n".join(lines) + "\n"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {text} ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"name": 1}}, not {text}')
-    return value
-
-
-def _patch(text: str) -> str | dict[str, Any]:
-    return _json_object(text) if text.lstrip().startswith("{") else text
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
 from hf_linattn.errors import DataError, OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
-from hf_linattn.finetune_model import PATCH_PART, check_fit, choose_trained, first_line, load_model
+from hf_linattn.finetune_model import PATCH_PART, check_fit, first_line
+from hf_linattn.method import Method
 from hf_linattn.objectives import Objective, choose, objective
 from hf_linattn.plots import save_loss_curve
 from hf_linattn.training import LoopSettings, TrainingLoop
@@ -42,26 +43,43 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """See `hf_linattn.finetune.finetune`."""
-    accelerator = _make_accelerator(arguments)
+    accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
+    results = train(arguments, command, accelerator, Method())
+    accelerator.end_training()
+    return results
+
+
+def train(
+    arguments: FinetuneArguments, command: str, accelerator: Accelerator, method: Method, data: Any = None
+) -> dict[str, Any]:
+    """One run by any method; see `hf_linattn.finetune.finetune`.
+
+    Args:
+        arguments: the options.
+        command: for the record.
+        accelerator: of this process; several runs may follow each other.
+        method: what is trained, and how.
+        data: text as `load_documents` takes it, in the place of `arguments.data`.
+    """
     folder = Path(arguments.output_dir).expanduser()
-    settings = _settings(arguments, accelerator)
+    settings = {**_settings(arguments, accelerator), **method.settings}
     if accelerator.is_main_process:
         _check_folder(folder, arguments, settings)
     accelerator.wait_for_everyone()
     if arguments.resume and (folder / "results.json").exists():
         finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return finished
-    tokenizer = _load_tokenizer(arguments.tokenizer or arguments.model)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     task = _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, task)
-    base = load_model(arguments, task)
+        blocks, eval_blocks = _load_data(arguments, task, data)
+    base = method.load(arguments, task)
     check_fit(base, task, blocks, eval_blocks)
     sizes = {
         "parameters": sum(parameter.numel() for parameter in base.parameters()),
         "patch_parameters": sum(p.numel() for name, p in base.named_parameters() if PATCH_PART in name),
     }
-    model = choose_trained(base, arguments, task)
+    model = method.trained(base, arguments, task, blocks, accelerator)
     if accelerator.is_main_process:
         _begin(
             folder, {**settings, "data_sha256": hashlib.sha256(blocks.data).hexdigest()}, arguments.overwrite
@@ -74,16 +92,18 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
         _loop_settings(arguments),
         folder,
         eval_blocks=eval_blocks,
-        losses=task.losses,
-        prepare=task.prepare,
+        losses=method.losses,
+        prepare=method.prepare,
+        rate=method.rate,
     )
     loop.run()
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [_results(arguments, command, loop, task, sizes)]
-        _save(accelerator.unwrap_model(loop.model), tokenizer, folder)
+        box = [{**_results(arguments, command, loop, task, sizes), **method.results()}]
+        _save(method.saved(accelerator.unwrap_model(loop.model)), tokenizer, folder)
         with replacing(folder / "loss.png") as partial:
-            save_loss_curve(loop.log.rows, partial, f"{arguments.model}, {arguments.patch or 'no new patch'}")
+            title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
+            save_loss_curve(loop.log.rows, partial, title, method.label)
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
         write_json(folder / "results.json", box[0])
         loop.checkpoint.remove()
@@ -91,15 +111,19 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
     del loop, model, base
     accelerator.free_memory()
-    accelerator.end_training()
     return box[0]
 
 
-def _make_accelerator(arguments: FinetuneArguments) -> Accelerator:
+def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
+    """This process's part of the machine.
+
+    Raises:
+        OptionError: a precision that the machine does not have.
+    """
     try:
-        accelerator = Accelerator(mixed_precision=arguments.mixed_precision, cpu=arguments.cpu)
+        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu)
     except ValueError as error:
-        raise OptionError(f"--mixed-precision {arguments.mixed_precision}: {first_line(error)}") from error
+        raise OptionError(f"--mixed-precision {mixed_precision}: {first_line(error)}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise OptionError(
             "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
@@ -165,7 +189,12 @@ def _begin(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
     write_json(run_file, settings)
 
 
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name.
+
+    Raises:
+        DataError: there is none.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -183,10 +212,12 @@ def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase)
 
 
 def _load_data(
-    arguments: FinetuneArguments, task: Objective
+    arguments: FinetuneArguments, task: Objective, data: Any
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
     column = arguments.text_column
-    blocks = task.load_blocks(arguments.data, column=column, split=arguments.data_split)
+    blocks = task.load_blocks(
+        arguments.data if data is None else data, column=column, split=arguments.data_split
+    )
     if arguments.eval_data is None:
         return blocks, None
     held_out = task.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)

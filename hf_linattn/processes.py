@@ -1,4 +1,4 @@
-"""The processes that `accelerate launch` was asked for but does not start."""
+"""Processes of a training command: those that `accelerate launch` does not start, and what each may print."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def _processes_in(command: Sequence[str]) -> int | None:
             number = value or following
             return int(number) if number.isdecimal() else None
     return None
+
+
+def quiet_libraries(process: int) -> None:
+    """Leave the terminal to our own progress bar; let other processes than the first report errors only."""
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if process > 0:
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
+        logging.set_verbosity_error()

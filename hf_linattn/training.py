@@ -42,7 +42,10 @@ MAX_SKIPPED = 20
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the loop does; the names are those of the command's options."""
+    """What the loop does; the names are those of the command's options.
+
+    `patience` validations without a lower loss end the run before `max_steps`; 0 never does.
+    """
 
     max_steps: int
     lr: float
@@ -54,6 +57,7 @@ class LoopSettings:
     seed: int = 0
     eval_every: int = 100
     checkpoint_every: int = 100
+    patience: int = 0
 
 
 def learning_rate(step: int, settings: LoopSettings) -> float:
@@ -133,7 +137,21 @@ class TrainingLoop:
         eval_blocks: NDArray[np.int32] | None = None,
         losses: LossFunction = next_token_losses,
         prepare: Preparation | None = None,
+        rate: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
+        """Checkpoint read where there is one.
+
+        Args:
+            accelerator: of this process.
+            model: on any device.
+            blocks: rows of token ids, `[blocks, N]`.
+            settings: the options.
+            output_dir: an existing folder.
+            eval_blocks: rows of the validation, likewise.
+            losses: of the rows of a batch.
+            prepare: what is done to rows before.
+            rate: factor of the learning rate by the name of the parameter.
+        """
         if accelerator.distributed_type not in _SUPPORTED:
             raise TrainingError(
                 f"{accelerator.distributed_type.value} is not supported: it splits the parameters; "
@@ -144,13 +162,21 @@ class TrainingLoop:
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
         model.to(accelerator.device)
         self.bare_model = model
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.parameters = [parameter for _, parameter in named]
+        groups: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in named:
+            groups.setdefault(rate(name), []).append(parameter)
         optimizer = torch.optim.AdamW(
-            self.parameters, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+            [{"params": members, "factor": factor} for factor, members in groups.items()],
+            lr=settings.lr,
+            betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.checkpoint = Checkpoint(output_dir)
         progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
+        self._validations: list[float] = progress.get("validations", [])
         self.step: int = progress["step"]
         """Steps done."""
         self._saved_step: int | None = self.step or None
@@ -181,7 +207,7 @@ class TrainingLoop:
             disable=not main,
             mininterval=0.5,
         ) as bar:
-            while self.step < settings.max_steps:
+            while self.step < settings.max_steps and not self._gave_up():
                 row = self._train_step()
                 due = self.step % settings.eval_every == 0 or self.step == settings.max_steps
                 eval_loss = self._evaluate() if due and self.eval_blocks is not None else None
@@ -209,7 +235,7 @@ class TrainingLoop:
         torch.manual_seed(int(randomness.generate_state(1)[0]))
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         loss = self._backward(batch_rows(step, self.global_batch, len(self.blocks), settings.seed))
         if not math.isfinite(loss):
             raise self._stop(f"the loss is {loss} at step {step}")
@@ -262,7 +288,13 @@ class TrainingLoop:
         )
         if not math.isfinite(loss):
             raise self._stop(f"the validation loss is {loss} after step {self.step}")
+        self._validations.append(loss)
         return loss
+
+    def _gave_up(self) -> bool:
+        """Whether the last `patience` validations were no better than one before them."""
+        patience, losses = self.settings.patience, self._validations
+        return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
     def _write_row(self, **values: float | None) -> None:
         if self.log is not None:
@@ -272,7 +304,11 @@ class TrainingLoop:
     def _save_checkpoint(self) -> None:
         if self.log is not None:
             self.log.sync()
-            progress: dict[str, Any] = {"step": self.step, "seconds": self.seconds}
+            progress: dict[str, Any] = {
+                "step": self.step,
+                "seconds": self.seconds,
+                "validations": self._validations,
+            }
             if self.accelerator.scaler is not None:
                 progress["scaler"] = self.accelerator.scaler.state_dict()
             self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress)

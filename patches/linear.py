@@ -59,8 +59,11 @@ class Linear(LinearAttention):
         key_map: another map for keys; default None.
         normalise: "sum" (default), and maps must not be negative; or "n", Non-local's dot-product form, where
             features may have any sign.
+        front: True puts a learned linear layer before each map, x -> W x with W_q `[H, D, D]` and W_k
+            `[Hkv, D, D]`, the identity at the start; default False.
 
-    Use: to try out a map before it becomes a patch of its own, and maps that differ for queries and keys.
+    Use: to try out a map before it becomes a patch of its own, and maps that differ for queries and keys;
+        with `front`, to convert a model to a map that has nothing to train.
 
     Source: "Non-local Neural Networks", Wang et al. 2018, arXiv:1711.07971, equations 1 and 4 (over n);
         "Transformers are RNNs", Katharopoulos et al. 2020, arXiv:2006.16236, equation 4 (over the sum).
@@ -76,8 +79,17 @@ class Linear(LinearAttention):
         query_map: str | Callable[[Tensor], Tensor] | None = None,
         key_map: str | Callable[[Tensor], Tensor] | None = None,
         normalise: Literal["sum", "n"] = "sum",
+        front: bool = False,
     ) -> None:
         super().__init__(site)
+        self.fronts = nn.ParameterDict()
+        if front:
+            if site.head_dim is None or site.heads is None or site.kv_heads is None:
+                raise OptionError(
+                    f"{site.name}: its sizes cannot be told, so nothing can be learned in front"
+                )
+            for side, heads in (("query_map", site.heads), ("key_map", site.kv_heads)):
+                self.fronts[side] = nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))
         self.normalise, self.summed = normalise, normalise == "sum"
         self.maps = nn.ModuleDict()
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -164,7 +176,21 @@ class Linear(LinearAttention):
         """phi_k."""
         return self._mapped("key_map", key)
 
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """What the map of the query leaves out."""
+        option = self.options["query_map"]
+        source = self.maps[option] if option in self.maps else None  # noqa: SIM401 (ModuleDict has no get)
+        if not isinstance(source, LinearAttention):
+            return None
+        return source.left_out(self._fronted("query_map", query))
+
+    def _fronted(self, side: str, x: Tensor) -> Tensor:
+        if side not in self.fronts:
+            return x
+        return torch.einsum("bhnd,hfd->bhnf", x, self.fronts[side].to(x))
+
     def _mapped(self, side: str, x: Tensor) -> Tensor:
+        x = self._fronted(side, x)
         option = self.options[side]
         if option in self.functions:
             return self.functions[option](x)

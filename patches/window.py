@@ -1,6 +1,8 @@
 """window: softmax over the last tokens and the first ones; alone, or with a linear attention for the rest."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_linattn import recent
 from hf_linattn.attention import LinearAttention, StatefulAttention, upcast
+from hf_linattn.branches import Branches
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import band, linear
 from hf_linattn.ops.softmax import scores_of
@@ -50,6 +53,7 @@ class Window(StatefulAttention):
     cross = False
     counts = True
     hosts = True
+    branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Window(StatefulAttention):
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
-        self.inner = inner.name
+        self.inner, self.branches = inner.name, "both"
         self.directions, self.why = inner.directions, inner.why  # type: ignore[misc]
         self.add_module("rest", inner)
         if self.mix == "learned":
@@ -92,11 +96,11 @@ class Window(StatefulAttention):
     def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
         seen, ranks, leaving, after = recent.advance(tokens, self._before(tokens, state))
-        inside = self._inside(tokens, seen, ranks, after.sinks, self.size)
+        inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
         if not self.inner:
-            return linear.normalised(inside.values, inside.total), after.flat()
-        leaving = replace(leaving, query=tokens.query)
-        numerator, total, inner = self._linear().sums(leaving, self._inner_state(state))
+            return _divided(inside()), after.flat()
+        summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
+        numerator, total, inner = self._linear().sums(summed, self._inner_state(state))
         return self._mixed(tokens, inside, numerator, total), (*after.flat(), *inner)
 
     def absorb(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
@@ -104,7 +108,8 @@ class Window(StatefulAttention):
         _, _, leaving, after = recent.advance(tokens, self._before(tokens, state))
         if not self.inner:
             return after.flat()
-        return *after.flat(), *self._linear().absorb(leaving, self._inner_state(state))
+        summed = tokens if self.branches == "linear" else leaving
+        return *after.flat(), *self._linear().absorb(summed, self._inner_state(state))
 
     def _before(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> Recent:
         return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
@@ -119,9 +124,12 @@ class Window(StatefulAttention):
         first = recent.with_sinks(tokens, ranks, self._before(tokens, None).sinks)
         own = Kept(tokens.key, tokens.value, marks)
         reach = 2 * self.size - 1
-        inside = self._inside(tokens, recent.padded(own, self.size, self.size - 1), None, first, reach)
+        seen = recent.padded(own, self.size, self.size - 1)
+        inside = partial(self._inside, tokens, seen, None, first, reach)
         if not self.inner:
-            return linear.normalised(inside.values, inside.total)
+            return _divided(inside())
+        if self.branches == "linear":
+            return self._linear().both_ways(tokens)
         numerator, total = self._outside(tokens, own)
         mirrored = Kept(own.key.flip(2), own.value.flip(2), marks.flip(1))
         back, behind = self._outside(replace(tokens, query=tokens.query.flip(2)), mirrored)
@@ -147,13 +155,21 @@ class Window(StatefulAttention):
         scores = scores_of(turned, sink, tokens.scaling).masked_fill(~visible[:, None], float("-inf"))
         return band.softmax_sums(query * tokens.scaling, key, value, seen.marks, reach, scores, sink_value)
 
-    def _mixed(self, tokens: Tokens, inside: band.Sums, numerator: Tensor, total: Tensor) -> Tensor:
-        """Window and rest as one."""
+    def _mixed(
+        self, tokens: Tokens, window: Callable[[], band.Sums], numerator: Tensor, total: Tensor
+    ) -> Tensor:
+        """Window and rest as one, or one of them."""
+        if self.branches == "none":
+            return torch.zeros_like(numerator)
+        if self.branches in ("rest", "linear"):
+            return linear.normalised(numerator, total)
+        inside = window()
+        if self.branches == "window":
+            return _divided(inside)
         if self.mix == "learned":
             gate = self.gate.to(total.dtype).sigmoid()[:, None]
             gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
-            own = linear.normalised(inside.values, inside.total)
-            return gate * own + (1 - gate) * linear.normalised(numerator, total)
+            return gate * _divided(inside) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None
         left_out = self._linear().left_out(upcast(tokens.query))
         factor = torch.zeros_like(total) if left_out is None else left_out
@@ -172,3 +188,7 @@ class Window(StatefulAttention):
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1)
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         return None if inner is None else own + inner
+
+
+def _divided(sums: band.Sums) -> Tensor:
+    return linear.normalised(sums.values, sums.total)

@@ -1,7 +1,12 @@
-"""A small workplace for the tests of the fine-tuning command: a model, texts, fixtures and readers."""
+"""A small workplace for the tests of training commands: a model, texts, fixtures, readers and kills."""
 
 import csv
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -124,3 +129,36 @@ def stable_rows(folder):
     return [
         {name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows_of(folder)
     ]
+
+
+def start_slowly(command, *argv):
+    """`python -m hf_linattn.<command>` with slow steps, so that a kill meets the one it is meant for."""
+    script = (
+        "import sys, time\n"
+        f"from hf_linattn import {command}, training\n"
+        "step = training.TrainingLoop._train_step\n"
+        "training.TrainingLoop._train_step = lambda self: (time.sleep(0.1), step(self))[1]\n"
+        f"sys.exit({command}.main(sys.argv[1:]))\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.DEVNULL)
+
+
+def kill_at_step(process, folder, step):
+    """SIGKILL once train.csv has the row of this step."""
+    deadline = time.monotonic() + 120
+    while not (
+        Path(folder, "train.csv").exists() and any(row["step"] == str(step) for row in rows_of(folder))
+    ):
+        assert process.poll() is None, "the command ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+
+
+def free_port():
+    """A port that nobody listens at, as text."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

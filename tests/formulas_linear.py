@@ -20,6 +20,7 @@ CASES: dict[str, Case] = {
     "hedgehog": Case("hedgehog"),
     "linear": Case("linear", {"feature_map": "softplus"}),
     "linear, two maps": Case("linear", {"query_map": "elu1", "key_map": "t2r"}),
+    "linear, front": Case("linear", {"feature_map": "elu1", "front": True}),
     "linear, n": Case("linear", {"feature_map": "identity", "normalise": "n"}),
 }
 
@@ -106,7 +107,11 @@ def hedgehog(x: Inputs) -> Tensor:
 def linear_map(x: Inputs) -> Tensor:
     if x.options.get("normalise") == "n":
         return over_n(x.query @ x.key.mT, x) @ x.value
-    if "key_map" in x.options:
+    if x.options.get("front"):
+        query = x.query @ x.parameter("linear.fronts.query_map").mT
+        key = x.key @ x.per_head(x.parameter("linear.fronts.key_map")).mT
+        weights = elu_plus_one(query) @ elu_plus_one(key).mT
+    elif "key_map" in x.options:
         weights = elu_plus_one(x.query) @ t2r_map(x, x.key, "linear.maps.key_map.").mT
     else:
         weights = (1 + x.query.exp()).log() @ (1 + x.key.exp()).log().mT

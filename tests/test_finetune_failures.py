@@ -21,9 +21,12 @@ from finetune_workplace import (
     BASE,
     SHORT,
     finished,
+    free_port,
     gain,
+    kill_at_step,
     rows_of,
     stable_rows,
+    start_slowly,
     surroundings,
     weights_of,
     workplace,
@@ -40,36 +43,11 @@ from hf_linattn.finetune import FinetuneArguments, build_parser, main
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
-def start_slowly(*argv):
-    """The command in a process of its own, with slow steps, so that a kill meets the one it is meant for."""
-    script = (
-        "import sys, time\n"
-        "from hf_linattn import finetune, training\n"
-        "step = training.TrainingLoop._train_step\n"
-        "training.TrainingLoop._train_step = lambda self: (time.sleep(0.1), step(self))[1]\n"
-        "sys.exit(finetune.main(sys.argv[1:]))\n"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([sys.executable, "-c", script, *argv], env=environment, stderr=subprocess.DEVNULL)
-
-
-def kill_at_step(process, folder, step):
-    deadline = time.monotonic() + 120
-    while not (
-        Path(folder, "train.csv").exists() and any(row["step"] == str(step) for row in rows_of(folder))
-    ):
-        assert process.poll() is None, "the command ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=30) == -signal.SIGKILL
-
-
 def test_killed_and_resumed_run_ends_with_the_same_bytes(finished):
     argv = (*SHORT, "--checkpoint-every", "3", "--output-dir", "killed", "--resume")
-    kill_at_step(start_slowly(*argv), "killed", 2)
+    kill_at_step(start_slowly("finetune", *argv), "killed", 2)
     assert not Path("killed/checkpoint").exists()
-    kill_at_step(start_slowly(*argv), "killed", 8)
+    kill_at_step(start_slowly("finetune", *argv), "killed", 8)
     assert Path("killed/checkpoint/state.safetensors").exists()
     assert main([*argv]) == 0
     assert weights_of("killed") == weights_of(finished)
@@ -141,9 +119,7 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
 
 
 def test_two_processes_give_the_result_of_one(workplace):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # dropout differs between processes by design
     common = [*SHORT, "--no-dropout", "--grad-accum", "2", "--max-steps", "5", "--checkpoint-every", "2"]
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",

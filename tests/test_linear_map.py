@@ -106,6 +106,26 @@ def test_the_default_is_elu1():
     assert tiny.distance(with_map()(IDS).logits, patch_model(tiny.llama(2), "elu1")(IDS).logits) < 1e-12
 
 
+@torch.no_grad()
+def test_a_layer_in_front_starts_as_nothing_and_is_learned():
+    model = with_map(front=True)
+    assert tiny.distance(model(IDS).logits, patch_model(tiny.llama(2), "elu1")(IDS).logits) < 1e-12
+    names = [name for name, _ in model.named_parameters() if "linattn" in name and "layers.0" in name]
+    assert [name.split("linear.")[1] for name in names] == ["fronts.query_map", "fronts.key_map"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("front", [False, True])
+def test_beside_a_window_a_name_is_that_patch(front):
+    """elu1 divides its query features by a factor, which must come back where a sum is shared."""
+    window = {"size": 8}
+    want = patch_model(tiny.llama(2), "window+elu1", options=window)(IDS).logits
+    options = {"window": window, "linear": {"feature_map": "elu1", "front": front}}
+    assert (
+        tiny.distance(patch_model(tiny.llama(2), "window+linear", options=options)(IDS).logits, want) < 1e-12
+    )
+
+
 # -------------------------------------------------------------------------------------- modules of one's own
 
 

@@ -1,0 +1,345 @@
+"""The conversion command: stages, resuming, processes, bad input."""
+# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+import tiny
+import torch
+from finetune_workplace import (
+    free_port,
+    kill_at_step,
+    rows_of,
+    stable_rows,
+    start_slowly,
+    surroundings,
+    weights_of,
+    workplace,
+)
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_linattn import describe, from_pretrained
+from hf_linattn.convert import ConvertArguments, convert, learning_rate_for, main
+from hf_linattn.convert_run import fronted
+from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.training import TrainingLoop
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+STAGES = ("transfer", "distill", "finetune")
+TOKENS = 6 * 4 * 32
+BASE = (
+    *("--model", "model", "--data", "train.txt", "--block-size", "32", "--batch-size", "4", "--cpu"),
+    *("--no-dropout", "--eval-data", "eval.txt", "--eval-every", "3", "--eval-blocks", "4"),
+)
+THREE = (
+    *BASE,
+    *("--transfer-tokens", str(TOKENS), "--distill-tokens", str(TOKENS), "--finetune-tokens", str(TOKENS)),
+)
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+@pytest.fixture(scope="module")
+def converted(workplace):
+    """Folder of an uninterrupted conversion to hedgehog in three stages."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "hf_linattn.convert", *THREE, "--output-dir", "converted"]
+    done = subprocess.run(
+        command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (workplace / "converted.out").write_text(done.stdout)
+    return workplace / "converted"
+
+
+@pytest.fixture
+def sharp(workplace):
+    """A folder with a model whose attention is not nearly uniform, and which shows in its predictions."""
+    model = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "self_attn" in name:
+                weight.mul_(20)
+    model.save_pretrained("sharp")
+    AutoTokenizer.from_pretrained("model").save_pretrained("sharp")
+    return ["--model", "sharp", *BASE[2:]]
+
+
+def test_every_stage_leaves_a_model_and_its_figures(converted):
+    plan, validation = read(converted / "plan.json"), read(converted / "validation.json")
+    assert plan["stages"] == list(STAGES)
+    assert not plan["hybrid"]
+    assert plan["lora"] == 0
+    assert list(validation) == ["original", "swapped", *STAGES]
+    before = from_pretrained(converted / "transfer")
+    for stage in STAGES:
+        model = from_pretrained(converted / stage)
+        assert {row.patch for row in describe(model)} == {"hedgehog"}
+        results = read(converted / stage / "results.json")
+        assert results["steps"] == 6
+        assert results["tokens"] == TOKENS
+        assert len(rows_of(converted / stage)) == 7
+        assert not (converted / stage / "checkpoint").exists()
+    original = AutoModelForCausalLM.from_pretrained("model")
+    for name, weight in before.named_parameters():
+        if ".linattn." not in name:
+            assert torch.equal(weight, original.get_parameter(name)), name
+    results = read(converted / "transfer/results.json")
+    assert results["eval_loss"] < results["eval_loss_before"]
+    assert results["trained_parameters"] == results["patch_parameters"]
+    assert len(results["layer_losses"]) == 2
+    assert read(converted / "distill/results.json")["eval_loss"] < validation["swapped"]
+    page = (converted / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "patched, untrained" in page
+    out = (converted.parent / "converted.out").read_text()
+    assert f"{math.exp(validation['finetune']):.4g}" in out
+
+
+def test_the_first_validation_of_distillation_is_the_divergence_of_what_transfer_left(converted):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    ids = torch.tensor(tokenizer(Path("eval.txt").read_text(), add_special_tokens=False)["input_ids"])
+    rows = torch.cat([torch.tensor([256]), ids])[: 4 * 32].view(4, 32)
+    with torch.no_grad():
+        original = AutoModelForCausalLM.from_pretrained("model").eval()(rows).logits.log_softmax(-1)
+        given = from_pretrained(converted / "transfer")(rows).logits.log_softmax(-1)
+    want = (original.exp() * (original - given)).sum(-1).mean()
+    assert abs(read(converted / "distill/results.json")["eval_loss_before"] - want.item()) < 1e-5
+
+
+def test_killed_in_every_stage_it_ends_with_the_same_bytes(converted):
+    argv = (*THREE, "--checkpoint-every", "2", "--output-dir", "killed", "--resume")
+    for stage, step in zip(STAGES, (1, 3, 5), strict=True):
+        kill_at_step(start_slowly("convert", *argv), f"killed/{stage}", step)
+    assert main([*argv]) == 0
+    for stage in STAGES:
+        assert weights_of(f"killed/{stage}") == weights_of(converted / stage), stage
+        assert stable_rows(f"killed/{stage}") == stable_rows(converted / stage)
+    assert read("killed/validation.json") == read(converted / "validation.json")
+
+
+def test_two_processes_give_the_result_of_one(converted):
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", free_port()]  # fmt: skip
+    run = ["-m", "hf_linattn.convert", *THREE, "--batch-size", "2", "--output-dir", "both"]
+    command = [sys.executable, *launch, *run]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for stage in STAGES:
+        one = load_file(converted / stage / "model.safetensors")
+        both = load_file(f"both/{stage}/model.safetensors")
+        # AdamW makes whole steps of gradients that are nothing but rounding, so single numbers may differ
+        assert max(float((one[name] - both[name]).abs().mean()) for name in one) < 1e-5, stage
+    for name, loss in read(converted / "validation.json").items():
+        assert abs(read("both/validation.json")[name] - loss) < 1e-4, name
+
+
+def test_a_finished_conversion_is_not_done_again(converted, monkeypatch):
+    monkeypatch.setattr(TrainingLoop, "_train_step", None)
+    assert main([*THREE, "--output-dir", "converted", "--resume"]) == 0
+
+
+def test_a_hybrid_trains_lora_with_the_teacher_inside(sharp):
+    argv = [*sharp, "--distill-tokens", str(TOKENS), "--transfer-tokens", str(TOKENS), "--drop-window", "0.5"]
+    hybrid = ["--patch", "window+hedgehog", "--options", '{"size": 8, "mix": "learned"}', "--lora", "2"]
+    assert main([*argv, *hybrid, "--output-dir", "hybrid"]) == 0
+    assert read("hybrid/plan.json")["hybrid"]
+    assert read("hybrid/distill/run.json")["teacher"] is None
+    results = read("hybrid/distill/results.json")
+    assert results["eval_loss"] < results["eval_loss_before"]
+    transfer = load_file("hybrid/transfer/model.safetensors")
+    gates = [name for name in transfer if name.endswith("window.gate")]
+    assert len(gates) == 2
+    assert all(bool((transfer[name] == 3.0).all()) for name in gates)  # the window had no part
+    model = from_pretrained("hybrid/distill")
+    assert {row.patch for row in describe(model)} == {"window+hedgehog"}
+    assert Path("hybrid/distill/adapter/adapter_model.safetensors").exists()
+
+
+def test_lora_is_the_default_where_softmax_stays():
+    argv = [*BASE, "--stages", "distill", "--distill-tokens", "128", "--patch", '{"0": "elu1"}']
+    assert main([*argv, "--output-dir", "part"]) == 0
+    assert read("part/plan.json")["lora"] == 16
+    assert sorted(path.name for path in Path("part").iterdir()) == [
+        "distill", "plan.json", "report.html", "validation.json",
+    ]  # fmt: skip
+
+
+def test_a_map_without_parameters_takes_a_layer_in_front():
+    argv = [*BASE, "--patch", "elu1", "--learn-front", "--stages", "transfer", "--target", "weights"]
+    assert main([*argv, "--transfer-tokens", str(TOKENS), "--output-dir", "front"]) == 0
+    model = from_pretrained("front/transfer")
+    assert [row.options for row in describe(model)] == [
+        {"linear": {"feature_map": "elu1", "front": True}}
+    ] * 2
+    results = read("front/transfer/results.json")
+    assert results["eval_loss"] < results["eval_loss_before"]
+
+
+def test_projections_are_trained_in_copies_and_the_teacher_is_apart(sharp):
+    argv = [*sharp, "--patch", "elu1", "--train-projections", "--lora", "2"]
+    tokens = ["--transfer-tokens", str(TOKENS), "--distill-tokens", "128"]
+    assert main([*argv, *tokens, "--output-dir", "copies"]) == 0
+    assert read("copies/distill/run.json")["teacher"] == "sharp"
+    results = read("copies/transfer/results.json")
+    assert results["eval_loss"] < results["eval_loss_before"]
+    assert results["patch_parameters"] == 0
+
+
+def test_a_stage_goes_on_from_a_folder_of_another_conversion(converted):
+    argv = ["--model", "converted/transfer", "--teacher", "model", *BASE[2:], "--stages", "distill"]
+    assert main([*argv, "--distill-tokens", str(TOKENS), "--output-dir", "second"]) == 0
+    assert weights_of("second/distill") == weights_of(converted / "distill")
+
+
+def test_from_python_with_objects(converted):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    told = {"block_size": 32, "batch_size": 4}
+    told |= {"eval_data": "eval.txt", "eval_every": 3, "eval_blocks": 4, "no_dropout": True, "cpu": True}
+    told |= {f"{stage}_tokens": TOKENS for stage in STAGES}
+    texts = [Path("train.txt").read_text()]
+    result = convert(model, texts, tokenizer=tokenizer, output_dir="api", **told)
+    assert not result.training
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    want = load_file(converted / "finetune/model.safetensors")
+    assert all(
+        torch.equal(want[name], weight) for name, weight in result.state_dict().items() if name in want
+    )
+    table = datasets.Dataset.from_dict({"body": texts})
+    again = convert(
+        "model", table, output_dir="api2", text_column="body", tokenizer=tokenizer, **told,
+    )  # fmt: skip
+    assert all(torch.equal(x, y) for x, y in zip(again.parameters(), result.parameters(), strict=True))
+
+
+def test_early_stop(monkeypatch):
+    argv = [*BASE, "--stages", "transfer", "--patience", "2", "--eval-every", "1", "--transfer-lr", "0"]
+    assert main([*argv, "--transfer-tokens", str(20 * 128), "--output-dir", "patient"]) == 0
+    assert read("patient/transfer/results.json")["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--patch", "elu1"], "stage transfer trains the parameters of the patch, and elu1 has none"),
+        (["--patch", "softmax1", "--learn-front"], "'softmax1' has no feature map"),
+        (["--patch", "hedgehogs"], "hedgehogs"),
+        (["--model", "nowhere"], "cannot load --model nowhere"),
+        (["--data", "tiny.txt"], "fewer than one block"),
+        (["--output-dir", "model"], "--model itself"),
+        (["--tokenizer", "nowhere"], "no tokenizer in nowhere"),
+    ],
+)
+def test_one_clear_line(argv, message, capsys):
+    assert main([*BASE, "--transfer-tokens", "128", "--output-dir", "refused", *argv]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    shutil.rmtree("refused", ignore_errors=True)
+
+
+def test_another_plan_is_not_resumed(converted, capsys):
+    assert main([*THREE, "--patch", "t2r", "--output-dir", "converted", "--resume"]) == 1
+    assert "it began with other patch ('hedgehog' then, 't2r' now)" in capsys.readouterr().err
+    assert main([*THREE, "--output-dir", "converted"]) == 1
+    assert "--resume, --overwrite or another directory" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_does_not_fit(capsys):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.add_tokens(["the cat"])
+    tokenizer.save_pretrained("larger")
+    assert main([*BASE, "--tokenizer", "larger", "--transfer-tokens", "128", "--output-dir", "misfit"]) == 1
+    assert "the tokenizer gives token 257, the model knows 257" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number(capsys):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    model.save_pretrained("broken")
+    AutoTokenizer.from_pretrained("model").save_pretrained("broken")
+    argv = ["--model", "broken", *BASE[2:], "--transfer-tokens", "128", "--output-dir", "nan"]
+    assert main(argv) == 1
+    assert "the validation loss of broken is nan" in capsys.readouterr().err
+
+
+def test_a_new_patch_for_a_patched_model_is_refused(converted, capsys):
+    argv = ["--model", "converted/transfer", *BASE[2:], "--patch", "elu1", "--output-dir", "twice"]
+    assert main(argv) == 1
+    assert "is patched already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": "transfer,stir"}, "'stir' is none of transfer, distill, finetune"),
+        ({"transfer_tokens": 0, "distill_tokens": 0}, "every one has 0 tokens"),
+        ({"drop_window": 1.5}, "at most 1"),
+        ({"patience": 2}, "give --eval-data"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"preset": "slow"}, "--preset must be one of quick, full, lora"),
+        ({"block_size": 1}, "--block-size must be at least 2"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        ConvertArguments("model", "train.txt", "out", **options)
+
+
+def test_presets_and_rates():
+    told = ConvertArguments("model", "train.txt", "out", preset="full")
+    assert told.chosen_stages() == list(STAGES)
+    assert [told.length(stage) for stage in STAGES] == [512, 512, 2048]
+    assert ConvertArguments("model", "t", "o").chosen_stages() == ["transfer", "distill"]
+    assert ConvertArguments("model", "t", "o", stages="finetune").tokens("finetune") == 800_000
+    assert learning_rate_for("distill", 1_430_000, 0) == pytest.approx(1e-3, rel=0.05)
+    assert learning_rate_for("distill", 2_000_000_000, 0) == 1e-4
+    assert learning_rate_for("distill", 10**13, 0) == 1e-5
+    assert fronted("window+elu1+logn")[0] == "window+linear+logn"
+    with pytest.raises(OptionError, match="no feature map"):
+        fronted("softmax1")
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    step = TrainingLoop._train_step
+
+    def interrupted(self):
+        if self.step == 2:
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(TrainingLoop, "_train_step", interrupted)
+    argv = [*BASE, "--transfer-tokens", str(TOKENS), "--stages", "transfer", "--output-dir", "stopped"]
+    assert main(argv) == 130
+    assert "--resume" in capsys.readouterr().err
+    monkeypatch.setattr(TrainingLoop, "_train_step", step)
+    assert main([*argv, "--resume"]) == 0
+
+
+def test_encoders_are_refused(workplace, capsys):
+    tiny.build("BertForMaskedLM", vocab_size=257).float().save_pretrained("encoder")
+    AutoTokenizer.from_pretrained("model").save_pretrained("encoder")
+    assert main(["--model", "encoder", *BASE[2:], "--output-dir", "encoded"]) == 1
+    assert "sees later tokens" in capsys.readouterr().err
+
+
+def test_error_types():
+    with pytest.raises(TrainingError, match="cannot load --model nowhere"):
+        convert("nowhere", "train.txt", output_dir="none")
