@@ -34,8 +34,8 @@ def scoring(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
-    """[windows, scored] nats in float32; all windows have one length."""
+def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tuple[Tensor, Tensor]:
+    """Logits [windows, scored, V] and the tokens [windows, scored] that they predict; one length for all."""
     ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in windows])
     if texts.window_bos is not None:
         ids[:, 0] = texts.window_bos
@@ -43,7 +43,12 @@ def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor
     scored = windows[0].scored
     # logits belong to the token after theirs: one position more, and the last one is nobody's
     logits = _forward(model, ids, scored + 1, use_cache=False).logits[:, -scored - 1 : -1]
-    return _nats(logits, ids[:, -scored:])
+    return logits, ids[:, -scored:]
+
+
+def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
+    """[windows, scored] nats in float32; all windows have one length."""
+    return _nats(*window_logits(model, texts, windows))
 
 
 def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[int, Tensor]]:

@@ -36,8 +36,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
 
 
-def load(folder: Path, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+def load(folder: Path, arguments: Mapping[str, Any], form: str = FORMAT) -> dict[str, Any] | None:
     """What an earlier run of the same command left in this folder, whole or not; None if there is nothing.
+
+    Args:
+        folder: where its results.json is.
+        arguments: of this run.
+        form: the command's format, as its results name it.
 
     Raises:
         DataError: the folder holds results of other arguments, or a file that is none of ours.
@@ -52,7 +57,7 @@ def load(folder: Path, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         raise DataError(f"{path} is no file of this command; choose another --output-dir") from error
     wanted = json.loads(json.dumps(arguments))
     changed = sorted(key for key in earlier.keys() | wanted.keys() if earlier.get(key) != wanted.get(key))
-    if found.get("format") != FORMAT or changed:
+    if found.get("format") != form or changed:
         names = ", ".join("--" + key.replace("_", "-") for key in changed) or "format"
         raise DataError(f"{folder} holds a run with other arguments ({names}); choose another --output-dir")
     return found

@@ -41,6 +41,11 @@ learning rates:
   1e-5 and 2e-3 (1e-3 at 1.4 million parameters, measured; 1e-4 at 2 billion, published), five times that with
   LoRA; finetune half of it; transfer 1e-2 for maps, a tenth of that for copies of projections.
 
+data:
+  As for hf_linattn.finetune. With --data self the model writes its text itself, sampled row by row: about as
+  slow as writing so many tokens, kept in self.jsonl of the output directory. --eval-data self is other such
+  text. A file or folder of this name is ./self.
+
 examples:
   python -m hf_linattn.convert --model models/small --patch hedgehog --data books/ --eval-data moby.txt \\
       --preset quick --output-dir out
@@ -72,7 +77,7 @@ class ConvertArguments:
     """Everything `convert` is told; each field is an option of the command."""
 
     model: str = field(metadata={"help": "folder or Hub name of a causal language model"})
-    data: str = field(metadata={"help": "text, as hf_linattn.finetune takes it"})
+    data: str = field(metadata={"help": "text, as hf_linattn.finetune takes it; or self: see below"})
     output_dir: str = field(metadata={"help": "where everything is written"})
     patch: str | dict[str, Any] | None = field(
         default=None,
@@ -221,7 +226,8 @@ def convert(
         TrainingError: a stage cannot start or go on; the message names it and what is kept.
         OptionError: an option that does not fit, or cannot be used on this machine.
     """
-    from hf_linattn.convert_run import run, saved_source
+    from hf_linattn.convert_folder import saved_source
+    from hf_linattn.convert_run import run
 
     source, tokens = saved_source(model, tokenizer, output_dir)
     text = data if isinstance(data, str) else "(in memory)"
@@ -246,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         start_missing_processes("hf_linattn.convert", argv)
         quiet_libraries(process)
-        from hf_linattn.convert_run import run, summary
+        from hf_linattn.convert_folder import summary
+        from hf_linattn.convert_run import run
 
         folder = run(arguments, command)
     except LinattnError as error:

@@ -22,6 +22,7 @@ from hf_linattn.bypass import bypassed
 from hf_linattn.patched import PatchedAttention
 from hf_linattn.plan import sites_of, transformers_model
 from hf_linattn.seam import NAME, own_attention
+from hf_linattn.sites import Site
 
 Target = Literal["output", "weights"]
 
@@ -65,8 +66,7 @@ class AttentionTransfer(nn.Module):
         compared: dict[str, Tensor] = {}
         grad = torch.is_grad_enabled()
         with ExitStack() as stack:
-            for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
-                weights = dict(zip(names, copies, strict=True))
+            for site, weights in self._copied():
                 beside = _Beside(site.name, self.target, weights, grad, compared)
                 handle = site.module.register_forward_hook(beside, with_kwargs=True)
                 stack.callback(handle.remove)
@@ -98,10 +98,15 @@ class AttentionTransfer(nn.Module):
     @torch.no_grad()
     def finish(self) -> Any:
         """The model, with the trained copies of its projections in it."""
-        for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
-            for name, trained in zip(names, copies, strict=True):
+        for site, weights in self._copied():
+            for name, trained in weights.items():
                 site.module.get_parameter(name).copy_(trained)
         return self.model
+
+    def _copied(self) -> Iterator[tuple[Site, dict[str, Tensor]]]:
+        """Every site with the copies of its projections, by their names in the module."""
+        for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
+            yield site, dict(zip(names, copies.parameters(), strict=True))
 
 
 class _Beside:

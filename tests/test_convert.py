@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import ConvertArguments, convert, learning_rate_for, main
-from hf_linattn.convert_run import fronted
+from hf_linattn.convert_patch import fronted
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.training import TrainingLoop
 
@@ -226,6 +226,25 @@ def test_from_python_with_objects(converted):
         "model", table, output_dir="api2", text_column="body", tokenizer=tokenizer, **told,
     )  # fmt: skip
     assert all(torch.equal(x, y) for x, y in zip(again.parameters(), result.parameters(), strict=True))
+
+
+def test_its_own_text_resumes_and_depends_on_the_seed_alone(monkeypatch):
+    argv = [*BASE[:2], "--data", "self", *BASE[4:], "--eval-data", "self", "--stages", "distill"]
+    argv = [*argv, "--distill-tokens", str(40 * 32), "--batch-size", "8"]
+    assert main([*argv, "--output-dir", "own"]) == 0
+    lines = Path("own/self.jsonl").read_text().splitlines()
+    assert len(lines) == 48
+    assert len({json.loads(line)["text"] for line in lines}) == 48
+    assert Path("own/self-eval.jsonl").read_text() != Path("own/self.jsonl").read_text()
+    assert set(read("own/validation.json")) == {"original", "swapped", "distill"}
+    Path("again").mkdir()
+    cut = "\n".join(lines[:16]) + "\n" + lines[16][:9]  # as a kill leaves it
+    Path("again/self.jsonl").write_text(cut)
+    assert main([*argv, "--output-dir", "again"]) == 0
+    assert Path("again/self.jsonl").read_text() == Path("own/self.jsonl").read_text()
+    assert weights_of("again/distill") == weights_of("own/distill")
+    assert main([*argv, "--seed", "1", "--output-dir", "other"]) == 0
+    assert Path("other/self.jsonl").read_text() != Path("own/self.jsonl").read_text()
 
 
 def test_early_stop(monkeypatch):

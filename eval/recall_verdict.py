@@ -1,0 +1,97 @@
+"""Whether the unpatched model can do a task at all: else recall of its patched versions means nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Ability = Literal["yes", "hardly", "no"]
+
+NO, HARDLY = 0.1, 0.5
+"""Of the way from chance to 1: below the first a model cannot do a task, below the second hardly."""
+ERRORS = 3
+"""Standard errors by which accuracy must lie above chance."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the unpatched model can do, where it does best.
+
+    Attributes:
+        task: its name.
+        model: the unpatched model's.
+        able: "no", "hardly" or "yes".
+        length: tokens at which its mean accuracy over depths is best.
+        accuracy: that mean.
+        stderr: its standard error; None where a row has none.
+        chance: as in the rows.
+        text: a sentence about it.
+    """
+
+    task: str
+    model: str
+    able: Ability
+    length: int
+    accuracy: float
+    stderr: float | None
+    chance: float
+    text: str
+
+
+def judge(rows: Sequence[Mapping[str, Any]], model: str) -> list[Verdict]:
+    """One verdict per task that the model was asked."""
+    own = [row for row in rows if row["model"] == model]
+    return [_judge(own, task, model) for task in dict.fromkeys(row["task"] for row in own)]
+
+
+def _judge(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict:
+    points = over_depths([row for row in rows if row["task"] == task])
+    best = max(points, key=lambda point: point["accuracy"] - point["chance"])
+    accuracy, stderr, chance = best["accuracy"], best["stderr"], best["chance"]
+    above = (accuracy - chance) / (1 - chance) if chance < 1 else 0.0
+    able: Ability = "no" if above < NO else "hardly" if above < HARDLY else "yes"
+    if stderr is not None and accuracy - ERRORS * stderr <= chance:
+        able = "no"
+    found = f"{percent(accuracy)} at {best['length']}, chance {percent(chance)}"
+    if able != "yes" and _knows(best):
+        found += f"; {percent(best['choice'])} among the candidates, chance {percent(best['choice_chance'])}"
+    endings = {
+        "no": f"{model} cannot do {task}: {found}; recall of its patched versions means nothing",
+        "hardly": f"{model} can hardly do {task}: {found}; what its patched versions lose is hard to see",
+        "yes": f"{model} can do {task}: {found}",
+    }
+    return Verdict(task, model, able, best["length"], accuracy, stderr, chance, endings[able])
+
+
+def _knows(point: Mapping[str, Any]) -> bool:
+    """Whether it chooses well where it does not say the answer by itself."""
+    choice, chance = point["choice"], point["choice_chance"]
+    if choice is None or chance == 1:
+        return False
+    return bool(choice > point["accuracy"] and (choice - chance) / (1 - chance) >= NO)
+
+
+def over_depths(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Means over the depths of one model's rows of one task, a point per length, shortest first."""
+    points = []
+    for length in sorted({row["length"] for row in rows}):
+        group = [row for row in rows if row["length"] == length]
+        point: dict[str, Any] = {"length": length}
+        for name in ("accuracy", "chance", "logprob", "choice", "choice_chance"):
+            values = [row[name] for row in group]
+            point[name] = None if None in values else math.fsum(values) / len(values)
+        errors = [row["stderr"] for row in group]
+        whole = None not in errors
+        point["stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(errors) if whole else None
+        points.append(point)
+    return points
+
+
+def percent(share: float) -> str:
+    """`0.4 %`, `98.7 %`, `0.0011 %`."""
+    number = 100 * share
+    if number == 0 or number >= 99.95:
+        return f"{number:.0f} %"
+    return f"{number:.1f} %" if number >= 1 else f"{number:.2g} %"
