@@ -25,6 +25,8 @@ CASES: dict[str, Case] = {
     "temperature, init": Case("temperature", {"init": 2.0}),
     "unscaled": Case("unscaled"),
     "scaled": Case("scaled", {"exponent": 1.0}),
+    "nope": Case("nope"),
+    "nope+logn": Case("nope+logn", {"train_length": 64}),
     "alibi": Case("alibi"),
     "kerple": Case("kerple"),
     "kerple, power": Case("kerple", {"kind": "power", "seed": 3}),
@@ -116,6 +118,11 @@ def unscaled(x: Inputs) -> None:
 @modifier("scaled")
 def scaled(x: Inputs) -> None:
     x.scaling = x.query.shape[-1] ** -x.options.get("exponent", 0.5)
+
+
+@modifier("nope", rope=False)
+def nope(x: Inputs) -> None:
+    """Query and key are not turned in the first place."""
 
 
 def slopes(heads: int) -> list[float]:

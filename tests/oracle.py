@@ -135,6 +135,8 @@ class Case:
 
 FORMULAS: dict[str, Callable[[Inputs], Tensor]] = {}
 MODIFIERS: dict[str, Callable[[Inputs], None]] = {}
+STILL: set[str] = set()
+"""Modifiers under which the model's rotary embedding turns nothing."""
 
 
 def formula(name: str, scores: bool = True) -> Callable[[Any], Any]:
@@ -156,11 +158,12 @@ def formula(name: str, scores: bool = True) -> Callable[[Any], Any]:
     return decorate
 
 
-def modifier(name: str) -> Callable[[Any], Any]:
-    """Register a function that changes the inputs in place."""
+def modifier(name: str, rope: bool = True) -> Callable[[Any], Any]:
+    """Register a function that changes the inputs in place; `rope=False`: of a model that turns nothing."""
 
     def decorate(function: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
         MODIFIERS[name] = function
+        STILL.update(() if rope else (name,))
         return function
 
     return decorate
@@ -300,6 +303,11 @@ def configs_of(model: nn.Module) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
+    """Cosines of 1 and sines of 0, whatever the position."""
+    return output[0] * 0 + 1, output[1] * 0
+
+
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
@@ -311,12 +319,16 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     AttentionInterface.register(name, _oracle)
     AttentionMaskInterface.register(name, _full_mask)
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
+    rotary = [m for m in model.modules() if hasattr(m, "rope_type")] if STILL & set(patch.split("+")) else []
+    hooks = [module.register_forward_hook(_still) for module in rotary]
     _RUNS.append(run)
     try:
         for config, _ in before:
             config._attn_implementation_internal = name
         yield run
     finally:
+        for hook in hooks:
+            hook.remove()
         _RUNS.remove(run)
         for config, implementation in before:
             config._attn_implementation_internal = implementation

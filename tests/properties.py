@@ -44,7 +44,8 @@ def serves(family, case):
     other = "causal" if family in ENCODERS else "bidirectional"
     fits = all(part.directions != other for part in parts)
     ropeless = family in ("gpt2", *ENCODERS)
-    return fits and not (ropeless and CASES[case].options.get("rope") is False)
+    switched = CASES[case].options.get("rope") is False or "nope" in names_in(CASES[case].spec)
+    return fits and not (ropeless and switched)
 
 
 VARIANTS = ("llama", "gemma3", "bert")

@@ -198,13 +198,14 @@ def test_divergence_of_tokens_is_the_formula():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_the_teacher_inside_is_the_original():
+@pytest.mark.parametrize("saved", [None, ["linattn"]])
+def test_the_teacher_inside_is_the_original(saved):
     import peft
 
     model = tiny.llama(2)
     want = model(input_ids=IDS).logits
     patch_model(model, "hedgehog")
-    lora = peft.LoraConfig(target_modules="all-linear", exclude_modules=r".*linattn.*")
+    lora = peft.LoraConfig(target_modules="all-linear", exclude_modules=r".*linattn.*", modules_to_save=saved)
     model = peft.get_peft_model(model, lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
