@@ -7,6 +7,7 @@ from perplexity_workplace import TEXTS, make_folder
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import patch_model
+from hf_linattn.eval.layers_model import Layer
 
 LENGTH = 64
 CONFIG = {
@@ -76,3 +77,9 @@ def recall_of(costs, best=0.9, calls=None):
 
 
 __all__ = ["LENGTH", "TEXTS", "learned", "original", "recall_of", "tokenizer_of"]
+
+
+def stack(count, **fields):
+    """Layers that no model has."""
+    keys = {"patch": "hedgehog", "options": {}, **fields}
+    return [Layer(i, str(i), f"model.layers.{i}.self_attn", **keys) for i in range(count)]
