@@ -15,7 +15,7 @@ from typing import Any, get_args
 from torch import nn
 
 from hf_linattn.branches import Branches, use_branches
-from hf_linattn.errors import LinattnError
+from hf_linattn.commands import exit_status
 
 from .options import parse_options
 from .perplexity import LENGTHS, _checked, _lengths, _positive
@@ -146,24 +146,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.options is not None and args.patch is None:
         parser.error("--options belongs to --patch")
-    try:
+
+    def work() -> None:
         from .branches_run import run
         from .results import curve_table
 
         results = run(args, shlex.join(["python", "-m", "hf_linattn.eval.branches", *argv]))
-    except LinattnError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'hf-linattn[eval]'", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished length", file=sys.stderr)
-        return 130
-    print("\n".join([curve_table(results["rows"]), *results["sentences"]]))
-    tokens = results["rows"][0]["tokens"]
-    print(f"the same {tokens} tokens at every length; numbers and plot in {args.output_dir}")
-    return 0
+        print("\n".join([curve_table(results["rows"]), *results["sentences"]]))
+        tokens = results["rows"][0]["tokens"]
+        print(f"the same {tokens} tokens at every length; numbers and plot in {args.output_dir}")
+
+    return exit_status(work, interrupted="the same command goes on after the last finished length")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.commands import exit_status
+from hf_linattn.errors import OptionError
 
 from .diagnosing import diagnose
 from .options import parse_options
@@ -104,23 +105,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.options is not None and args.patch is None:
         parser.error("--options belongs to --patch")
-    try:
+
+    def work() -> None:
         from .diagnose_run import run
         from .diagnosis_files import table
 
         found = run(args, shlex.join(["python", "-m", "hf_linattn.eval.diagnose", *argv]))
-    except LinattnError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'hf-linattn[eval]'", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(table(found))
-    print(f"{found.windows} windows of {found.length} tokens; numbers and pictures in {args.output_dir}")
-    return 0
+        print(table(found))
+        print(f"{found.windows} windows of {found.length} tokens; numbers and pictures in {args.output_dir}")
+
+    return exit_status(work, interrupted="nothing was written")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def style(summary: Summary, run: Run, ink: str) -> dict[str, Any]:
     """Colour, marker and line of a run, the same in all figures."""
     if run.role == "control":
         return {"color": ink, "marker": "o", "linestyle": "-"}
-    return look(None if run.role == "original" else summary.patched.index(run))
+    if run.role == "original":
+        return look(None)
+    return look(summary.patched.index(run) if run.place is None else run.place)
 
 
 def length_curves(summary: Summary) -> Picture | None:
@@ -209,6 +211,22 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
 
 
 def _picture(draw: Callable[[Axes, str, str], None], alt: str, size: tuple[float, float]) -> Picture:
+    def build(ink: str, grid: str) -> Figure:
+        figure = Figure(figsize=size)
+        figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
+        axes = figure.subplots()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=3)
+        axes.grid(linewidth=0.7)
+        axes.set_axisbelow(True)
+        draw(axes, ink, grid)
+        return figure
+
+    return themed(build, alt)
+
+
+def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
+    """A figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
         settings: Any = {
@@ -222,14 +240,7 @@ def _picture(draw: Callable[[Axes, str, str], None], alt: str, size: tuple[float
             "font.size": 10,
         }
         with rc_context(settings):
-            figure = Figure(figsize=size)
-            figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
-            axes = figure.subplots()
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(length=3)
-            axes.grid(linewidth=0.7)
-            axes.set_axisbelow(True)
-            draw(axes, ink, grid)
+            figure = build(ink, grid)
             file = io.BytesIO()
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()

@@ -60,7 +60,8 @@ def _control(summary: Summary) -> str:
     run, original = summary.control, summary.original
     if run is None or not run.points:
         return ""
-    text = "<b>The control</b>, the same model fine-tuned with its own attention on the same batches,"
+    batches = " on the same batches" if summary.alike else ""
+    text = f"<b>The control</b>, the same model fine-tuned with its own attention{batches},"
     if len(run.points) > 1:
         text += f" has perplexity {_shape(run)}."
     else:

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.commands import exit_status
+from hf_linattn.errors import OptionError
 
 from .compare import parse_entries
 from .generation_measure import compare_generation
@@ -113,23 +114,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse_arguments(argv)
-    try:
+
+    def work() -> None:
         from .generation_files import table
         from .generation_run import run
 
         results, found = run(args, shlex.join(["python", "-m", "hf_linattn.eval.generation", *argv]))
-        lines = [table(found.summaries()), *_sentences(args, results, found)]
-    except LinattnError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'hf-linattn[eval]'", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished model", file=sys.stderr)
-        return 130
-    print("\n".join(lines))
-    return 0
+        print("\n".join([table(found.summaries()), *_sentences(args, results, found)]))
+
+    return exit_status(work, interrupted="the same command goes on after the last finished model")
 
 
 def _sentences(args: argparse.Namespace, results: dict[str, Any], found: Comparison) -> list[str]:

@@ -9,11 +9,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.commands import exit_status
+from hf_linattn.errors import OptionError
 
 from .options import parse_options
 
@@ -141,24 +141,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def run_command(work: Callable[[], Any]) -> int:
-    """Call it and turn what users can mend into one line on stderr; the exit status."""
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        work()
-    except LinattnError as error:
-        message = str(error)
-    except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        message = f"{package} is not installed; pip install 'hf-linattn[harness]'"
-    else:
-        return 0
-    # every process fails in the same way; one line is enough
-    if first:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 1
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
@@ -174,11 +156,9 @@ def main(argv: list[str] | None = None) -> int:
             print(table(results["rows"]))
             print(f"results.json and results.csv in {args.output_dir}")
 
-    try:
-        return run_command(work)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished task", file=sys.stderr)
-        return 130
+    told = "the same command goes on after the last finished task"
+    process = int(os.environ.get("RANK", "0"))
+    return exit_status(work, interrupted=told, extra="harness", process=process, alike=True)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ python -m hf_linattn.eval.harness_cli --model hf_linattn --model_args pretrained
 
 from __future__ import annotations
 
+import os
 import sys
 
-from .harness import run_command
+from hf_linattn.commands import exit_status
 
 
 def main() -> int:
-    """Hand everything over to lm_eval; the exit status is 0 done, 1 failed, 2 wrong usage."""
+    """Hand everything over to lm_eval; the exit status is as for every command."""
 
     def work() -> None:
         from lm_eval.__main__ import cli_evaluate
@@ -20,7 +21,8 @@ def main() -> int:
 
         cli_evaluate()
 
-    return run_command(work)
+    process = int(os.environ.get("RANK", "0"))
+    return exit_status(work, interrupted="nothing was written", extra="harness", process=process, alike=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hf_linattn.errors import LinattnError
+from hf_linattn.commands import exit_status
 
 from .layers_measure import Measured, Recall
 from .layers_rank import RANKS, SENSES, Ranking, by_recall, plan_for, plan_of
@@ -149,21 +149,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--save writes softmax layers as they were: leave out --nope, what it measured stays")
     if args.save is not None and args.save.resolve() == Path(args.model).resolve():
         parser.error("--save would write over --model, whose maps are wanted for other plans")
-    try:
+
+    def work() -> None:
         from .layers_run import run
 
         outcome = run(args, shlex.join(["python", "-m", "hf_linattn.eval.layers", *argv]))
-    except LinattnError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'hf-linattn[eval]'", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last arrangement", file=sys.stderr)
-        return 130
-    print(summary(outcome, args))
-    return 0
+        print(summary(outcome, args))
+
+    return exit_status(work, interrupted="the same command goes on after the last arrangement")
 
 
 def summary(outcome: Outcome, args: argparse.Namespace) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.commands import exit_status
+from hf_linattn.errors import OptionError
 
 from .compare import entry_curves, parse_entries
 from .options import parse_options, parse_rope_scaling
@@ -203,33 +204,20 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     command = shlex.join(["python", "-m", "hf_linattn.eval.perplexity", *argv])
     process = int(os.environ.get("RANK", "0"))
-    try:
+
+    def work() -> None:
         from hf_linattn.processes import start_missing_processes
 
         from .perplexity_run import run
 
         start_missing_processes("hf_linattn.eval.perplexity", argv)
         _quiet_libraries(process)
-
         results = run(args, command)
-    except LinattnError as error:
-        return _fail(str(error), process)
-    except ModuleNotFoundError as error:
-        return _fail(f"{error.name} is not installed; pip install 'hf-linattn[eval]'", process)
-    except KeyboardInterrupt:
         if process == 0:
-            print("\ninterrupted; the same command goes on after the last finished length", file=sys.stderr)
-        return 130
-    if process == 0:
-        print(_summary(results, args))
-    return 0
+            print(_summary(results, args))
 
-
-def _fail(message: str, process: int) -> int:
-    # every process fails in the same way; one line is enough
-    if process == 0:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 1
+    told = "the same command goes on after the last finished length"
+    return exit_status(work, interrupted=told, process=process, alike=True)
 
 
 def _quiet_libraries(process: int) -> None:

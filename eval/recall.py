@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.errors import LinattnError
+from hf_linattn.commands import exit_status
 
 from .compare import parse_entries
 from .perplexity import _checked, _lengths, _positive
@@ -112,24 +112,14 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.tasks is None:
         args.tasks = [] if args.cases else list(TASKS)
-    try:
+
+    def work() -> None:
         from .recall_run import run
 
         results = run(args, shlex.join(["python", "-m", "hf_linattn.eval.recall", *argv]))
-    except LinattnError as error:
-        return _fail(str(error))
-    except ModuleNotFoundError as error:
-        return _fail(f"{error.name} is not installed; pip install 'hf-linattn[eval]'")
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on after the last finished row", file=sys.stderr)
-        return 130
-    print(summary(results, args.output_dir))
-    return 0
+        print(summary(results, args.output_dir))
 
-
-def _fail(message: str) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 1
+    return exit_status(work, interrupted="the same command goes on after the last finished row")
 
 
 def summary(results: dict[str, Any], folder: Path) -> str:

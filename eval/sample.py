@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.commands import exit_status
 from hf_linattn.errors import DataError, LinattnError
 
 FORMAT = "hf_linattn.samples/1"
@@ -211,28 +212,21 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
     command = shlex.join(["python", "-m", "hf_linattn.eval.sample", *argv])
-    try:
+
+    def work() -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         results = run(args, command)
-    except LinattnError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed; pip install 'hf-linattn[eval]'", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        return 130
-    for index, prompt in enumerate(results["prompts"]):
-        print(f"prompt {index + 1}: {'...' if len(prompt) > SHOWN else ''}{prompt[-SHOWN:]}")
-        for sample in results["samples"]:
-            if sample["prompt"] == index:
-                print(f"\n[{sample['model']}] {json.dumps(sample['text'], ensure_ascii=False)}")
-        print()
-    print(f"written to {args.output}")
-    return 0
+        for index, prompt in enumerate(results["prompts"]):
+            print(f"prompt {index + 1}: {'...' if len(prompt) > SHOWN else ''}{prompt[-SHOWN:]}")
+            for sample in results["samples"]:
+                if sample["prompt"] == index:
+                    print(f"\n[{sample['model']}] {json.dumps(sample['text'], ensure_ascii=False)}")
+            print()
+        print(f"written to {args.output}")
+
+    return exit_status(work, interrupted="nothing was written")
 
 
 def _read(path: Path) -> str:

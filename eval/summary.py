@@ -40,6 +40,8 @@ class Run:
         state: `state_of` the model, may be empty.
         samples: (prompt index, text) of the model's continuations.
         commands: what made the numbers.
+        shown: how tables and plots call it; None: by its role, or its name.
+        place: index of its colour; None: its place among the patches.
     """
 
     name: str
@@ -51,10 +53,14 @@ class Run:
     state: dict[str, Any]
     samples: list[tuple[int, str]]
     commands: list[str]
+    shown: str | None = None
+    place: int | None = None
 
     @property
     def label(self) -> str:
         """How tables and plots call it."""
+        if self.shown is not None:
+            return self.shown
         return {"original": "unpatched", "control": "control"}.get(self.role, self.name)
 
     @property
@@ -78,7 +84,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """All runs, the original and the control first, and what they have in common."""
+    """All runs, the original and the control first, and what they have in common.
+
+    Attributes:
+        alike: every fine-tuned run saw the same batches, at the same learning rate.
+    """
 
     runs: list[Run]
     train_length: int | None
@@ -86,6 +96,7 @@ class Summary:
     measuring: dict[str, Any]
     versions: dict[str, str]
     prompts: list[str]
+    alike: bool = True
 
     @property
     def lengths(self) -> list[int]:

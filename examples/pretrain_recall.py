@@ -13,9 +13,6 @@ learned, so nothing draws the model to guess random tokens.
 What makes it fast is the order: rows of 16 tokens first, where the right one among few is soon found, then
 twice as many again and again up to --context, all within the first quarter of the steps.
 
-Text is read as it is, line endings too. Give it those that --model was trained on: a model that knows Unix
-line endings loses much on Windows ones, and learning them looks like progress.
-
 A new model (--tokenizer) learns this much more slowly than one that knows text: train it on text first.
 
 Stopped at any moment, the same command goes on from its last checkpoint. The output folder is a model for

@@ -38,6 +38,16 @@ def rebuilt(state: Any, tensors: list[Tensor]) -> Any:
     return make(tensors)
 
 
+def compact(x: Tensor) -> Tensor:
+    """The same numbers, in memory of their own where they are a small part of something larger.
+
+    A state is often the last chunk's, and as a view of all chunks it would keep them alive.
+    """
+    if torch.compiler.is_compiling() or x.untyped_storage().nbytes() <= x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class StateLayer(CacheLayerMixin):
     """State of one attention layer: a tuple of tensors with rows first, and the number of tokens seen.
 
@@ -139,13 +149,13 @@ class StateLayer(CacheLayerMixin):
                 self.base = (self.state, self.visible)
             self.tail.append(tokens)
         self._advance(tokens)
-        self.state, self.seen = state, self.seen + tokens.length
+        self.state, self.seen = rebuilt(state, [compact(x) for x in state]), self.seen + tokens.length
 
     def take_pending(self, state: Any) -> None:
         """The pending tokens are in this state."""
         assert self.pending is not None
         self._advance(self.pending)
-        self.state, self.pending = state, None
+        self.state, self.pending = rebuilt(state, [compact(x) for x in state]), None
 
     def _write_static(self, state: Any, length: int) -> None:
         assert isinstance(self.seen, Tensor)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_linattn.errors import TrainingError
+from hf_linattn.sharding import split_like, whole
 
 CSV_COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "eval_loss")
 
@@ -96,8 +97,21 @@ class Checkpoint:
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / "checkpoint" / "state.safetensors"
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Mapping[str, Any]) -> None:
-        """Replace the checkpoint by the present state; `progress` is JSON.
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Mapping[str, Any],
+        *,
+        write: bool = True,
+    ) -> None:
+        """Replace the checkpoint by the present state.
+
+        Args:
+            model: whose trainable parameters and buffers are saved.
+            optimizer: of those parameters.
+            progress: JSON.
+            write: False in the processes that only help to gather sharded tensors.
 
         Raises:
             TrainingError: it cannot be written; the previous checkpoint is still there.
@@ -106,7 +120,13 @@ class Checkpoint:
         for name, parameter in _trainable(model).items():
             for key, value in optimizer.state[parameter].items():
                 tensors[f"optimizer.{key}.{name}"] = value
-        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if write:
+                tensors[name] = _gathered(tensor)
+            else:
+                whole(tensor.detach())
+        if not write:
+            return
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as partial:
@@ -134,11 +154,11 @@ class Checkpoint:
             kind, _, rest = name.partition(".")
             if kind == "model":
                 with torch.no_grad():
-                    current[rest].copy_(tensor)
+                    current[rest].copy_(split_like(tensor, current[rest]))
             else:
                 key, _, parameter = rest.partition(".")
                 # AdamW counts its steps on the CPU
-                target = tensor if key == "step" else tensor.to(parameters[parameter].device)
+                target = tensor if key == "step" else split_like(tensor, parameters[parameter])
                 optimizer.state[parameters[parameter]][key] = target
         return progress
 
@@ -151,6 +171,13 @@ class Checkpoint:
     def remove(self) -> None:
         """Delete the checkpoint."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor; what was sharded over devices goes to the CPU, since no device need hold all."""
+    here = tensor.detach()
+    full = whole(here)
+    return (full if full is here else full.cpu()).contiguous()
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.arguments import add_options, check_values, option
-from hf_linattn.errors import LinattnError, OptionError
+from hf_linattn.commands import exit_status
+from hf_linattn.errors import OptionError
 from hf_linattn.processes import quiet_libraries, start_missing_processes
 
 EPILOG = """\
@@ -249,26 +250,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     command = shlex.join(["python", "-m", "hf_linattn.convert", *argv])
     process = int(os.environ.get("RANK", "0"))
-    try:
+
+    def work() -> None:
         start_missing_processes("hf_linattn.convert", argv)
         quiet_libraries(process)
         from hf_linattn.convert_folder import summary
         from hf_linattn.convert_run import run
 
         folder = run(arguments, command)
-    except LinattnError as error:
-        sys.stderr.write(f"error: {error}\n" if process == 0 else f"error (process {process}): {error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"error: {error.name} is not installed; pip install 'hf-linattn[train]'\n")
-        return 1
-    except KeyboardInterrupt:
         if process == 0:
-            sys.stderr.write("\ninterrupted; the same command with --resume goes on where it was\n")
-        return 130
-    if process == 0:
-        sys.stdout.write(summary(folder.parent))
-    return 0
+            sys.stdout.write(summary(folder.parent))
+
+    told = "the same command with --resume goes on where it was"
+    return exit_status(work, interrupted=told, extra="train", process=process)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, unpatch_model
+from hf_linattn.branches import hybrids
 from hf_linattn.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune_model import PATCH_PART, switch_off_dropout
 from hf_linattn.method import Method
 from hf_linattn.objectives import Objective
+from hf_linattn.sharding import shard_frozen
 from hf_linattn.transfer import AttentionTransfer, Target
 
 if TYPE_CHECKING:
@@ -106,9 +108,10 @@ class Distill(Method):
         if self.teacher is None:
             logits = teacher_inside(module)
         else:
-            logits = frozen_teacher(original(self.teacher, arguments.dtype).to(accelerator.device))
+            logits = frozen_teacher(shard_frozen(accelerator, original(self.teacher, arguments.dtype)))
         loss = DistillationLoss(logits, self.drop_window, arguments.seed)
         self.losses, self.prepare = loss, loss.prepare
+        self.skips = bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
 
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.commands import exit_status
 from hf_linattn.errors import DataError, LinattnError, OptionError
 
 BASE = Path(__file__).resolve().parent.parent / "examples" / "base"
@@ -86,23 +87,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     args = build_parser().parse_args(argv)
     started = time.monotonic()
-    try:
+
+    def work() -> None:
         page = run(args)
-    except LinattnError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"error: {error.name} is not installed; pip install 'hf-linattn[all]'\n")
-        return 1
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted; the same command goes on where it stopped\n")
-        return 130
-    sys.stdout.write(_table(args.output_dir / "results.csv"))
-    sys.stdout.write(
-        f"\nperplexity per token at each length of context, in {time.monotonic() - started:.0f} s\n"
-    )
-    sys.stdout.write(f"report: {page.resolve()}\n")
-    return 0
+        sys.stdout.write(_table(args.output_dir / "results.csv"))
+        sys.stdout.write(
+            f"\nperplexity per token at each length of context, in {time.monotonic() - started:.0f} s\n"
+        )
+        sys.stdout.write(f"report: {page.resolve()}\n")
+
+    return exit_status(work, interrupted="the same command goes on where it stopped", extra="all")
 
 
 def run(args: argparse.Namespace) -> Path:

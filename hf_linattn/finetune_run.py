@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,6 +25,7 @@ from hf_linattn.finetune_model import PATCH_PART, check_fit, first_line
 from hf_linattn.method import Method
 from hf_linattn.objectives import Objective, choose, objective
 from hf_linattn.plots import save_loss_curve
+from hf_linattn.sharding import accelerator_options, set_up
 from hf_linattn.training import LoopSettings, TrainingLoop
 
 FREE_TO_CHANGE = (
@@ -85,6 +87,7 @@ def train(
             folder, {**settings, "data_sha256": hashlib.sha256(blocks.data).hexdigest()}, arguments.overwrite
         )
     accelerator.wait_for_everyone()
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=method.skips)
     loop = TrainingLoop(
         accelerator,
         model,
@@ -97,10 +100,11 @@ def train(
         rate=method.rate,
     )
     loop.run()
+    results, trained = method.results(), loop.trained_model()  # both of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [{**_results(arguments, command, loop, task, sizes), **method.results()}]
-        _save(method.saved(accelerator.unwrap_model(loop.model)), tokenizer, folder)
+        box = [{**_results(arguments, command, loop, task, sizes), **results}]
+        _save(method.saved(trained), tokenizer, folder)
         with replacing(folder / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
             save_loss_curve(loop.log.rows, partial, title, method.label)
@@ -109,7 +113,7 @@ def train(
         loop.checkpoint.remove()
     broadcast_object_list(box)
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
-    del loop, model, base
+    del loop, model, base, trained
     accelerator.free_memory()
     return box[0]
 
@@ -118,12 +122,20 @@ def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
     """This process's part of the machine.
 
     Raises:
-        OptionError: a precision that the machine does not have.
+        OptionError: a precision that the machine does not have, or a way to share the work that does not fit.
     """
+    options = accelerator_options()
     try:
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu)
+        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
     except ValueError as error:
         raise OptionError(f"--mixed-precision {mixed_precision}: {first_line(error)}") from error
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > accelerator.num_processes:
+        raise OptionError(
+            f"{started} processes were started, and without a GPU each would train alone: give --cpu behind "
+            "the command's name"
+        )
+    set_up(accelerator, options)
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise OptionError(
             "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
@@ -253,6 +265,7 @@ def _results(
         "versions": {name: _version(name) for name in PACKAGES},
         "device": str(loop.accelerator.device),
         "processes": loop.accelerator.num_processes,
+        "distributed": loop.accelerator.distributed_type.value,
         "global_batch": loop.global_batch,
         **sizes,
         "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),

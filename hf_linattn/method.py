@@ -25,12 +25,14 @@ class Method:
         settings: what decides the trained weights besides the arguments; a resumed run must have the same.
         label: of the loss in pictures.
         losses, prepare: for the training loop; set by `trained`.
+        skips: whether some steps leave trained parameters without a gradient; set by `trained`.
     """
 
     settings: dict[str, Any]
     label = "loss (nats per token)"
     losses: LossFunction
     prepare: Preparation | None = None
+    skips = False
 
     def __init__(self) -> None:
         self.settings = {}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from hf_linattn.checkpointing import Checkpoint, TrainLog
 from hf_linattn.errors import TrainingError
+from hf_linattn.sharding import Blueprint, is_sharding, reshard, shard, whole
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
 """(model, token ids [B, N], or what the preparation made of them) -> mean loss of every row [B]."""
@@ -152,28 +154,33 @@ class TrainingLoop:
             prepare: what is done to rows before.
             rate: factor of the learning rate by the name of the parameter.
         """
-        if accelerator.distributed_type not in _SUPPORTED:
+        if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
             raise TrainingError(
-                f"{accelerator.distributed_type.value} is not supported: it splits the parameters; "
-                "use plain data parallelism (accelerate launch --multi_gpu, or --cpu)"
+                f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
+                "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
             )
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
-        model.to(accelerator.device)
+        sharded = is_sharding(accelerator)
+        if not sharded:  # otherwise each part goes there by itself
+            model.to(accelerator.device)
         self.bare_model = model
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.parameters = [parameter for _, parameter in named]
         groups: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in named:
-            groups.setdefault(rate(name), []).append(parameter)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups.setdefault(rate(name), []).append(parameter)
         optimizer = torch.optim.AdamW(
             [{"params": members, "factor": factor} for factor, members in groups.items()],
             lr=settings.lr,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
         )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self._blueprint = Blueprint(model, accelerator.is_main_process) if sharded else None
+        self.model: Any
+        prepare_both = partial(shard, accelerator) if sharded else accelerator.prepare
+        self.model, self.optimizer = prepare_both(model, optimizer)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.checkpoint = Checkpoint(output_dir)
         progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
         self._validations: list[float] = progress.get("validations", [])
@@ -217,9 +224,18 @@ class TrainingLoop:
                     refresh=False,
                 )
                 bar.update()
+        if self._blueprint is not None:
+            reshard(self.bare_model)
         for name, parameter in self.bare_model.named_parameters():
-            if parameter.requires_grad and not torch.isfinite(parameter).all():
+            if parameter.requires_grad and not torch.isfinite(whole(parameter)).all():
                 raise self._stop(f"the last step, {self.step}, left numbers in {name} that are not finite")
+
+    def trained_model(self) -> nn.Module | None:
+        """The model without what distributes it; where it was sharded, on the main process alone."""
+        if self._blueprint is None:
+            bare: nn.Module = self.accelerator.unwrap_model(self.model)
+            return bare
+        return self._blueprint.filled(self.bare_model)
 
     @property
     def seconds(self) -> float:
@@ -239,7 +255,7 @@ class TrainingLoop:
         loss = self._backward(batch_rows(step, self.global_batch, len(self.blocks), settings.seed))
         if not math.isfinite(loss):
             raise self._stop(f"the loss is {loss} at step {step}")
-        norm = float(accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf))
+        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf)))
         if not math.isfinite(norm) and accelerator.scaler is None:
             raise self._stop(f"the gradient's norm is {norm} at step {step}")
         lost = time.perf_counter()
@@ -302,16 +318,13 @@ class TrainingLoop:
             self.log.append(step=self.step, tokens=tokens, **values)
 
     def _save_checkpoint(self) -> None:
+        progress = {"step": self.step, "seconds": self.seconds, "validations": self._validations}
         if self.log is not None:
             self.log.sync()
-            progress: dict[str, Any] = {
-                "step": self.step,
-                "seconds": self.seconds,
-                "validations": self._validations,
-            }
-            if self.accelerator.scaler is not None:
-                progress["scaler"] = self.accelerator.scaler.state_dict()
-            self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress)
+        if self.accelerator.scaler is not None:
+            progress["scaler"] = self.accelerator.scaler.state_dict()
+        main = self.accelerator.is_main_process
+        self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress, write=main)
         self._saved_step = self.step
 
     def _stop(self, what: str) -> TrainingError:

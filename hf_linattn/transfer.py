@@ -43,6 +43,9 @@ class AttentionTransfer(nn.Module):
             puts them into the model.
     """
 
+    in_one_piece = True
+    """FSDP must not split it by layers: the losses leave inside of them, out of reach of a layer's hooks."""
+
     def __init__(self, model: Any, target: Target = "output", *, projections: bool = False) -> None:
         super().__init__()
         self.model, self.target = model, target

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
+from hf_linattn.feature_maps import named_map
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -16,7 +17,7 @@ RATES = ("retnet", "lightning")
 
 @register("decay")
 class Decay(LinearAttention):
-    """Linear attention with elu(x) + 1 and a fixed decay per head, so that old tokens fade.
+    """Linear attention with a fixed decay per head, so that old tokens fade.
 
     o_i = sum_{j<=i} g_h^(i-j) (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} g_h^(i-j) phi(q_i) . phi(k_j)
 
@@ -24,6 +25,8 @@ class Decay(LinearAttention):
     Heads that share a key share its rate. Padding does not age anything: i - j counts visible tokens.
 
     Options:
+        feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
+            options and its learned weights; default "elu1".
         rates: "retnet" (default), g_h = 1 - 2^(-5 - h), heads spread over 2^-5 .. 2^-12; or "lightning",
             g_h = exp(-2^(-8 (h + 1) / H)), ALiBi's slopes.
         half_life: tokens after which a past token counts half, the same for all heads; any number above 0,
@@ -44,6 +47,7 @@ class Decay(LinearAttention):
         self,
         site: Site,
         *,
+        feature_map: str = "elu1",
         rates: Literal["retnet", "lightning"] = "retnet",
         half_life: float | None = None,
     ) -> None:
@@ -54,6 +58,8 @@ class Decay(LinearAttention):
             raise OptionError("rates and half_life say the same thing twice: give one of them")
         if site.kv_heads is None:
             raise OptionError(f"{site.name}: the number of its heads cannot be told, so there are no rates")
+        self.map = named_map("feature_map", feature_map, site)
+        self.features = self.map.features
         heads = site.kv_heads
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
@@ -63,9 +69,17 @@ class Decay(LinearAttention):
         else:
             self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
 
-    def feature_map(self, x: Tensor) -> Tensor:
-        """elu(x) + 1, as exp below 0."""
-        return x.clamp(max=0).exp() + x.clamp(min=0)
+    def query_map(self, query: Tensor) -> Tensor:
+        """phi_q."""
+        return self.map.query_map(query)
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """phi_k."""
+        return self.map.key_map(key)
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """What the map of the query leaves out."""
+        return self.map.left_out(query)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """The same at every token."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
+from hf_linattn.feature_maps import named_map
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -15,7 +16,7 @@ TEMPERATURE = 16.0
 
 @register("gated")
 class Gated(LinearAttention):
-    """Linear attention with elu(x) + 1 and a learned gate on its state, open at the start.
+    """Linear attention with a learned gate on its state, open at the start.
 
     o_i = sum_{j<=i} a_ij (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} a_ij phi(q_i) . phi(k_j)
     a_ij = g_{j+1} ... g_i,  g_t = sigmoid(w_h . v_t + b_h)^(1/16)
@@ -25,9 +26,15 @@ class Gated(LinearAttention):
     not close the gate.
 
     Options:
+        feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
+            options and its learned weights; default "elu1".
         half_life: tokens, at the start; any number of at least 1, default 16384.
+        shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
+            ratios; at least 1, default None for the same in all heads.
 
-    Use: as decay, where training can find out what to forget: fine-tune it, at the start it is close to elu1.
+    Use: as decay, where training can find out what to forget: at the start it is close to its feature map.
+        To convert a model, let heads start near and far (`shortest` 4, `half_life` 256): what is near is what
+        a sharp map blurs first, and a state that forgets meets no distance that training did not show it.
 
     Source: "Gated Linear Attention Transformers with Hardware-Efficient Training", Yang et al. 2023,
         arXiv:2312.06635, section 4.4 (temperature 16); scalar gates as in "Transformers are SSMs", Dao and Gu
@@ -38,22 +45,50 @@ class Gated(LinearAttention):
     directions = "causal"
     why = "a state that forgets has one direction, from past to future"
 
-    def __init__(self, site: Site, *, half_life: float = 16384.0) -> None:
+    def __init__(
+        self,
+        site: Site,
+        *,
+        feature_map: str = "elu1",
+        half_life: float = 16384.0,
+        shortest: float | None = None,
+    ) -> None:
         super().__init__(site)
         if not 1 <= half_life < math.inf:
             raise OptionError(f"half_life must be at least 1 token, got {half_life}")
+        if shortest is not None and not 1 <= shortest <= half_life:
+            raise OptionError(
+                f"shortest must be from 1 token to half_life, which is {half_life:g}, got {shortest:g}"
+            )
         if site.kv_heads is None or site.value_dim is None:
             raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no gates")
-        gate = TEMPERATURE * math.log(0.5) / half_life  # log sigmoid(b)
+        self.map = named_map("feature_map", feature_map, site)
+        self.features = self.map.features
+        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(site.kv_heads, shortest, half_life)]
         self.weight = nn.Parameter(torch.zeros(site.kv_heads, site.value_dim))
-        self.bias = nn.Parameter(torch.full((site.kv_heads,), gate - math.log(-math.expm1(gate))))
+        # log sigmoid(b) is the gate
+        self.bias = nn.Parameter(torch.tensor([gate - math.log(-math.expm1(gate)) for gate in gates]))
 
-    def feature_map(self, x: Tensor) -> Tensor:
-        """elu(x) + 1, as exp below 0."""
-        return x.clamp(max=0).exp() + x.clamp(min=0)
+    def query_map(self, query: Tensor) -> Tensor:
+        """phi_q."""
+        return self.map.query_map(query)
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """phi_k."""
+        return self.map.key_map(key)
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """What the map of the query leaves out."""
+        return self.map.left_out(query)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """The logarithm of g_t, `[B, Hkv, N]`."""
         weight, bias = self.weight.to(value.dtype), self.bias.to(value.dtype)
         logit = torch.einsum("bhnd,hd->bhn", value, weight) + bias[:, None]
         return nn.functional.logsigmoid(logit) / TEMPERATURE
+
+
+def _lives(heads: int, shortest: float | None, longest: float) -> list[float]:
+    """Half-lives from the shortest to the longest in equal ratios."""
+    first = longest if shortest is None or heads == 1 else shortest
+    return [first * (longest / first) ** (head / max(1, heads - 1)) for head in range(heads)]

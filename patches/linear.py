@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention, upcast
 from hf_linattn.errors import OptionError
-from hf_linattn.registry import patches, register
+from hf_linattn.feature_maps import feature_maps
+from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
 
@@ -34,7 +35,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "square": torch.square,
 }
-BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "both_ways", "absorb", "attend")
 
 
 @register("linear")
@@ -216,13 +216,7 @@ class Linear(LinearAttention):
 
 def _patch(option: str, name: str) -> type[LinearAttention]:
     """The registered patch of this name, if feature maps are all that it is made of."""
-    fitting = {
-        known: cls
-        for known, cls in patches().items()
-        if issubclass(cls, LinearAttention)
-        and cls is not Linear
-        and all(getattr(cls, part) is getattr(LinearAttention, part) for part in BEYOND_MAPS)
-    }
+    fitting = {known: cls for known, cls in feature_maps().items() if cls is not Linear}
     if name not in fitting:
         raise OptionError(
             f"{option}={name!r} is neither a function ({', '.join(FUNCTIONS)}) nor a linear patch made of "

@@ -26,13 +26,14 @@ class T2R(LinearAttention):
 
     Options:
         features: F, at least 2; default None for the head dimension.
+        frozen: True keeps the map as it starts, random, for a floor in comparisons; default False.
 
     Use: to trade quality for speed and memory: few features make a small state. Wants fine-tuning.
 
     Source: "Finetuning Pretrained Transformers into RNNs", Kasai et al. 2021, arXiv:2103.13076, section 2.2.
     """
 
-    def __init__(self, site: Site, *, features: int | None = None) -> None:
+    def __init__(self, site: Site, *, features: int | None = None, frozen: bool = False) -> None:
         super().__init__(site)
         if features is not None and features < 2:
             raise OptionError(f"features must be at least 2, got {features}")
@@ -44,8 +45,17 @@ class T2R(LinearAttention):
         half = torch.empty(shape, dtype=torch.float32, device="cpu")
         for head in half:
             nn.init.orthogonal_(head, generator=generator)
-        self.weight = nn.Parameter(torch.cat([half, -half], 1)[:, :count].contiguous())
-        self.bias = nn.Parameter(torch.zeros(site.kv_heads, count))
+        self.weight: Tensor
+        self.bias: Tensor
+        start = {
+            "weight": torch.cat([half, -half], 1)[:, :count].contiguous(),
+            "bias": torch.zeros(site.kv_heads, count),
+        }
+        for name, tensor in start.items():
+            if frozen:
+                self.register_buffer(name, tensor)
+            else:
+                self.register_parameter(name, nn.Parameter(tensor))
 
     def feature_map(self, x: Tensor) -> Tensor:
         """max(W x + b, 1e-12)."""

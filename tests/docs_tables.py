@@ -38,6 +38,7 @@ GROUPS = {
     "sparse": "softmax over fewer keys",
     "compressed": "keys and values summed up in fewer",
     "position": "added to the scores, with RoPE left on or switched off",
+    "floor": "no attention at all, to compare with",
 }
 
 

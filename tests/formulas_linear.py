@@ -17,6 +17,8 @@ CASES: dict[str, Case] = {
     "performer, features": Case("performer", {"features": 37, "seed": 5, "redraw": 100}),
     "t2r": Case("t2r"),
     "t2r, features": Case("t2r", {"features": 13}),
+    "t2r, frozen": Case("t2r", {"frozen": True}),
+    "zero": Case("zero"),
     "hedgehog": Case("hedgehog"),
     "linear": Case("linear", {"feature_map": "softplus"}),
     "linear, two maps": Case("linear", {"query_map": "elu1", "key_map": "t2r"}),
@@ -90,6 +92,11 @@ def performer(x: Inputs) -> Tensor:
 def t2r_map(x: Inputs, of: Tensor, prefix: str) -> Tensor:
     weight, bias = x.per_head(x.parameter(prefix + "weight")), x.per_head(x.parameter(prefix + "bias"))
     return (of @ weight.mT + bias[:, None]).clamp(min=1e-12)
+
+
+@formula("zero", scores=False)
+def zero(x: Inputs) -> Tensor:
+    return torch.zeros_like(x.query[..., :1]) * x.value[..., :1, :]
 
 
 @formula("t2r", scores=False)

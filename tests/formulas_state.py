@@ -10,6 +10,7 @@ CASES: dict[str, Case] = {
     "decay": Case("decay"),
     "decay, lightning": Case("decay", {"rates": "lightning"}),
     "decay, half_life": Case("decay", {"half_life": 20.0}),
+    "decay, hedgehog": Case("decay", {"feature_map": "hedgehog"}),
     "window": Case("window", {"size": 24}),
     "window, sinks": Case("window", {"size": 13, "sinks": 3, "positions": "text"}),
     "window+elu1": Case("window+elu1", {"size": 24}),
@@ -19,6 +20,7 @@ CASES: dict[str, Case] = {
     "window, hedgehog": Case("window+hedgehog", {"size": 16, "sinks": 2, "positions": "text"}),
     "efficient": Case("efficient"),
     "gated": Case("gated", {"half_life": 50.0}),
+    "gated, hedgehog": Case("gated", {"feature_map": "hedgehog", "shortest": 4.0, "half_life": 50.0}),
 }
 
 
@@ -26,6 +28,13 @@ def age(x: Inputs) -> Tensor:
     """Visible tokens after key j up to query i, `[B, N, S]`."""
     query, key = x.ranks()
     return (query[:, :, None] - key[:, None]).clamp(min=0)
+
+
+def mapped(x: Inputs, prefix: str) -> Tensor:
+    """phi(q_i) . phi(k_j) of the map that the options name."""
+    if x.options.get("feature_map") == "hedgehog":
+        return hedgehog_weights(x, prefix)
+    return elu_plus_one(x.query) @ elu_plus_one(x.key).mT
 
 
 @formula("decay", scores=False)
@@ -42,7 +51,7 @@ def decay(x: Inputs) -> Tensor:
             else [1 - 2**-5]
         )
     rate = x.per_head(torch.tensor(rates, dtype=torch.float64))[None, :, None, None]
-    weights = elu_plus_one(x.query) @ elu_plus_one(x.key).mT * rate ** age(x)[:, None]
+    weights = mapped(x, "decay.map.") * rate ** age(x)[:, None]
     return over_its_sum(weights, x.visible) @ x.value
 
 
@@ -50,7 +59,7 @@ def decay(x: Inputs) -> Tensor:
 def gated(x: Inputs) -> Tensor:
     weight, bias = x.per_head(x.parameter("gated.weight")), x.per_head(x.parameter("gated.bias"))
     gate = ((x.value * weight[None, :, None]).sum(-1) + bias[None, :, None]).sigmoid() ** (1 / 16)
-    weights = elu_plus_one(x.query) @ elu_plus_one(x.key).mT
+    weights = mapped(x, "gated.map.")
     valid = x.visible[:, 0].any(1)  # padding does not close the gate
     closed = torch.where(valid[:, None], gate.log(), 0.0).cumsum(-1)
     product = (closed[..., :, None] - closed[..., None, :]).tril().exp()

@@ -49,6 +49,18 @@ def state(cache):
     return torch.cat([x.flatten(1) for layer in cache.layers for x in layer.state], 1)
 
 
+@pytest.mark.parametrize("spec", ["elu1", "hedgehog", "gated", "window+elu1", "efficient", "flow"])
+def test_a_state_keeps_no_more_memory_than_it_has_bytes(spec):
+    options = {"size": 8} if "window" in spec else {}
+    model = hf_linattn.patch_model(llama(), spec, options=options)
+    cache = DynamicCache(config=model.config)
+    for count in (600, 1, 20):
+        model(tokens(2, count), past_key_values=cache)
+        for layer in cache.layers:
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in layer.state}
+            assert sum(storages.values()) <= 1.5 * layer.nbytes + 64
+
+
 @every_patch
 @pytest.mark.parametrize("cuts", [range(101), (0, 7, 71, 72, 100)], ids=["single", "chunks"])
 def test_pieces_equal_one_forward(patch, cuts):

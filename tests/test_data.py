@@ -35,12 +35,12 @@ def write_table(path, rows):
         writers[path.suffix](path)
 
 
-def test_text_file_is_one_document_kept_byte_for_byte(tmp_path):
+def test_text_file_is_one_document_with_unix_line_endings(tmp_path):
     path = tmp_path / "a.unknown"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n\n")
     documents = load_documents(path)
     assert documents.column_names == ["name", "text"]
-    assert documents[:] == {"name": ["a.unknown"], "text": ["one\r\ntwo\rthree\n\n"]}
+    assert documents[:] == {"name": ["a.unknown"], "text": ["one\ntwo\nthree\n\n"]}
 
 
 def test_folder_gives_sorted_text_files_only(tmp_path):

@@ -184,3 +184,13 @@ def test_report_refuses(results, folder, text, tmp_path, capsys):
     broken.mkdir()
     (broken / "diagnose.json").write_text('{"format": "else"}')
     refused("holds no diagnosis that can be read", "--diagnose", broken)
+
+
+def test_diagnoses_are_recognised_among_folders(results, tmp_path, capsys):
+    output = tmp_path / "report.html"
+    assert report.main([str(results), "--output", str(output)]) == 0
+    page = Page(output.read_text())
+    assert "What the attention does" in page.text
+    assert "All numbers" not in page.text  # there is no row to show
+    assert report.main([str(results), "--output", str(output), "--results", str(tmp_path / "r.json")]) == 1
+    assert "hold diagnoses only" in capsys.readouterr().err

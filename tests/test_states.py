@@ -136,6 +136,8 @@ class TestDecay:
             ({"half_life": math.inf}, "half_life must be"),
             ({"rates": "lightning", "half_life": 2.0}, "twice"),
             ({"rates": "slow"}, "retnet"),
+            ({"feature_map": "softmax1"}, "feature_map='softmax1' is no linear patch made of .* elu1"),
+            ({"feature_map": "cosine"}, "no linear patch made of a feature map alone"),
         ],
     )
     def test_bad_options(self, options, message):
@@ -155,6 +157,19 @@ class TestGated:
         gate = model.model.layers[0].self_attn.linattn.gated
         assert float(gate.weight.grad.abs().max()) > 0
         assert float(gate.bias.grad.abs().max()) > 0
+
+    def test_heads_start_from_near_to_far(self):
+        model = patch_model(tiny.llama(), "gated", options={"shortest": 4.0, "half_life": 256.0})
+        gate = model.model.layers[0].self_attn.linattn.gated
+        log_g = gate.log_decay(None, torch.randn(1, 2, 1, 8, dtype=torch.float64)).detach()[0, :, 0]
+        assert (math.log(0.5) / log_g).tolist() == pytest.approx([4.0, 256.0], rel=1e-5)
+
+    @pytest.mark.parametrize("shortest", [0.5, 257.0])
+    def test_shortest_is_at_most_half_life(self, shortest):
+        with pytest.raises(
+            OptionError, match="shortest must be from 1 token to half_life, which is 256, got"
+        ):
+            patch_model(tiny.llama(), "gated", options={"shortest": shortest, "half_life": 256.0})
 
     def test_half_life_is_what_it_says(self):
         model = patch_model(tiny.llama(), "gated", options={"half_life": 100.0})

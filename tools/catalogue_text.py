@@ -22,6 +22,7 @@ GROUPS = {
     "sparse": "Sparse",
     "compressed": "Compressed",
     "position": "Positions, beside an attention",
+    "floor": "Floors, to compare with",
 }
 """The groups that a patch can name, in the order of the page, with their headings."""
 

@@ -1,0 +1,209 @@
+"""Which result folders are there: each recognised by what lies in it, read, and found to be whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.errors import DataError
+
+KINDS = {
+    "finetune": "hf_linattn.finetune",
+    "convert": "hf_linattn.convert",
+    "perplexity": "hf_linattn.eval.perplexity",
+    "recall": "hf_linattn.eval.recall",
+    "generation": "hf_linattn.eval.generation",
+    "branches": "hf_linattn.eval.branches",
+    "diagnose": "hf_linattn.eval.diagnose",
+    "cost": "hf_linattn.eval.cost",
+}
+"""What can stand on the page, and the command that leaves it."""
+
+FORMATS = {f"hf_linattn.{kind}/1": kind for kind in KINDS}
+LEVELS = 2
+"""How deep below a folder results are looked for."""
+NEEDED = {
+    "finetune": ("arguments", "command", "tokens", "versions"),
+    "perplexity": ("arguments", "command", "models", "rows", "versions"),
+    "recall": ("arguments", "command", "models", "rows", "verdicts", "versions"),
+    "generation": ("arguments", "command", "models", "original", "summaries", "versions"),
+    "branches": ("arguments", "command", "rows", "sentences", "versions"),
+    "cost": ("arguments", "command", "models", "rows", "run", "versions"),
+    "convert": ("arguments", "command", "stages"),
+}
+OWN_PAGE = "hf_linattn.summary/1"
+"""results.json of the report itself, as in a demo's folder: nothing measured."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training run: its name, results.json and the rows of train.csv."""
+
+    name: str
+    results: dict[str, Any]
+    losses: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One folder.
+
+    Attributes:
+        kind: of `KINDS`.
+        folder: where it is.
+        content: its results.json, or plan.json of a conversion.
+        stages: training runs, one for a fine-tuning.
+        validation: of a conversion: nats per token, by stage.
+    """
+
+    kind: str
+    folder: Path
+    content: dict[str, Any]
+    stages: list[Stage] = field(default_factory=list)
+    validation: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Everything that was found, and the folders whose results this page does not show, with the reason."""
+
+    found: list[Found]
+    left_out: list[str]
+
+
+def walk(folders: Sequence[Path]) -> Walk:
+    """Read every result folder among these, and below them.
+
+    Raises:
+        DataError: a folder does not exist, holds nothing that is known, or results that are unfinished or
+            damaged.
+    """
+    found: dict[Path, Found] = {}
+    left_out: list[str] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise DataError(f"no such folder: {folder}")
+        here, strange = [], []
+        for path in _below(folder, LEVELS):
+            kind = _kind(path)
+            if kind in KINDS:
+                here.append(path)
+                if path.resolve() not in found:
+                    found[path.resolve()] = _read(kind, path)
+            elif kind is not None:
+                strange.append(f"{path} holds results of {kind}, which this page does not show")
+        if not here:
+            raise DataError(strange[0] if strange else _nothing(folder))
+        left_out += strange
+    return Walk(list(found.values()), list(dict.fromkeys(left_out)))
+
+
+def _nothing(folder: Path) -> str:
+    commands = ", ".join(command.removeprefix("hf_linattn.") for command in KINDS.values())
+    return (
+        f"{folder} holds no results: looked there and {LEVELS} levels below for results.json, plan.json or "
+        f"diagnose.json of {commands}"
+    )
+
+
+def _below(folder: Path, levels: int) -> Iterator[Path]:
+    """The folder, and those below it except the stages of a conversion."""
+    yield folder
+    if levels and not (folder / "plan.json").is_file():
+        for path in sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."):
+            yield from _below(path, levels - 1)
+
+
+def _kind(folder: Path) -> str | None:
+    """Of `KINDS`; the command of another known format; None where nothing is.
+
+    Raises:
+        DataError: a training run without its results, or a file that cannot be read or is not known.
+    """
+    if (folder / "diagnose.json").is_file():
+        return "diagnose"
+    if (folder / "plan.json").is_file():
+        return "convert"
+    path = folder / "results.json"
+    if not path.is_file():
+        if (folder / "run.json").is_file():
+            raise DataError(f"{folder} is a fine-tuning that is not finished: run.json, but no results.json")
+        return None
+    content = _json(path)
+    form = content.get("format")
+    if form is None and {"steps", "tokens", "arguments"} <= content.keys():
+        return "finetune"
+    if form == OWN_PAGE:
+        return None
+    if form in FORMATS:
+        return FORMATS[form]
+    if isinstance(form, str) and form.startswith("hf_linattn.") and form.count("/") == 1:
+        return "hf_linattn.eval." + form.removeprefix("hf_linattn.").partition("/")[0]
+    raise DataError(f"{path} is no file of this package: its format is {form!r}; known: {', '.join(FORMATS)}")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return found
+
+
+def _read(kind: str, folder: Path) -> Found:
+    if kind == "diagnose":  # read where it is drawn
+        return Found(kind, folder, _json(folder / "diagnose.json"))
+    if kind == "convert":
+        plan = _checked(kind, folder / "plan.json")
+        names = [name for name in plan["stages"] if not (folder / name / "results.json").is_file()]
+        validation = _json(folder / "validation.json") if (folder / "validation.json").is_file() else {}
+        if names:
+            raise DataError(
+                f"{folder} is a conversion that is not finished: no results.json of stage {', '.join(names)}"
+            )
+        stages = [_stage(folder / name) for name in plan["stages"]]
+        return Found(kind, folder, plan, stages, validation)
+    content = _checked(kind, folder / "results.json")
+    return Found(kind, folder, content, [_stage(folder)] if kind == "finetune" else [])
+
+
+def _checked(kind: str, path: Path) -> dict[str, Any]:
+    content = _json(path)
+    if content.get("complete") is False:
+        raise DataError(f"{path} is not finished: start its command again ({content.get('command')})")
+    missing = [name for name in NEEDED[kind] if name not in content]
+    if missing:
+        raise DataError(f"{path} is no whole result of {KINDS[kind]}: it lacks {', '.join(missing)}")
+    if kind not in ("finetune", "convert") and not content.get("rows", content.get("summaries")):
+        raise DataError(f"{path} holds no rows: start its command again")
+    return content
+
+
+@contextmanager
+def reading(found: Found) -> Iterator[None]:
+    """Turn what is not as its command leaves it into one error that names the folder.
+
+    Raises:
+        DataError: the block did not find something in the results.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+        raise DataError(
+            f"{found.folder} holds no whole results of {KINDS[found.kind]}: {type(error).__name__} {error}"
+        ) from error
+
+
+def _stage(folder: Path) -> Stage:
+    results, path = _checked("finetune", folder / "results.json"), folder / "train.csv"
+    if not path.is_file():
+        raise DataError(f"{folder} has results.json but no train.csv: a fine-tuning leaves both")
+    with path.open(encoding="utf-8", newline="") as file:
+        return Stage(folder.name, results, list(csv.DictReader(file)))

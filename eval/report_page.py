@@ -1,0 +1,115 @@
+"""The page over result folders: rows, groups and figures of `report_rows` as one HTML file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.errors import DataError
+
+from .machine import machine
+from .report_rows import Compared
+
+
+def render(compared: Compared, *, title: str, notes: Sequence[str], samples: dict[str, Any]) -> str:
+    """The page as HTML: one file without any address in it.
+
+    Args:
+        compared: what `report_rows.compare` gives.
+        title: heading of the page.
+        notes: sentences of the user's, shown below the heading.
+        samples: file of the sample command, or nothing.
+    """
+    from . import diagnosis_page, findings, report_figures
+    from .figures import COLOURS, GREY, bucket_curves, length_curves
+    from .report import PROMPT_SHOWN, environment, markup
+    from .report_table import columns
+
+    found = []
+    for group in range(len(compared.groups["perplexity"].settings)):
+        summary = report_figures.summary_of(compared, group)
+        found.append(
+            {
+                "mark": compared.groups["perplexity"].mark(group),
+                "lengths": length_curves(summary),
+                "buckets": bucket_curves(summary),
+                "findings": [markup(text) for text in findings.findings(summary)],
+            }
+        )
+    place = report_figures.places(compared)
+    colours = {
+        row.name: "var(--ink)"
+        if row.role == "control"
+        else GREY
+        if place[row.name] is None
+        else COLOURS[place[row.name] % len(COLOURS)]  # type: ignore[operator]
+        for row in compared.rows
+    }
+    folders = [item.folder for item in compared.diagnoses]
+    diagnoses = diagnosis_page.collect(folders) if folders else []
+    return str(
+        environment()
+        .get_template("report_rows.html.j2")
+        .render(
+            title=title,
+            notes=list(notes),
+            compared=compared,
+            rows=compared.rows,
+            colours=colours,
+            columns=columns(compared),
+            curves=found,
+            recall=report_figures.recall_maps(compared),
+            losses=report_figures.loss_curves(compared),
+            costs=report_figures.cost_curves(compared),
+            asked={kind: groups.told() for kind, groups in compared.groups.items()},
+            branch_rows=[row for row in compared.rows if row.branches],
+            samples=_samples(samples, PROMPT_SHOWN),
+            diagnoses=diagnoses,
+            diagnosis_columns=diagnosis_page.COLUMNS.values(),
+            versions=compared.versions,
+            machine=machine(),
+        )
+    )
+
+
+def _samples(content: dict[str, Any], shown: int) -> list[dict[str, Any]]:
+    """Prompts, each with what every model wrote."""
+    found = []
+    for index, text in enumerate(content.get("prompts", [])):
+        wrote = [(each["model"], each["text"]) for each in content["samples"] if each["prompt"] == index]
+        found.append({"text": text[-shown:], "cut": len(text) > shown, "wrote": wrote})
+    return found
+
+
+def write_results(path: Path, compared: Compared) -> None:
+    """The table as JSON, and as CSV beside it.
+
+    Raises:
+        DataError: there is no row.
+    """
+    from hf_linattn.checkpointing import replacing, write_json
+
+    from .report_table import flat
+
+    rows = flat(compared)
+    if not rows:
+        raise DataError("--results is the table of models, and these folders hold diagnoses only")
+    content = {
+        "format": "hf_linattn.summary/1",
+        "rows": rows,
+        "asked": {kind: dict(groups.told()) for kind, groups in compared.groups.items() if groups.settings},
+        "notes": compared.notes,
+        "versions": compared.versions,
+        "machine": machine(),
+        "commands": compared.commands,
+    }
+    write_json(path, content)
+    with (
+        replacing(path.with_suffix(".csv")) as partial,
+        partial.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

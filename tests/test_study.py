@@ -1,0 +1,184 @@
+"""The study: commands that the package's parsers take, the page made of results, the plans of kept layers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_linattn.convert import ConvertArguments
+from hf_linattn.convert import build_parser as convert_parser
+from hf_linattn.errors import DataError
+from hf_linattn.eval import branches, compare, diagnose, generation, layers, perplexity, recall
+from hf_linattn.finetune import FinetuneArguments
+from hf_linattn.finetune import build_parser as finetune_parser
+from hf_linattn.registry import parse
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+
+import study
+import study_plan
+from study_kept import kept_rows, layers_words
+from study_page import BEGIN, END, page, write_page
+from study_plan import BASES, TABLES, Place, rows_of, slot
+from study_scale import measured, scores
+from study_tables import spread
+from study_texts import prepare
+
+ROWS = {row.name: row for table in TABLES.values() for row in table}
+MEASURES = {
+    "perplexity": perplexity.build_parser,
+    "generation": generation.build_parser,
+    "recall": recall.build_parser,
+    "branches": branches.build_parser,
+    "diagnose": diagnose.build_parser,
+}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(BASES["recall"], tmp_path / "data", tmp_path / "work")
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_commands_of_every_row_are_understood(row, place):
+    if row.how == "none":
+        parse(row.patch or "softmax", row.options)
+    else:
+        words = study_plan.training_words(place, row, 0)[3:]
+        made = {"finetune": FinetuneArguments, "convert": ConvertArguments}[row.how]
+        parser = {"finetune": finetune_parser, "convert": convert_parser}[row.how]()
+        arguments = made(**vars(parser.parse_args(words)))
+        if row.patch is not None:
+            parse(arguments.patch, arguments.options or {})
+        if row.how == "convert":
+            stages = arguments.chosen_stages()
+            assert stages[-1] == study_plan.last_stage(row)
+            tokens = sum(arguments.tokens(stage) for stage in stages)
+        else:
+            tokens = arguments.max_steps * arguments.batch_size * arguments.block_size
+        assert tokens == pytest.approx(1e6, rel=0.01)
+    for what, words in study.measurements(place, row, 0):
+        arguments = MEASURES[what]().parse_args(words[3:])
+        given = (arguments.patch or []) if what == "recall" else []
+        for entry in [given] if isinstance(given, str) else given:
+            patch, options, rope = compare.parse_entry(entry)
+            assert (patch, options, rope) == (row.patch or "softmax", row.options, row.rope)
+
+
+def test_jobs_wait_for_jobs_that_are_there(tmp_path):
+    argv = ["--data", str(tmp_path), "--work-dir", str(tmp_path)]
+    args = study.build_parser().parse_args(argv)
+    jobs = study.all_jobs([Place(base, tmp_path, tmp_path) for base in BASES.values()], args)
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    for number, job in enumerate(jobs):
+        assert set(job.after) <= set(names[:number])
+    assert "recall layers" in names
+    assert "scale" in names
+
+
+def test_main_rows_have_three_seeds_on_the_first_base_only():
+    control = ROWS["control"]
+    assert control.seeds(BASES["books"]) == (0, 1, 2)
+    assert control.seeds(BASES["stories"]) == (0,)
+    assert ROWS["taylor"].seeds(BASES["books"]) == (0,)
+    assert {row.name for row in rows_of(BASES["stories"], ["lengths"]) if not row.main} == {"original"}
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(content))
+
+
+def curve(factor):
+    rows = []
+    for power in range(7):
+        length = 512 << power
+        buckets = [{"start": 1, "end": 64, "perplexity": factor}, {"start": 64, "end": 512, "perplexity": 2}]
+        rows.append({"length": length, "perplexity": factor * (1 + power), "buckets": buckets})
+    return {"complete": True, "rows": rows}
+
+
+def test_page_compares_with_the_mean_of_the_controls(tmp_path):
+    place = Place(BASES["books"], tmp_path, tmp_path)
+    for name, factor in (("original", 20), ("control-0", 10), ("control-1", 30), ("elu1-0", 50)):
+        write(place.folder / "perplexity" / name / "results.json", curve(factor))
+    write(place.folder / "perplexity" / "hedgehog-0" / "results.json", {**curve(1), "complete": False})
+    text = page(tmp_path, tmp_path)
+    control = next(line for line in text.splitlines() if line.startswith("| control"))
+    assert control.startswith("| control: the original, fine-tuned | 20 (10 to 30) | 40 (20 to 60) |")
+    assert control.endswith("| 1 (0.5 to 1.5) | 7 (7 to 7) | 2 |")
+    elu1 = next(line for line in text.splitlines() if line.startswith("| `elu1` | 50 |"))
+    assert elu1.endswith("| 350 | 2.5 | 7 | 1 |")
+    assert "| `hedgehog` |" not in text
+    assert "| pure linear, any map | 1.15x | 2.500x (`elu1`) | missed by 1.350 |" in text
+    assert "| window hybrid (64) |" not in text
+    assert str(tmp_path) not in text
+
+
+def test_words_around_the_tables_stay(tmp_path):
+    path = tmp_path / "results.md"
+    write_page(path, "first")
+    assert path.read_text() == f"# What conversion keeps\n\n{BEGIN}\n\nfirst\n{END}"
+    path.write_text(f"mine {BEGIN} old {END} mine too\n")
+    write_page(path, "second")
+    assert path.read_text() == f"mine {BEGIN}\n\nsecond\n{END} mine too\n"
+    path.write_text("mine alone")
+    with pytest.raises(DataError, match="has no lines"):
+        write_page(path, "third")
+    assert path.read_text() == "mine alone"
+
+
+def test_layers_kept_by_several_methods_are_one_row(place):
+    assert kept_rows(place) == {}
+    layers.build_parser().parse_args(layers_words(place)[3:])
+    points = [("kl", [2], "softmax", 1), ("even", [3], "softmax", 1), ("recall", [2], "softmax", 1)]
+    points += [("kl", [2], "nope", 1), ("kl", [], "softmax", 0), ("even", [1, 4], "softmax", 2)]
+    tradeoff = [{"curve": c, "kept": kept, "count": n, "key": [own, kept]} for c, own, kept, n in points]
+    found = {"layers": [{"number": n} for n in range(6)], "tradeoff": tradeoff}
+    write(place.folder / "layers" / "results.json", found)
+    rows = kept_rows(place)
+    assert [*rows] == ["kept-2", "kept-3", "kept-1-4"]
+    assert rows["kept-2"].patch == {"0,1,3,4,5": "hedgehog"}
+    assert rows["kept-2"].told == "softmax in 2: kl, recall"
+    words = study_plan.training_words(place, rows["kept-1-4"], 0)[3:]
+    assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch == {"0,2,3,5": "hedgehog"}
+    assert slot(rows["kept-2"], 0) == "kept-2-0"
+
+
+def test_a_missing_base_says_what_makes_it(place):
+    with pytest.raises(DataError, match=r"recall-base is not there: make it with examples/pretrain"):
+        prepare(place)
+
+
+def test_unknown_rows_are_a_wrong_usage(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        study.main(["--data", str(tmp_path), "--work-dir", str(tmp_path), "--rows", "elu2"])
+    assert stopped.value.code == 2
+    assert "no row is called elu2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["dot", "scaled", "additive"])
+def test_the_jacobian_is_that_of_softmax(kind):
+    s = scores(kind, 16, torch.Generator().manual_seed(0))
+    jacobians = [torch.autograd.functional.jacobian(lambda x: x.softmax(-1), row) for row in s[:32]]
+    norms = torch.stack([matrix.norm() for matrix in jacobians])
+    w = s[:32].softmax(-1)
+    formula = (w**2).sum(-1) - 2 * (w**3).sum(-1) + (w**2).sum(-1) ** 2
+    assert torch.allclose(norms, formula.sqrt())
+    assert measured(kind, 16, 0)["jacobian"] == pytest.approx(float(norms.mean()), rel=0.2)
+
+
+def test_variance_of_dot_products_is_d():
+    assert measured("dot", 64, 0)["variance"] == pytest.approx(64, rel=0.1)
+    assert measured("scaled", 64, 0)["variance"] == pytest.approx(1, rel=0.1)
+
+
+def test_spread_is_mean_and_range():
+    assert spread([1.0, 2.0, 6.0]) == "3 (1 to 6)"
+    assert spread([1234.5]) == "1,234"
+    assert spread([]) == "-"

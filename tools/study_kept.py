@@ -1,0 +1,44 @@
+"""Which layers stay softmax: the plans that `hf_linattn.eval.layers` makes, as rows of the study."""
+
+from __future__ import annotations
+
+import json
+
+from study_plan import ALL_WEIGHTS, Place, Row, last_stage
+
+COUNTS = (1, 2)
+"""Softmax layers kept."""
+MAP = "hedgehog"
+TRANSFERRED = Row(MAP, "convert", MAP, main=True)
+"""The row whose stage `transfer` is ranked; the one with no softmax layer kept too."""
+
+
+def layers_words(place: Place) -> list[str]:
+    """The command that ranks the layers of the transferred model by every rank."""
+    transferred = place.trained(TRANSFERRED, 0) / "transfer"
+    words = ["python", "-m", "hf_linattn.eval.layers", "--model", str(transferred)]
+    words += ["--original", str(place.model), "--data", str(place.text("held_out")), "--bos", "no"]
+    words += ["--curves", "all", "--counts", ",".join(map(str, (0, *COUNTS))), "--keep", str(COUNTS[-1])]
+    words += ["--samples", "4", "--dtype", "float32"]
+    return [*words, "--output-dir", str(place.folder / "layers")]
+
+
+def kept_rows(place: Place) -> dict[str, Row]:
+    """Rows by name, one per set of layers that some method keeps; empty until the layers are ranked."""
+    path = place.folder / "layers" / "results.json"
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    numbers = [layer["number"] for layer in found["layers"]]
+    chosen: dict[tuple[int, ...], list[str]] = {}
+    for point in found["tradeoff"]:
+        if point["count"] in COUNTS and point["kept"] == "softmax":
+            chosen.setdefault(tuple(point["key"][0]), []).append(point["curve"])
+    rows = {}
+    for own, methods in sorted(chosen.items(), key=lambda item: (len(item[0]), item[0])):
+        name = "kept-" + "-".join(map(str, own))
+        linear = ",".join(str(number) for number in numbers if number not in own)
+        told = f"softmax in {', '.join(map(str, own))}: {', '.join(sorted(set(methods)))}"
+        rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=told)
+        assert last_stage(rows[name]) == "distill"
+    return rows

@@ -1,0 +1,221 @@
+"""docs/results.md, from what lies in the work folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean
+
+from study_kept import kept_rows
+from study_plan import BASES, BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of, training_words
+from study_softmax import activations, diagnosed, entropies, scale
+from study_tables import Json, number, spread, table, told
+
+from hf_linattn.errors import DataError
+
+HEAD = "# What conversion keeps\n\n"
+INTRODUCTION = """\
+Made by `python tools/study.py`, and every figure in it by a command of the package; the commands are at the
+end. Every trained row saw {tokens:,} tokens, the control too: the unpatched model, trained further on the
+same text. The main rows have three seeds: the mean, and behind it the least and the greatest, as far as they
+are measured. Everything else has one.
+
+Perplexity is on held-out text, windows side by side, the same tokens at every length, no special tokens,
+float32. "64x / 1x" compares a model with itself; "x control" compares with the control's mean, at the
+training length.
+"""
+
+GATED = ("gated-hedgehog", "gated-taylor2")
+TARGETS = (
+    (
+        "pure linear, any map",
+        ("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated", *GATED),
+        1.15,
+    ),
+    ("window hybrid (64)", ("window-hedgehog",), 1.01),
+)
+
+
+BEGIN, END = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
+
+
+def write_page(path: Path, tables: str) -> None:
+    """Put the tables into the page, and leave the words around them as they are."""
+    before, after = HEAD, ""
+    if path.exists():
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise DataError(f"{path} has no lines {BEGIN} and {END}, between which the tables go")
+    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}", encoding="utf-8")
+
+
+def page(data: Path, work: Path) -> str:
+    """The tables as Markdown."""
+    parts = [INTRODUCTION.format(tokens=STEPS * 8 * BLOCK)]
+    for base in BASES.values():
+        place = Place(base, data, work)
+        rows = [row for row in rows_of(base, ["lengths"]) if _found(place, "perplexity", row)]
+        if not rows:
+            continue
+        parts.append(f"## {base.told[0].upper()}{base.told[1:]}\n")
+        parts += _sections(place, rows)
+    if (scaled := scale(work)) is not None:
+        parts += ["## 1 / sqrt(d)\n", scaled]
+    parts.append("## Commands\n\nFor `books`, seed 0; paths below the data folder and the work folder.\n")
+    parts.append(_commands(Place(BASES["books"], data, work)))
+    return "\n".join(parts)
+
+
+def _sections(place: Place, rows: Sequence[Row]) -> list[str]:
+    parts = ["### Perplexity by length\n", _lengths_table(place, rows)]
+    parts += ["### By position, in windows of 64x\n", _positions_table(place, rows)]
+    if any(_found(place, "recall", row) for row in rows):
+        parts += ["### Recall\n", _recall_table(place, rows)]
+    if any(_found(place, "generation", row) for row in rows):
+        parts += ["### Greedy continuations beside the original's\n", _generation_table(place, rows)]
+    if any(_found(place, "branches", row) for row in (*rows, *STAGES)):
+        parts += ["### The branches of the hybrids\n", _branches_table(place)]
+    stages = [row for row in STAGES if _found(place, "perplexity", row)]
+    if not place.base.mains_only and len(stages) > 2:
+        parts += ["### What each stage brings\n", _lengths_table(place, stages)]
+    if kept := [row for row in kept_rows(place).values() if _found(place, "perplexity", row)]:
+        beside = [*KEPT, *kept]
+        parts += ["### Softmax layers kept\n", _lengths_table(place, beside)]
+        parts.append(_recall_table(place, beside))
+    if diagnosed(place, LENGTHS[0]):
+        parts += ["### softmax1: activations and attention\n", activations(place)]
+        parts += ["### log-n: entropy in nats by visible keys\n", entropies(place)]
+    if place.base.name == "books":
+        parts += ["### Targets\n", _targets(place)]
+    return parts
+
+
+def _found(place: Place, what: str, row: Row) -> list[Json]:
+    """The complete results of a row, one per seed."""
+    found = []
+    for seed in row.seeds(place.base):
+        path = place.measured(what, row, seed) / "results.json"
+        if path.exists():
+            results = json.loads(path.read_text(encoding="utf-8"))
+            if results["complete"]:
+                found.append(results)
+    return found
+
+
+def _curves(place: Place, row: Row) -> list[dict[int, Json]]:
+    """By seed: length -> the row of the results."""
+    return [{item["length"]: item for item in found["rows"]} for found in _found(place, "perplexity", row)]
+
+
+def _lengths_table(place: Place, rows: Sequence[Row]) -> str:
+    first, last = place.base.length, 64 * place.base.length
+    lengths = [first << power for power in range(7)]
+    control = [curve[first]["perplexity"] for curve in _curves(place, LENGTHS[1])]
+    body = []
+    for row in rows:
+        curves = _curves(place, row)
+        cells = [spread([curve[length]["perplexity"] for curve in curves]) for length in lengths]
+        to_control = [curve[first]["perplexity"] / mean(control) for curve in curves] if control else []
+        flat = [curve[last]["perplexity"] / curve[first]["perplexity"] for curve in curves]
+        body.append([told(row), *cells, spread(to_control), spread(flat), str(len(curves))])
+    heads = ["", *(f"{length:,}" for length in lengths), "x control", "64x / 1x", "seeds"]
+    return table(heads, body)
+
+
+def _positions_table(place: Place, rows: Sequence[Row]) -> str:
+    last = 64 * place.base.length
+    buckets = next(curve[last]["buckets"] for row in rows for curve in _curves(place, row))
+    edges = [(bucket["start"], bucket["end"]) for bucket in buckets]
+    body = []
+    for row in rows:
+        curves = [curve[last]["buckets"] for curve in _curves(place, row)]
+        cells = [spread([curve[n]["perplexity"] for curve in curves]) for n in range(len(edges))]
+        body.append([told(row), *cells])
+    return table(["", *(f"{start:,} to {end:,}" for start, end in edges)], body)
+
+
+def _recall_table(place: Place, rows: Sequence[Row]) -> str:
+    measured = [(row, found) for row in rows for found in _found(place, "recall", row)[:1]]
+    keys = sorted({(item["task"], item["length"]) for item in measured[0][1]["rows"]})
+    original = measured[0][1]["models"][0]["label"]
+    body = [["original", *_accuracies(measured[0][1], original, keys)]]
+    for row, found in measured:
+        body.append([told(row), *_accuracies(found, found["models"][-1]["label"], keys)])
+    chances = [_chance(measured[0][1], key) for key in keys]
+    body.append(["chance", *chances])
+    text = "Percent right, the mean over depths.\n\n"
+    return text + table(["", *(f"{task} {length:,}" for task, length in keys)], body)
+
+
+def _accuracies(found: Json, label: str, keys: Iterable[tuple[str, int]]) -> list[str]:
+    cells = []
+    for task, length in keys:
+        rows = [r for r in found["rows"] if (r["model"], r["task"], r["length"]) == (label, task, length)]
+        cells.append(f"{100 * mean(row['accuracy'] for row in rows):.1f}" if rows else "-")
+    return cells
+
+
+def _chance(found: Json, key: tuple[str, int]) -> str:
+    return f"{100 * mean(row['chance'] for row in found['rows'] if (row['task'], row['length']) == key):.2f}"
+
+
+def _generation_table(place: Place, rows: Sequence[Row]) -> str:
+    body = []
+    for row in rows:
+        for found in _found(place, "generation", row)[:1]:
+            one = found["summaries"][-1]
+            cells = [f"{one['agreement']:.1f}", f"{one['kl']:.3f}", f"{100 * one['top1']:.1f} %"]
+            body.append([told(row), *cells, f"{100 * one['repetition']:.1f} %"])
+            original = found["summaries"][0]
+    body.insert(0, ["original", "-", "-", "-", f"{100 * original['repetition']:.1f} %"])
+    heads = ["", "tokens agreed of 128", "KL, nats per token", "same first choice", "repetition"]
+    return table(heads, body)
+
+
+def _branches_table(place: Place) -> str:
+    body, heads = [], [""]
+    for row in {row.name: row for row in (*LENGTHS, *STAGES)}.values():
+        for found in _found(place, "branches", row)[:1]:
+            values = {item["branches"]: item["perplexity"] for item in found["rows"]}
+            heads = ["", *values]
+            body.append([told(row), *(number(value) for value in values.values())])
+    return table(heads, body)
+
+
+def _targets(place: Place) -> str:
+    first = place.base.length
+    control = [curve[first]["perplexity"] for curve in _curves(place, LENGTHS[1])]
+    body = []
+    for what, names, target in TARGETS:
+        ratios = {}
+        for row in LENGTHS:
+            if row.name in names and (curves := _curves(place, row)) and control:
+                ratios[told(row)] = mean(curve[first]["perplexity"] for curve in curves) / mean(control)
+        if ratios:
+            best = min(ratios, key=lambda name: ratios[name])
+            reached = "reached" if ratios[best] <= target else f"missed by {ratios[best] - target:.3f}"
+            body.append([what, f"{target:.2f}x", f"{ratios[best]:.3f}x ({best})", reached])
+    return table(["1 M tokens, perplexity at the training length", "target", "best", ""], body)
+
+
+def _commands(place: Place) -> str:
+    lines = []
+    for row in rows_of(place.base, ["lengths", "stages"]):
+        if row.how != "none":
+            words = training_words(place, row, 0)
+            shown = " ".join(_quoted(_short(word, place)) for word in words)
+            lines.append(shown)
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
+def _short(word: str, place: Place) -> str:
+    for folder, name in ((place.folder, ""), (place.work, "../"), (place.data, "$HF_LINATTN_DATA/")):
+        if word.startswith(f"{folder}/"):
+            return name + word.removeprefix(f"{folder}/")
+    return word
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if '"' in word else word

@@ -1,0 +1,370 @@
+"""What docs/results.md measures: bases, rows, and the commands that make each figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+BLOCK, BATCH = 512, 8
+STEPS = 245
+"""Of 8 x 512 tokens, 1,003,520 in all: what `hf_linattn.convert --preset quick` adds up to."""
+SEEDS = (0, 1, 2)
+RECALL_LENGTHS = "128,...,4096"
+WINDOW = {"size": 64}
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model to convert, and its text.
+
+    Attributes:
+        name: of its folder in the work folder.
+        told: what it is, for the page.
+        model, train, held_out: paths; below the data folder, or with "work:" below the work folder.
+        documents: how texts become documents, see `study_texts`.
+        length: the training length.
+        scored: held-out tokens per length.
+        recalls: whether it can recall, so that recall is measured.
+        mains_only: measure the main rows only, with one seed.
+    """
+
+    name: str
+    told: str
+    model: str
+    train: str
+    held_out: str
+    documents: Literal["books", "stories"]
+    length: int
+    scored: int
+    recalls: bool = False
+    mains_only: bool = False
+
+    @property
+    def lengths(self) -> str:
+        """1x to 64x the training length."""
+        return f"{self.length},{2 * self.length},...,{64 * self.length}"
+
+
+BASES = {
+    base.name: base
+    for base in (
+        Base(
+            "books",
+            "`books-1m`: Llama, 1.43 M parameters, trained at 512 tokens on 15 novels",
+            "models/books-1m",
+            "text/books/train",
+            "text/books/eval/Emma.md",
+            "books",
+            512,
+            32768,
+        ),
+        Base(
+            "recall",
+            "the base of `examples/pretrain_recall.py`: `books-1m` after 7.4 M tokens with repeats in them",
+            "work:recall-base",
+            "text/books/train",
+            "text/books/eval/Emma.md",
+            "books",
+            512,
+            32768,
+            recalls=True,
+        ),
+        Base(
+            "stories",
+            "`stories260k`: Llama, 0.26 M parameters, trained at 512 tokens on short stories",
+            "models/stories260k",
+            "text/tinystories/train_sample.txt",
+            "text/tinystories/val.txt",
+            "stories",
+            512,
+            32768,
+            mains_only=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        name: of its folders.
+        how: not trained, fine-tuned on the text, or converted.
+        patch, options: as `patch_model` takes them; None leaves the model as it is.
+        extra: more words for the training command.
+        rope: KIND:FACTOR of scaled RoPE.
+        main: three seeds in place of one.
+        told: what the page says in place of patch and options.
+    """
+
+    name: str
+    how: Literal["none", "finetune", "convert"]
+    patch: str | dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    rope: str | None = None
+    main: bool = False
+    told: str = ""
+
+    def seeds(self, base: Base) -> tuple[int, ...]:
+        """Seeds it is measured with."""
+        return SEEDS if self.main and base.name == "books" else SEEDS[:1]
+
+
+ALONE = ("--stages", "distill", "--distill-tokens", "1000000")
+"""All tokens in the distillation: for maps that have nothing to transfer."""
+ALL_WEIGHTS = ("--lora", "0")
+NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
+LEARNED = {"kappa": "learned"}
+ROPE = ("linear:8", "dynamic:8", "yarn:8", "yarn:64")
+
+LENGTHS: tuple[Row, ...] = (
+    Row("original", "none", told="original, not trained further"),
+    Row("control", "finetune", main=True, told="control: the original, fine-tuned"),
+    Row("elu1", "convert", "elu1", extra=ALONE, main=True),
+    Row("hedgehog", "convert", "hedgehog", main=True),
+    Row("window-hedgehog", "convert", "window+hedgehog", WINDOW, ALL_WEIGHTS, main=True),
+    Row("softmax1", "finetune", "softmax1", main=True),
+    Row("logn", "finetune", "logn", main=True),
+    Row("taylor", "convert", "taylor", extra=ALONE),
+    Row("taylor2", "convert", "taylor2"),
+    Row("t2r", "convert", "t2r"),
+    Row("performer", "convert", "performer", extra=ALONE),
+    Row("gated", "convert", "gated"),
+    Row("gated-hedgehog", "convert", "gated", {"feature_map": "hedgehog", **NEAR_AND_FAR}, main=True),
+    Row("gated-taylor2", "convert", "gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
+    Row("zero", "convert", "zero", extra=ALONE, told="`zero`: no attention at all (floor)"),
+    Row("random", "convert", "t2r", {"frozen": True}, extra=ALONE, told="`t2r` (frozen): random map (floor)"),
+    Row("logn-config", "finetune", "logn", {"train_length": "config"}),
+    Row("logn-clip", "finetune", "logn", {"clip": True}),
+    Row("logn-learned", "finetune", "logn", LEARNED),
+    Row("logn-untrained", "none", "logn"),
+    Row("softmax1-untrained", "none", "softmax1"),
+    *(Row(f"{kind.replace(':', '')}", "none", rope=kind) for kind in ROPE),
+    *(Row(f"{kind.replace(':', '')}-logn", "none", "logn", {"clip": True}, rope=kind) for kind in ROPE),
+    Row("window", "none", "window", {"size": 512}),
+    Row("window-sinks", "none", "window", {"size": 508, "sinks": 4}),
+)
+
+STAGES: tuple[Row, ...] = (
+    Row("hedgehog", "convert", "hedgehog", main=True, told="transfer 0.2 M, distill 0.8 M (as above)"),
+    Row("hedgehog-distill", "convert", "hedgehog", extra=ALONE, told="distill 1 M"),
+    Row(
+        "hedgehog-long-transfer",
+        "convert",
+        "hedgehog",
+        extra=("--transfer-tokens", "500000", "--distill-tokens", "500000"),
+        told="transfer 0.5 M, distill 0.5 M",
+    ),
+    Row(
+        "hedgehog-transfer",
+        "convert",
+        "hedgehog",
+        extra=("--stages", "transfer", "--transfer-tokens", "1000000"),
+        told="transfer 1 M alone",
+    ),
+    Row(
+        "hedgehog-transfer-finetune",
+        "convert",
+        "hedgehog",
+        extra=("--distill-tokens", "0", "--finetune-tokens", "800000", "--finetune-lr", "1e-3"),
+        told="transfer 0.2 M, fine-tune 0.8 M",
+    ),
+    Row(
+        "hedgehog-finetune", "finetune", "hedgehog", extra=("--lr", "1e-3"), told="fine-tune 1 M (no teacher)"
+    ),
+    Row("hedgehog-lora", "convert", "hedgehog", extra=("--lora", "16"), told="as the first, LoRA of rank 16"),
+    Row(
+        "window-hedgehog",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        ALL_WEIGHTS,
+        main=True,
+        told="`window+hedgehog` (64), all weights",
+    ),
+    Row(
+        "window-hedgehog-lora",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        ("--lora", "16"),
+        told="`window+hedgehog` (64), LoRA of rank 16",
+    ),
+    Row(
+        "window-hedgehog-drop",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--drop-window", "0.5"),
+        told="`window+hedgehog` (64), all weights, window dropped in half of the steps",
+    ),
+    Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
+    Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),
+)
+
+DIAGNOSED = (
+    "original",
+    "control",
+    "softmax1-untrained",
+    "softmax1",
+    "logn-untrained",
+    "logn",
+    "logn-learned",
+)
+"""Rows whose attention is looked at."""
+
+KEPT: tuple[Row, ...] = (LENGTHS[0], LENGTHS[1], Row("hedgehog", "convert", "hedgehog", main=True))
+"""What the hybrids of `study_kept` stand beside: all layers softmax, and none."""
+
+TABLES = {"lengths": LENGTHS, "stages": STAGES, "kept": KEPT}
+
+
+def rows_of(base: Base, tables: Iterable[str]) -> list[Row]:
+    """The rows of these tables for a base, each once."""
+    found: dict[str, Row] = {}
+    for table in tables:
+        for row in TABLES[table]:
+            wanted = base.recalls if table == "kept" else not base.mains_only or row.main
+            if wanted or row.name == "original":
+                found.setdefault(row.name, row)
+    return list(found.values())
+
+
+def slot(row: Row, seed: int) -> str:
+    """The name of a row's folder for a seed."""
+    return row.name if row.how == "none" else f"{row.name}-{seed}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a base's files are: the data folder, and the work folder."""
+
+    base: Base
+    data: Path
+    work: Path
+
+    @property
+    def folder(self) -> Path:
+        """Everything that is made for this base."""
+        return self.work / self.base.name
+
+    @property
+    def model(self) -> Path:
+        """The model as it comes."""
+        return self.path(self.base.model)
+
+    def path(self, given: str) -> Path:
+        """A path of the base."""
+        return self.work / given[5:] if given.startswith("work:") else self.data / given
+
+    def text(self, which: str) -> Path:
+        """The documents "train" or "held_out", as `study_texts` writes them."""
+        return self.folder / f"{which}.jsonl"
+
+    def trained(self, row: Row, seed: int) -> Path:
+        """The folder that training a row leaves."""
+        return self.folder / "runs" / slot(row, seed)
+
+    def measured(self, what: str, row: Row, seed: int) -> Path:
+        """The folder of a measurement."""
+        return self.folder / what / slot(row, seed)
+
+
+def training_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that trains a row."""
+    words = ["python", "-m", f"hf_linattn.{row.how}", "--model", str(place.model)]
+    if row.patch is not None:
+        words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
+    if row.options:
+        words += ["--options", json.dumps(row.options)]
+    words += ["--data", str(place.text("train")), "--block-size", str(BLOCK), "--batch-size", str(BATCH)]
+    if row.how == "finetune":
+        words += ["--max-steps", str(STEPS), *(() if "--lr" in row.extra else ("--lr", "3e-4"))]
+    words += [*row.extra, "--eval-data", str(place.text("held_out")), "--eval-blocks", "32"]
+    words += ["--eval-every", "50", "--checkpoint-every", "50", "--seed", str(seed), "--cpu", "--resume"]
+    return [*words, "--output-dir", str(place.trained(row, seed))]
+
+
+def model_words(place: Place, row: Row, seed: int) -> list[str]:
+    """How a measurement names a row's model: a folder, or the original and what to do to it."""
+    if row.how == "finetune":
+        return ["--model", str(place.trained(row, seed))]
+    if row.how == "convert":
+        return ["--model", str(place.trained(row, seed) / last_stage(row))]
+    return ["--model", str(place.model)]
+
+
+def last_stage(row: Row) -> str:
+    """The stage whose folder is the result."""
+    if "transfer" in row.extra:
+        return "transfer"
+    return "finetune" if "--finetune-tokens" in row.extra else "distill"
+
+
+def perplexity_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that measures a row's perplexity at all lengths."""
+    words = ["python", "-m", "hf_linattn.eval.perplexity", *model_words(place, row, seed)]
+    if row.how == "none":
+        words += ["--patch", str(row.patch)] if row.patch else []
+        words += ["--options", json.dumps(row.options)] if row.options else []
+        words += ["--rope-scaling", row.rope] if row.rope else []
+    words += ["--data", str(place.text("held_out")), "--lengths", place.base.lengths, "--stride", "full"]
+    words += ["--max-tokens", str(place.base.scored), "--bos", "no", "--dtype", "float32"]
+    return [*words, "--output-dir", str(place.measured("perplexity", row, seed))]
+
+
+def generation_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that compares a row's continuations with the original's."""
+    words = ["python", "-m", "hf_linattn.eval.generation", "--original", str(place.model)]
+    words += [*model_words(place, row, seed), "--data", str(place.text("held_out")), "--bos", "no"]
+    words += ["--count", "24", "--prompt-tokens", "128", "--new-tokens", "128", "--dtype", "float32"]
+    return [*words, "--output-dir", str(place.measured("generation", row, seed))]
+
+
+def recall_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that measures a row's recall beside the original's."""
+    words = ["python", "-m", "hf_linattn.eval.recall", "--model", str(place.model)]
+    words += model_words(place, row, seed)[1:] if row.how != "none" else []
+    if row.how == "none" and (row.patch or row.rope):
+        options = "".join(f":{name}={json.dumps(value)}" for name, value in row.options.items())
+        words += ["--patch", (row.patch or "softmax") + options + (f"@{row.rope}" if row.rope else "")]
+    words += ["--tasks", "induction,key_value", "--lengths", RECALL_LENGTHS, "--samples", "4"]
+    return [
+        *words,
+        "--bos",
+        "no",
+        "--dtype",
+        "float32",
+        "--output-dir",
+        str(place.measured("recall", row, seed)),
+    ]
+
+
+def diagnose_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that looks at a row's attention and activations."""
+    words = ["python", "-m", "hf_linattn.eval.diagnose", *model_words(place, row, seed)]
+    if row.how == "none" and row.patch:
+        words += ["--patch", str(row.patch)]
+    words += [
+        "--data",
+        str(place.text("held_out")),
+        "--bos",
+        "window",
+        "--length",
+        str(2 * place.base.length),
+    ]
+    return [*words, "--windows", "4", "--output-dir", str(place.measured("diagnose", row, seed))]
+
+
+def branches_words(place: Place, row: Row, seed: int) -> list[str]:
+    """The command that measures each branch of a hybrid."""
+    words = ["python", "-m", "hf_linattn.eval.branches", *model_words(place, row, seed)]
+    words += ["--data", str(place.text("held_out")), "--lengths", str(place.base.length)]
+    words += ["--branches", "both,window,rest,linear,none", "--bos", "no", "--dtype", "float32"]
+    words += ["--max-tokens", str(place.base.scored)]
+    return [*words, "--output-dir", str(place.measured("branches", row, seed))]
