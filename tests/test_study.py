@@ -20,10 +20,10 @@ from hf_linattn.registry import parse
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 import study
-import study_plan
+from study_commands import training_words
 from study_kept import kept_rows, layers_words
 from study_page import BEGIN, END, page, write_page
-from study_plan import BASES, TABLES, Place, rows_of, slot
+from study_plan import BASES, TABLES, Place, last_stage, rows_of, slot
 from study_scale import measured, scores
 from study_tables import spread
 from study_texts import prepare
@@ -48,7 +48,7 @@ def test_commands_of_every_row_are_understood(row, place):
     if row.how == "none":
         parse(row.patch or "softmax", row.options)
     else:
-        words = study_plan.training_words(place, row, 0)[3:]
+        words = training_words(place, row, 0)[3:]
         made = {"finetune": FinetuneArguments, "convert": ConvertArguments}[row.how]
         parser = {"finetune": finetune_parser, "convert": convert_parser}[row.how]()
         arguments = made(**vars(parser.parse_args(words)))
@@ -56,7 +56,7 @@ def test_commands_of_every_row_are_understood(row, place):
             parse(arguments.patch, arguments.options or {})
         if row.how == "convert":
             stages = arguments.chosen_stages()
-            assert stages[-1] == study_plan.last_stage(row)
+            assert stages[-1] == last_stage(row)
             tokens = sum(arguments.tokens(stage) for stage in stages)
         else:
             tokens = arguments.max_steps * arguments.batch_size * arguments.block_size
@@ -145,7 +145,7 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     assert [*rows] == ["kept-2", "kept-3", "kept-1-4"]
     assert rows["kept-2"].patch == {"0,1,3,4,5": "hedgehog"}
     assert rows["kept-2"].told == "softmax in 2: kl, recall"
-    words = study_plan.training_words(place, rows["kept-1-4"], 0)[3:]
+    words = training_words(place, rows["kept-1-4"], 0)[3:]
     assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch == {"0,2,3,5": "hedgehog"}
     assert slot(rows["kept-2"], 0) == "kept-2-0"
 

@@ -15,26 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from study_kept import TRANSFERRED, kept_rows, layers_words
-from study_page import page, write_page
-from study_plan import (
-    BASES,
-    DIAGNOSED,
-    SEEDS,
-    STEPS,
-    TABLES,
-    Place,
-    Row,
+from study_commands import (
     branches_words,
     diagnose_words,
     generation_words,
-    last_stage,
     perplexity_words,
     recall_words,
-    rows_of,
-    slot,
     training_words,
 )
+from study_kept import TRANSFERRED, kept_rows, layers_words
+from study_page import page, write_page
+from study_plan import BASES, DIAGNOSED, SEEDS, STEPS, TABLES, Place, Row, last_stage, rows_of, slot
 from study_texts import prepare
 
 from hf_linattn.errors import LinattnError

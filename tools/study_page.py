@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from study_commands import training_words
 from study_kept import kept_rows
-from study_plan import BASES, BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of, training_words
+from study_plan import BASES, BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of
 from study_softmax import activations, diagnosed, entropies, scale
 from study_tables import Json, number, spread, table, told
 
