@@ -17,8 +17,8 @@ from torch import nn
 from hf_linattn.branches import Branches, use_branches
 from hf_linattn.commands import exit_status
 
-from .options import parse_options
-from .perplexity import LENGTHS, _checked, _lengths, _positive
+from .options import checked, doubling, parse_options, whole
+from .perplexity import LENGTHS
 from .rows import Row
 from .scoring import score_length
 from .windows import Bos, Stride, encode, plan_windows
@@ -118,17 +118,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--column", default="text", help="text column of a table (default: %(default)s)")
     add("--split", default="train", help="split of a dataset given by name (default: %(default)s)")
     lengths_help = f"tokens per window of text; '...' doubles (default: {LENGTHS})"
-    add("--lengths", type=_lengths, default=_lengths(LENGTHS), help=lengths_help)
+    add("--lengths", type=doubling, default=doubling(LENGTHS), help=lengths_help)
     stride_help = "score the last STRIDE tokens of each window of text (default: %(default)s)"
-    add("--stride", type=_positive, default=256, help=stride_help)
+    add("--stride", type=whole, default=256, help=stride_help)
     budget_help = "scored tokens per length (default: %(default)s)"
-    add("--max-tokens", type=_positive, default=65536, help=budget_help)
-    add("--batch-size", type=_positive, default=1, help="windows of text per forward pass (default: 1)")
+    add("--max-tokens", type=whole, default=65536, help=budget_help)
+    add("--batch-size", type=whole, default=1, help="windows of text per forward pass (default: 1)")
     bos_help = "BOS before each document: as the tokenizer does, yes, no; or at the start of every window"
     add("--bos", choices=("auto", "yes", "no", "window"), default="auto", help=bos_help)
     add("--join", action="store_true", help="join the documents, in order, into one")
     add("--patch", help="hybrid to try on the loaded model, such as window+elu1")
-    add("--options", type=_checked(parse_options), help="options of --patch as JSON")
+    add("--options", type=checked(parse_options), help="options of --patch as JSON")
     branches_help = f"what to measure (default: {','.join(FOUR)})"
     add("--branches", type=_branches, default=list(FOUR), help=branches_help)
     dtypes = ("auto", "float32", "bfloat16", "float16")

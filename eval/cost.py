@@ -8,14 +8,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hf_linattn.commands import exit_status
-from hf_linattn.errors import OptionError
 
-from .options import parse_options
+from .options import checked, parse_options, whole, wholes
 
 EPILOG = """\
 examples (`cost` stands for `python -m hf_linattn.eval.cost`):
@@ -40,26 +37,6 @@ command goes on where it stopped. `python -m hf_linattn.eval.report` draws sever
 """
 
 
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _wholes(text: str) -> list[int]:
-    return sorted({_whole(part) for part in text.split(",")})
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def check(text: str) -> Any:
-        try:
-            return parse(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return check
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -71,14 +48,14 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="folder or name of a causal language model, patched or not")
     add("--patch", help="patch to try on the loaded model")
-    add("--options", type=_checked(parse_options), help="options of --patch as JSON")
+    add("--options", type=checked(parse_options), help="options of --patch as JSON")
     lengths_help = "tokens to read, by comma (default: 512,2048,8192)"
-    add("--lengths", type=_wholes, default=[512, 2048, 8192], metavar="N,...", help=lengths_help)
+    add("--lengths", type=wholes, default=[512, 2048, 8192], metavar="N,...", help=lengths_help)
     also_help = "lengths whose bytes are computed, not run (default: 32768,131072)"
-    add("--also", type=_wholes, default=[32768, 131072], metavar="N,...", help=also_help)
-    add("--new-tokens", type=_whole, default=16, help="tokens of decode behind each (default: %(default)s)")
-    add("--batch-size", type=_whole, default=1, help="sequences side by side (default: %(default)s)")
-    add("--repeats", type=_whole, default=5, help="counted rounds per length (default: %(default)s)")
+    add("--also", type=wholes, default=[32768, 131072], metavar="N,...", help=also_help)
+    add("--new-tokens", type=whole, default=16, help="tokens of decode behind each (default: %(default)s)")
+    add("--batch-size", type=whole, default=1, help="sequences side by side (default: %(default)s)")
+    add("--repeats", type=whole, default=5, help="counted rounds per length (default: %(default)s)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="(default: as saved)")
     add("--seed", type=int, default=0, help="of the random tokens (default: %(default)s)")

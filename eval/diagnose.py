@@ -9,13 +9,11 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from hf_linattn.commands import exit_status
-from hf_linattn.errors import OptionError
 
 from .diagnosing import diagnose
-from .options import parse_options
+from .options import checked, parse_options, whole
 
 __all__ = ["diagnose", "main"]
 
@@ -44,12 +42,6 @@ of the length: 512 tokens show what there is to see in most models.
 """
 
 
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _heads(text: str) -> list[tuple[int, int]]:
     """`0:1,5:3` -> [(0, 1), (5, 3)]."""
     found = []
@@ -59,13 +51,6 @@ def _heads(text: str) -> list[tuple[int, int]]:
             raise argparse.ArgumentTypeError(f"expected LAYER:HEAD, as in 0:1,5:3, got {part!r}")
         found.append((int(layer), int(head)))
     return found
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        return parse_options(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,10 +70,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--join", action="store_true", help="join the documents, in order, into one")
     bos_help = "BOS before each document: as the tokenizer does, yes, no; or at the start of every window"
     add("--bos", choices=("auto", "yes", "no", "window"), default="auto", help=bos_help)
-    add("--length", type=_whole, default=512, help="tokens per window (default: %(default)s)")
-    add("--windows", type=_whole, default=4, help="windows at most (default: %(default)s)")
+    add("--length", type=whole, default=512, help="tokens per window (default: %(default)s)")
+    add("--windows", type=whole, default=4, help="windows at most (default: %(default)s)")
     add("--patch", help="patch to try on the loaded model, such as elu1; 'unpatched' takes one off")
-    add("--options", type=_options, help="options of --patch as JSON")
+    add("--options", type=checked(parse_options), help="options of --patch as JSON")
     heads_help = "heads to draw (default: up to four of the first, the middle and the last layer)"
     add("--heads", type=_heads, metavar="LAYER:HEAD,...", help=heads_help)
     dtype_help = "of the model; ranks and entropies want float32 at least (default: %(default)s)"

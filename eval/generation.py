@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.commands import exit_status
-from hf_linattn.errors import OptionError
 
 from .compare import parse_entries
 from .generation_measure import compare_generation
 from .generation_rows import Comparison
+from .options import checked, whole
 
 __all__ = ["compare_generation", "main"]
 
@@ -42,19 +42,6 @@ command goes on where it stopped. docs/generation.md says what each number means
 """
 
 
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _entries(text: str) -> list[str]:
-    try:
-        return parse_entries(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -69,17 +56,17 @@ def build_parser() -> argparse.ArgumentParser:
     original_help = "folder or name of the unpatched model (default: the patched one, its patch switched off)"
     add("--original", help=original_help)
     compare_help = "patches of the unpatched model, by comma, as in hf_linattn.eval.perplexity; repeatable"
-    add("--compare", type=_entries, action="extend", metavar="ENTRIES", help=compare_help)
+    add("--compare", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
     add("--tokenizer", help="folder or name of the tokenizer (default: the original's)")
     add("--prompts", type=Path, help="text file with one prompt per line")
     add("--data", help="text to cut into prompts: file, folder, .jsonl/.json/.parquet/.csv, dataset's name")
     add("--column", default="text", help="text column of a table (default: %(default)s)")
     add("--split", default="train", help="split of a dataset given by name (default: %(default)s)")
     add("--join", action="store_true", help="join the documents, in order, into one")
-    add("--prompt-tokens", type=_whole, help="tokens per prompt of --data (default: 64)")
-    add("--count", type=_whole, help="prompts of --data, in turn from every document (default: 16)")
-    add("--new-tokens", type=_whole, default=64, help="tokens to write per prompt (default: %(default)s)")
-    add("--batch-size", type=_whole, default=8, help="prompts per forward pass (default: %(default)s)")
+    add("--prompt-tokens", type=whole, help="tokens per prompt of --data (default: 64)")
+    add("--count", type=whole, help="prompts of --data, in turn from every document (default: 16)")
+    add("--new-tokens", type=whole, default=64, help="tokens to write per prompt (default: %(default)s)")
+    add("--batch-size", type=whole, default=8, help="prompts per forward pass (default: %(default)s)")
     bos_help = "BOS before each document or line: as the tokenizer does, yes, no"
     add("--bos", choices=("auto", "yes", "no"), default="auto", help=bos_help)
     dtypes = ("auto", "float32", "bfloat16", "float16")

@@ -10,12 +10,10 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from hf_linattn.commands import exit_status
-from hf_linattn.errors import OptionError
 
-from .options import parse_options
+from .options import checked, parse_options
 
 EPILOG = """\
 examples (`harness` stands for `python -m hf_linattn.eval.harness`):
@@ -76,13 +74,6 @@ def _batch_size(text: str) -> str:
     return text
 
 
-def _object(text: str) -> dict[str, Any]:
-    try:
-        return parse_options(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -91,14 +82,14 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, an_object = parser.add_argument, checked(parse_options)
     add("--model", required=True, help="folder or name of a causal language model, patched or not")
     tasks_help = "tasks or groups of lm_eval by name (`lm_eval ls tasks` lists them), or a task's .yaml"
     add("--tasks", required=True, nargs="+", metavar="TASK", help=tasks_help)
     add("--include-path", type=Path, metavar="DIR", help="folder with more tasks (.yaml)")
     add("--tokenizer", help="folder or name of the tokenizer (default: the model's)")
     add("--patch", help="patch to try on the loaded model, such as elu1; 'unpatched' takes one off")
-    add("--options", type=_object, help="options of --patch as JSON")
+    add("--options", type=an_object, help="options of --patch as JSON")
     compare_help = (
         "measure the original too: MODEL, or without a name the same weights with their own attention, "
         "which is the original as long as nothing was fine-tuned"
@@ -109,8 +100,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=_batch_size, default="1", help="requests per pass, or 'auto' (default: 1)")
     length_help = "tokens a model may read; longer prompts lose their start (default: from its configuration)"
     add("--max-length", type=_positive, help=length_help)
-    add("--gen-kwargs", type=_object, metavar="JSON", help="changes to the generation settings of tasks")
-    add("--metadata", type=_object, metavar="JSON", help="what some tasks want to know, such as RULER")
+    add(
+        "--gen-kwargs",
+        type=an_object,
+        metavar="JSON",
+        help="changes to the generation settings of tasks",
+    )
+    add(
+        "--metadata",
+        type=an_object,
+        metavar="JSON",
+        help="what some tasks want to know, such as RULER",
+    )
     add("--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     bootstrap_help = "resamples for errors that have no formula; 0: none (default: %(default)s, as lm_eval)"
     add("--bootstrap-iters", type=_count, default=100_000, metavar="N", help=bootstrap_help)

@@ -17,6 +17,7 @@ from hf_linattn.commands import exit_status
 from .layers_measure import Measured, Recall
 from .layers_rank import RANKS, SENSES, Ranking, by_recall, plan_for, plan_of
 from .layers_study import rank_layers
+from .options import whole, wholes
 
 if TYPE_CHECKING:
     from .layers_run import Outcome
@@ -48,18 +49,8 @@ has the formulas and an example.
 """
 
 
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _count(text: str) -> int:
-    return 0 if text.strip() == "0" else _whole(text)
-
-
-def _wholes(text: str) -> list[int]:
-    return sorted({_whole(part) for part in text.split(",")})
+    return 0 if text.strip() == "0" else whole(text)
 
 
 def _counts(text: str) -> list[int]:
@@ -67,7 +58,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _budget(text: str) -> int | Literal["all"]:
-    return "all" if text == "all" else _whole(text)
+    return "all" if text == "all" else whole(text)
 
 
 def _tasks(text: str) -> list[str]:
@@ -95,15 +86,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--join", action="store_true", help="join the documents, in order, into one")
     bos_help = "BOS before each document: as the tokenizer does, yes, no; or at the start of every window"
     add("--bos", choices=("auto", "yes", "no", "window"), default="auto", help=bos_help)
-    add("--length", type=_whole, default=512, help="tokens per window, side by side (default: %(default)s)")
+    add("--length", type=whole, default=512, help="tokens per window, side by side (default: %(default)s)")
     tokens_help = "tokens read for each arrangement, or 'all' (default: %(default)s)"
     add("--max-tokens", type=_budget, default=16384, help=tokens_help)
-    add("--batch-size", type=_whole, default=1, help="windows per forward pass (default: %(default)s)")
+    add("--batch-size", type=whole, default=1, help="windows per forward pass (default: %(default)s)")
     tasks_help = "tasks of eval.recall, or 'none' (default: induction)"
     add("--tasks", type=_tasks, default=["induction"], metavar="NAMES", help=tasks_help)
     lengths_help = "tokens of context in which recall is asked for (default: --length)"
-    add("--recall-lengths", type=_wholes, metavar="N,...", help=lengths_help)
-    add("--samples", type=_whole, default=20, help="questions per length and depth (default: %(default)s)")
+    add("--recall-lengths", type=wholes, metavar="N,...", help=lengths_help)
+    add("--samples", type=whole, default=20, help="questions per length and depth (default: %(default)s)")
     rank_help = "what decides (default: recall_over_perplexity where the original can recall, else kl)"
     add("--rank", choices=RANKS, help=rank_help)
     force_help = "measure and rank by recall although the original can hardly do the task"
@@ -116,9 +107,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--counts", type=_counts, metavar="N,...", help="numbers of softmax layers to measure (default: all)")
     nope_help = "also try the kept layers without RoPE, and without RoPE but with log-n"
     add("--nope", action="store_true", help=nope_help)
-    add("--train-length", type=_whole, help="for log-n in --nope (default: from the configuration)")
+    add("--train-length", type=whole, help="for log-n in --nope (default: from the configuration)")
     context_help = "tokens for which the state is computed (default: 4096,32768,131072)"
-    add("--context", type=_wholes, default=[4096, 32768, 131072], metavar="N,...", help=context_help)
+    add("--context", type=wholes, default=[4096, 32768, 131072], metavar="N,...", help=context_help)
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),

@@ -1,8 +1,10 @@
-"""Texts of the command line that several evaluation commands read."""
+"""Texts of the command line that several evaluation commands read, and types for argparse."""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from hf_linattn.errors import OptionError
@@ -41,3 +43,45 @@ def parse_options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise OptionError(f"options must be a JSON object, as in '{{\"train_length\": 512}}', got {text}")
     return options
+
+
+def checked(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], Any]:
+    """A parser of ours as a type of argparse; with `keep` the text stays what it is."""
+
+    def convert(text: str) -> Any:
+        try:
+            value = parse(text)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text if keep else value
+
+    return convert
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def wholes(text: str) -> list[int]:
+    """Such numbers by comma, each once, in order."""
+    return sorted({whole(part) for part in text.split(",")})
+
+
+def doubling(text: str) -> list[int]:
+    """`512,...,4096` -> [512, 1024, 2048, 4096]."""
+    parts = text.split(",")
+    lengths: list[int] = []
+    for index, part in enumerate(parts):
+        if part.strip() in ("...", "…"):
+            if not lengths or index + 1 == len(parts) or lengths[-1] < 1:
+                raise argparse.ArgumentTypeError(
+                    f"'...' stands between two lengths, as in 512,...,8192: {text!r}"
+                )
+            while lengths[-1] * 2 < whole(parts[index + 1]):
+                lengths.append(lengths[-1] * 2)
+        else:
+            lengths.append(whole(part))
+    return lengths

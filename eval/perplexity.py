@@ -9,7 +9,6 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from hf_linattn.commands import exit_status
 from hf_linattn.errors import OptionError
 
 from .compare import entry_curves, parse_entries
-from .options import parse_options, parse_rope_scaling
+from .options import checked, doubling, parse_options, parse_rope_scaling, whole
 
 LENGTHS = "512,1024,2048,4096"
 EPILOG = """\
@@ -51,35 +50,12 @@ same command goes on where it stopped. docs/perplexity.md says what exactly is m
 """
 
 
-def _lengths(text: str) -> list[int]:
-    """`512,...,4096` -> [512, 1024, 2048, 4096]."""
-    parts = text.split(",")
-    lengths: list[int] = []
-    for index, part in enumerate(parts):
-        if part.strip() in ("...", "…"):
-            if not lengths or index + 1 == len(parts) or lengths[-1] < 1:
-                raise argparse.ArgumentTypeError(
-                    f"'...' stands between two lengths, as in 512,...,8192: {text!r}"
-                )
-            while lengths[-1] * 2 < _positive(parts[index + 1]):
-                lengths.append(lengths[-1] * 2)
-        else:
-            lengths.append(_positive(part))
-    return lengths
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _stride(text: str) -> int | Literal["full"]:
-    return "full" if text == "full" else _positive(text)
+    return "full" if text == "full" else whole(text)
 
 
 def _budget(text: str) -> int | Literal["all"]:
-    return "all" if text == "all" else _positive(text)
+    return "all" if text == "all" else whole(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", required=True, help="text file, folder, .jsonl/.json/.parquet/.csv, or a dataset's name")
     add("--column", default="text", help="text column of a table (default: %(default)s)")
     add("--split", default="train", help="split of a dataset given by name (default: %(default)s)")
-    add("--lengths", type=_lengths, help=f"tokens per window; '...' doubles (default: {LENGTHS})")
+    add("--lengths", type=doubling, help=f"tokens per window; '...' doubles (default: {LENGTHS})")
     add(
         "--stride", type=_stride, help="score the last STRIDE tokens of each window, or 'full' (default: 256)"
     )
@@ -106,25 +82,25 @@ def build_parser() -> argparse.ArgumentParser:
         default=65536,
         help="scored tokens per length, or 'all' (default: %(default)s)",
     )
-    add("--batch-size", type=_positive, help="windows per forward pass (default: 1)")
+    add("--batch-size", type=whole, help="windows per forward pass (default: 1)")
     bos_help = "BOS before each document: as the tokenizer does, yes, no; or at the start of every window"
     add("--bos", choices=("auto", "yes", "no", "window"), default="auto", help=bos_help)
     add("--join", action="store_true", help="join the documents, in order, into one")
     add("--stream", action="store_true", help="read documents whole, carrying the state of linear attention")
-    add("--segment", type=_positive, help="tokens per step of --stream (default: 4096)")
+    add("--segment", type=whole, help="tokens per step of --stream (default: 4096)")
     add("--patch", help="patch to try on the loaded model, such as elu1")
-    add("--options", type=_checked(parse_options), help="options of --patch as JSON")
+    add("--options", type=checked(parse_options), help="options of --patch as JSON")
     rope_help = "linear, dynamic or yarn, as transformers has them; not for baselines"
-    rope_type = _checked(parse_rope_scaling, keep=True)
+    rope_type = checked(parse_rope_scaling, keep=True)
     add("--rope-scaling", type=rope_type, metavar="KIND:FACTOR", help=rope_help)
     compare_help = (
         "curves of this one model, by comma: a patch or composition ('softmax' is the model's own "
         "attention), its options, and @KIND:FACTOR for scaled RoPE (see the examples); repeatable"
     )
-    add("--compare", type=_checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
+    add("--compare", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
     baseline_help = "another model, or 'unpatched': the same without --patch and --rope-scaling; repeatable"
     add("--baseline", action="append", default=[], metavar="MODEL", help=baseline_help)
-    add("--train-length", type=_positive, help="length to mark in the plot (default: from the configuration)")
+    add("--train-length", type=whole, help="length to mark in the plot (default: from the configuration)")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -139,19 +115,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder for the results; the same command resumes there",
     )
     return parser
-
-
-def _checked(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], Any]:
-    """A parser of ours as a type of argparse; with `keep` the text stays what it is."""
-
-    def convert(text: str) -> Any:
-        try:
-            value = parse(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return text if keep else value
-
-    return convert
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -173,7 +136,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.stream and args.bos == "window":
         parser.error("--bos window has no meaning with --stream")
     if args.lengths is None:
-        args.lengths = _lengths(LENGTHS)
+        args.lengths = doubling(LENGTHS)
     for name, value in (("stride", 256), ("batch_size", 1), ("segment", 4096), ("options", {})):
         if getattr(args, name) is None:
             setattr(args, name, value)

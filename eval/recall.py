@@ -14,7 +14,7 @@ from typing import Any
 from hf_linattn.commands import exit_status
 
 from .compare import parse_entries
-from .perplexity import _checked, _lengths, _positive
+from .options import checked, doubling, whole
 from .recall_scoring import Row, measure_recall
 from .recall_tasks import TASKS
 
@@ -86,18 +86,18 @@ def build_parser() -> argparse.ArgumentParser:
         "patches to try on the first model, by comma: PATCH[:OPTION=VALUE...][@KIND:FACTOR] as in "
         "`perplexity --compare`; repeatable"
     )
-    add("--patch", type=_checked(parse_entries), action="extend", metavar="ENTRIES", help=patch_help)
+    add("--patch", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=patch_help)
     add("--tokenizer", help="folder or name of the tokenizer (default: the first model's)")
     add("--tasks", type=_tasks, help=f"by comma (default: {','.join(TASKS)}; with --cases only those)")
     add("--cases", type=Path, metavar="FILE.jsonl", help="questions of your own")
-    add("--lengths", type=_lengths, default=LENGTHS, help="tokens; '...' doubles (default: %(default)s)")
+    add("--lengths", type=doubling, default=LENGTHS, help="tokens; '...' doubles (default: %(default)s)")
     add("--depths", type=_depths, default=DEPTHS, help="0: start, 1: end (default: %(default)s)")
     samples_help = "samples per task, length and depth (default: %(default)s)"
-    add("--samples", type=_positive, default=20, help=samples_help)
-    add("--batch-size", type=_positive, help="samples per forward pass (default: 8192 tokens' worth)")
+    add("--samples", type=whole, default=20, help=samples_help)
+    add("--batch-size", type=whole, help="samples per forward pass (default: 8192 tokens' worth)")
     bos_help = "BOS before each sample: as the tokenizer does, yes or no (default: %(default)s)"
     add("--bos", choices=("auto", "yes", "no"), default="auto", help=bos_help)
-    add("--train-length", type=_positive, help="length to mark in the plot (default: from the configuration)")
+    add("--train-length", type=whole, help="length to mark in the plot (default: from the configuration)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="(default: as saved)")
     add("--seed", type=int, default=0, help="of samples and of patches with random parameters (default: 0)")
