@@ -13,13 +13,14 @@ q . k / sqrt(d), "additive" is v . tanh(W q + U k) with all three drawn as torch
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hf_linattn.checkpointing import write_json
 
 DIMENSIONS = (8, 16, 32, 64, 128, 256)
 KEYS, QUERIES, SEEDS = 256, 512, 3
@@ -76,9 +77,7 @@ def main() -> None:
             rows.append({"kind": kind, "d": size, **figures})
             print(f"{kind:9} d {size:3}  " + "  ".join(f"{n} {mean(v):.4g}" for n, v in figures.items()))
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"complete": True, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(output)
+    write_json(output, {"complete": True, "rows": rows})
 
 
 if __name__ == "__main__":

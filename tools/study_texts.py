@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
+from catalogue_measure import STORY
 from study_plan import Base, Place
 
+from hf_linattn.checkpointing import replacing
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError
 
-STORY = re.compile(r"\n\s*(?=Once upon a time)")
-"""Where a story ends; the texts have no other mark."""
 PER_BOOK = 400_000
 """Characters of each book to train on: 15 books then are 1.7 M tokens, more than a run reads."""
 SPARE = 256
@@ -63,6 +62,5 @@ def _cut(place: Place, which: str, texts: list[str]) -> list[str]:
 
 def _write(path: Path, texts: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as partial:
+        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
