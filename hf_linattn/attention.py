@@ -18,14 +18,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn import recurrent, scores
+from hf_linattn import recurrent, scores, sums
 from hf_linattn.call import Call
 from hf_linattn.errors import CacheError, OptionError, UnsupportedCallError
 from hf_linattn.ops import linear
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.softmax import scores_of, softmax_weights
 from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens
+from hf_linattn.tokens import Tokens, upcast
 
 Output = tuple[Tensor, Tensor | None]
 SINKS = frozenset(("s_aux", "sinks"))
@@ -137,11 +137,6 @@ class StatefulAttention(Attention):
         return recurrent.attend(self, call), None
 
 
-def upcast(x: Tensor) -> Tensor:
-    """To float32; float64 stays."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class LinearAttention(StatefulAttention):
     """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
 
@@ -150,13 +145,24 @@ class LinearAttention(StatefulAttention):
 
     Attributes:
         features: number F of features; None for D. Set it in the constructor where it differs.
-        summed: divided by the sum of its weights, so that it can share that with a window beside it.
+        summed: divided by the sum of its weights, so that it can share that with a window beside it; False
+            where `denominator` says otherwise.
+        fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
+            "relu", what it adds.
     """
 
     packs = True
     group = "feature map"
+    fused: ClassVar[str] = "none"
+    eps: float = 0.0
     features: int | None = None
     summed: bool = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = {"feature_map", "query_map", "key_map", "log_decay", "mapped"} & vars(cls).keys()
+        if own and "fused" not in vars(cls):
+            cls.fused = "none"  # not the maps of the class that it was made from
 
     def feature_map(self, x: Tensor) -> Tensor:
         """phi: `[B, H, N, D]` -> `[B, H, N, F]`; float32 in and out (float64 in float64 models)."""
@@ -200,17 +206,23 @@ class LinearAttention(StatefulAttention):
         decay = None if decay is None else tokens.hide(decay.expand(key.shape[0], key.shape[1], -1))
         return tokens.hide(self.key_map(key)), tokens.hide(value), decay
 
-    def sums(self, tokens: Tokens, state: State | None) -> tuple[Tensor, Tensor, State]:
-        """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]` and the state after; see `ops.linear`."""
-        assert tokens.query is not None
-        phi_q = self.query_map(upcast(tokens.query))
-        phi_k, value, decay = self.mapped(tokens)
-        return linear.causal(phi_q, phi_k, value, state, tokens.documents, decay)
+    def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
+        """Causal sums.
+
+        Args:
+            tokens: the new ones.
+            state: of those before, None for nothing.
+            divide: give the numerator over the total in its place.
+
+        Returns:
+            Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep` wants it.
+        """
+        return sums.causal(self, tokens, state, divide)
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
         """In chunks."""
-        numerator, total, after = self.sums(tokens, state)
-        return self._divided(numerator, total, tokens), after
+        output, total, after = self.sums(tokens, state, divide=self.summed)
+        return output if self.summed else self._divided(output, total, tokens), after
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """Every query reads the sum of all keys."""

@@ -14,7 +14,7 @@ from hf_linattn.registry import Recipe
 from hf_linattn.sites import EXTRAS, ROTARY_ARGUMENT, Site
 from hf_linattn.visibility import read_visibility
 
-SEEN_IN_CALLS = sorted(EXTRAS.keys() - {"attention_mask"})
+SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
 
 
 class PatchedAttention(nn.Module):
@@ -89,7 +89,7 @@ class PatchedAttention(nn.Module):
     @property
     def attention(self) -> Attention:
         """The attention; softmax where only modifiers were named."""
-        return self.get_submodule(self.base)  # type: ignore[return-value]
+        return self._modules[self.base]  # type: ignore[return-value]
 
     @property
     def keeps_state(self) -> bool:
@@ -234,8 +234,8 @@ class PatchedAttention(nn.Module):
         attention = self.attention
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
-        for keyword in SEEN_IN_CALLS:
-            if keyword not in attention.expresses and extras.get(keyword) is not None:
+        for keyword in SEEN_IN_CALLS & extras.keys():
+            if keyword not in attention.expresses and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if self.cross and not attention.cross:
             raise UnsupportedCallError(

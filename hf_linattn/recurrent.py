@@ -41,7 +41,7 @@ def attend(attention: Any, call: Call) -> Tensor:
         new = _new_columns(documents, past, key.shape[2])
         count = visibility.count(query.device)[:, 0] if attention.counts else None
         valid = None if new is None else new > 0
-        tokens = Tokens(query, key, call.value, call.scaling, valid, count)
+        tokens = Tokens(query, key, call.value, call.scaling, valid, count, keep=layer is not None)
         if not visibility.causal:
             if layer is not None:
                 raise UnsupportedCallError(

@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def upcast(x: Tensor) -> Tensor:
+    """To float32; float64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 @dataclass
 class Tokens:
     """Queries, keys and values in the model's dtype, and which of them count.
@@ -21,6 +26,7 @@ class Tokens:
         valid: boolean `[B, S]`, False for padding; None when all count.
         count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
         documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
+        keep: the state after them is wanted; else none need be made.
     """
 
     query: Tensor | None
@@ -30,6 +36,7 @@ class Tokens:
     valid: Tensor | None = None
     count: Tensor | None = None
     documents: Tensor | None = None
+    keep: bool = True
 
     @property
     def length(self) -> int:

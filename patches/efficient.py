@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import StatefulAttention, upcast
+from hf_linattn.attention import StatefulAttention
 from hf_linattn.ops import gates
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens
+from hf_linattn.tokens import Tokens, upcast
 
 LOW = -1e30
 """Logarithm of nothing: finite, so that gradients are."""

@@ -20,6 +20,8 @@ class Elu1(LinearAttention):
     Source: "Transformers are RNNs", Katharopoulos et al. 2020, arXiv:2006.16236, sections 3.2 and 3.3.
     """
 
+    fused = "elu1"
+
     def feature_map(self, x: Tensor) -> Tensor:
         """elu(x) + 1 = exp(min(x, 0)) + max(x, 0), positive for x > -87."""
         # elu(x) + 1 by that formula rounds to 0 below x = -17 in float32, and the denominator with it

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, upcast
+from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.feature_maps import feature_maps
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
+from hf_linattn.tokens import upcast
 
 
 def exp(x: Tensor) -> Tensor:
@@ -203,10 +204,10 @@ class Linear(LinearAttention):
         return features.to(x.dtype)
 
     def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
-        """The sum, and 1 where it is 0 and the numerator with it; or n_i."""
-        assert count is not None
+        """The sum or n_i."""
         if self.normalise == "sum":
-            return torch.where(total > 0, total, 1.0)
+            return total
+        assert count is not None
         return count.to(total.dtype).clamp_min(1).expand_as(total)
 
     def state_bytes(self, site: Site, size: int) -> int | None:

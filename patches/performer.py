@@ -69,11 +69,11 @@ class Performer(LinearAttention):
         if redraw:
             self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
-    def sums(self, tokens: Tokens, state: State | None) -> tuple[Tensor, Tensor, State]:
+    def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
         """As ever; a state keeps the projection that it was summed with."""
         if state is None:
             self._count()
-        return super().sums(tokens, state)
+        return super().sums(tokens, state, divide)
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """As ever."""

@@ -31,6 +31,8 @@ class Relu(LinearAttention):
         (ReLU kernel, without a projection).
     """
 
+    fused = "relu"
+
     def __init__(self, site: Site, *, eps: float = 1e-3) -> None:
         super().__init__(site)
         if not LEAST <= eps < math.inf:

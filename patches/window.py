@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn import recent
-from hf_linattn.attention import LinearAttention, StatefulAttention, upcast
+from hf_linattn.attention import LinearAttention, StatefulAttention
 from hf_linattn.branches import Branches
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import band, linear
@@ -18,7 +18,7 @@ from hf_linattn.recent import Kept, Recent
 from hf_linattn.registry import register
 from hf_linattn.rotary import Rotary, is_rotated
 from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens
+from hf_linattn.tokens import Tokens, upcast
 
 
 @register("window")

@@ -74,6 +74,20 @@ def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
     return numerator, torch.einsum("bhgnd,bhd->bhgn", query, state.z).flatten(1, 2)
 
 
+def step(
+    phi_q: Tensor, phi_k: Tensor, value: Tensor, state: State | None, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor, State]:
+    """`causal` of one token: update and read, in few operations."""
+    if state is None:
+        state = State(phi_k.mT * value, phi_k[:, :, 0])
+    else:
+        state = state if log_decay is None else _scaled(state, log_decay[:, :, 0].exp())
+        state = State(torch.addcmul(state.S, phi_k.mT, value), state.z + phi_k[:, :, 0])
+    query = grouped(phi_q, phi_k.shape[1])[:, :, :, 0]
+    numerator, total = query @ state.S, query @ state.z.unsqueeze(-1)
+    return numerator.flatten(1, 2).unsqueeze(2), total.flatten(1, 2), state
+
+
 def causal(
     phi_q: Tensor,
     phi_k: Tensor,
@@ -98,8 +112,7 @@ def causal(
     """
     length = phi_k.shape[2]
     if length == 1:
-        new = after(phi_k, value, log_decay, state)
-        return *read(phi_q, new), new
+        return step(phi_q, phi_k, value, state, log_decay)
     paired = documents is not None or log_decay is not None
     if not paired or length <= SPAN or torch.compiler.is_compiling():
         return _block(phi_q, phi_k, value, state, documents, log_decay)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linattn.ops.sink import attention, fits
+
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:
     """Logits of the extra key, `[1, 1 or H, 1, 1]` or `[B, H, N, 1]`, in the dtype of the scores."""
@@ -24,6 +26,14 @@ def additive(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor |
         return mask
     bias = bias.to(like.dtype)
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+
+
+def _seen(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """The same as one additive mask, of four axes."""
+    seen = additive(mask, bias, like)
+    if seen is not None and seen.dtype == torch.bool:
+        seen = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+    return seen if seen is None or seen.ndim == 4 else seen[(None,) * (4 - seen.ndim)]
 
 
 def _sdpa(
@@ -74,6 +84,10 @@ def softmax_attention(
     if sink is None:
         allowed = additive(mask, bias, query)
         return _sdpa(query, key, value, allowed, dropout, is_causal, scale)
+    column = sink_column(sink, query)
+    seen = _seen(mask, bias, query)
+    if fits(query, key, value, seen, dropout):
+        return attention(query, key, value, seen, is_causal, scale, column)
     if is_causal and sink.ndim == 0 and not sink.requires_grad and bias is None and mask is None:
         # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
         query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))
@@ -82,7 +96,6 @@ def softmax_attention(
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
         mask = (mask.tril(keys - queries) if is_causal else mask)[None, None]
-    column = sink_column(sink, query)
     scores = additive(mask, bias if bias is not None else torch.zeros_like(column), query)
     assert scores is not None
     shape = torch.broadcast_shapes(scores.shape[:3], column.shape[:3], (1, 1, queries))

@@ -1,0 +1,234 @@
+"""Other implementations of elu1, where they are installed: checked against ours before they are timed.
+
+Each gets the same raw queries, keys and values, applies elu(x) + 1 itself as its users do, and hands back
+`[B, N, H, Dv]`. None of them is needed; one that is missing, or that cannot run here, says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .calls import Candidate, Inputs, inputs, trained
+from .setting import Setting
+
+CHUNK = 64
+TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+"""Root mean square of the difference over that of the outputs; peers sum in other orders, some add 1e-6."""
+PROBE = 256
+"""Tokens on which agreement is looked at: a multiple of every peer's chunk."""
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unavailable(Exception):
+    """This peer cannot run here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation from elsewhere.
+
+    Attributes:
+        name: in tables.
+        package: what pip installs; "" for torch itself.
+        form: (setting) -> function of features and values, all `[B, H, N, D]`, to `[B, N, H, Dv]`.
+        multiple: the length must be one of this.
+    """
+
+    name: str
+    package: str
+    form: Callable[[Setting], Form]
+    multiple: int = 1
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs, about drivers and names that torch has moved
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == module.partition(".")[0]:
+            raise Unavailable(f"not installed: pip install {package}") from error
+        raise Unavailable(f"installed, but {error.name} is missing") from error
+    except Exception as error:  # other people's imports compile code and look for drivers
+        raise Unavailable(f"cannot be imported: {short(error)}") from error
+
+
+def short(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
+def _fla(setting: Setting) -> Form:
+    if torch.device(setting.device).type != "cuda":
+        raise Unavailable("its kernels run on CUDA only; on a CPU see fla-naive")
+    function = _imported("fla.ops.linear_attn", "flash-linear-attention").chunk_linear_attn
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        given = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        output: Tensor = function(*given, scale=1.0, normalize=True)[0]
+        return output
+
+    return form
+
+
+def _fla_naive(setting: Setting) -> Form:
+    function = _imported("fla.ops.linear_attn.naive", "flash-linear-attention").naive_chunk_linear_attn
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output: Tensor = function(
+            *(x.transpose(1, 2) for x in (query, key, value)), scale=1.0, normalize=True
+        )
+        return output
+
+    return form
+
+
+def _fast_transformers(setting: Setting) -> Form:
+    if setting.dtype != "float32":
+        raise Unavailable("its causal product takes float32 only")
+    function = _imported("fast_transformers.causal_product", "pytorch-fast-transformers").causal_dot_product
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # as its CausalLinearAttention does, without its 1e-6
+        total = torch.einsum("bhnd,bhnd->bhn", query, key.cumsum(2))
+        output: Tensor = function(*(x.contiguous() for x in (query, key, value))) / total.unsqueeze(-1)
+        return output.transpose(1, 2).contiguous()
+
+    return form
+
+
+def _performer(setting: Setting) -> Form:
+    module = _imported("performer_pytorch.performer_pytorch", "performer-pytorch")
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output: Tensor = module.causal_linear_attention_noncuda(query, key, value)
+        return output.transpose(1, 2).contiguous()
+
+    return form
+
+
+def vectorised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Features `[B, H, N, D]` and values to `[B, N, H, Dv]`, all chunks at once: what a compiler is given."""
+    length = query.shape[2]
+    spare = -length % CHUNK
+    q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, CHUNK)) for x in (query, key, value))
+    S = F.pad((k.mT @ v).cumsum(2), (0, 0, 0, 0, 1, 0))[:, :, :-1]
+    z = F.pad(k.sum(3).cumsum(2), (0, 0, 1, 0))[:, :, :-1]
+    scores = (q @ k.mT).tril()
+    total = scores.sum(-1, keepdim=True) + q @ z.unsqueeze(-1)
+    output: Tensor = ((scores @ v + q @ S) / total).flatten(2, 3)[:, :, :length]
+    return output.transpose(1, 2).contiguous()
+
+
+def _compiled(setting: Setting) -> Form:
+    # sizes are constants: what a user gets who compiles for one length. Forgotten before each setting, since
+    # after eight of them dynamo would quietly run the function as it is
+    torch.compiler.reset()
+    form: Form = torch.compile(vectorised, dynamic=False)
+    return form
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("fla", "flash-linear-attention", _fla),
+        Peer("fla-naive", "flash-linear-attention", _fla_naive, CHUNK),
+        Peer("fast-transformers", "pytorch-fast-transformers", _fast_transformers),
+        Peer("performer", "performer-pytorch", _performer),
+        Peer("torch.compile", "", _compiled),
+    )
+}
+
+
+def candidates(
+    setting: Setting, seed: int = 0, names: Sequence[str] = tuple(PEERS)
+) -> tuple[list[Candidate], dict[str, str]]:
+    """The peers that can run, on the tensors of `calls.build`; and name -> why not, or what is different."""
+    found: list[Candidate] = []
+    notes: dict[str, str] = {}
+    if not setting.causal or setting.kind == "decode":  # compared in causal prefill and training only
+        return found, notes
+    given = inputs(setting, seed)
+    for name in names:
+        peer = PEERS[name]
+        try:
+            form = _features_first(peer.form(setting))
+            if setting.length % peer.multiple:
+                raise Unavailable(f"takes multiples of {peer.multiple} tokens")
+            told = agreement(form, setting, seed)
+        except Unavailable as error:
+            notes[name] = str(error)
+            continue
+        except Exception as error:  # a peer that fails is a row without numbers, not the end of the run
+            notes[name] = f"failed: {short(error)}"
+            continue
+        if told:
+            notes[name] = told
+        found.append(Candidate(name, _called(form, setting, given), linear=True))
+    return found, notes
+
+
+def _features_first(form: Form) -> Form:
+    """With elu(x) + 1 in front, and key heads repeated where queries share them: no peer takes fewer."""
+
+    def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        times = query.shape[1] // key.shape[1]
+        if times > 1:
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        return form(F.elu(query) + 1, F.elu(key) + 1, value)
+
+    return whole
+
+
+def _called(form: Form, setting: Setting, given: Inputs) -> Callable[[], Tensor]:
+    three = (given.query, given.key, given.value)
+    if setting.kind == "train":
+        return trained(lambda: form(*three), list(three), given.gradient)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return form(*three)
+
+    return forward
+
+
+def agreement(form: Form, setting: Setting, seed: int) -> str:
+    """Nothing where the output is elu1's within the tolerance, else in words what it is."""
+    probe = Setting(setting.shape, "prefill", min(PROBE, setting.length), True, setting.dtype, setting.device)
+    given = inputs(probe, seed)
+    with torch.no_grad():
+        output = form(given.query, given.key, given.value).double()
+        numerator, total = _definition(given)
+    tolerance = TOLERANCE[setting.dtype]
+    error = _distance(output, numerator / total)
+    if error <= tolerance:
+        return ""
+    if _distance(output, numerator) <= tolerance:
+        return "computes something else: elu1 without its normaliser"
+    scale = setting.shape.head_dim**-0.5
+    if _distance(output, numerator * scale) <= tolerance:
+        return "computes something else: elu1 without its normaliser, times 1/sqrt(D)"
+    return f"computes something else: its output is {error:.2g} away from elu1's (tolerance {tolerance:g})"
+
+
+def _definition(given: Inputs) -> tuple[Tensor, Tensor]:
+    """Numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64."""
+    times = given.query.shape[1] // given.key.shape[1]
+    query, key, value = given.query.double(), given.key.double(), given.value.double()
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    weights = ((F.elu(query) + 1) @ (F.elu(key) + 1).mT).tril()
+    return (weights @ value).transpose(1, 2), weights.sum(-1, keepdim=True).transpose(1, 2)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).pow(2).mean().sqrt() / b.pow(2).mean().sqrt())

@@ -1,0 +1,186 @@
+"""Pictures of a run: time and memory over length, a panel per kind of call, break-even points marked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from hf_linattn.eval.figures import Picture, look, themed
+from hf_linattn.eval.findings import size
+
+from .answers import REFERENCES, faster, groups, names, rows_of, smaller
+from .calls import IN_PLACE
+
+KINDS = {"prefill": "prefill", "train": "forward and backward", "decode": "decode, one token"}
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A column to draw: its name in files, in words, its unit as text, and where an advantage begins."""
+
+    file: str
+    column: str
+    title: str
+    unit: Any
+    crossing: Any
+
+
+def duration(seconds: float) -> str:
+    """`20 us`, `3 ms`, `1.5 s`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor * (1 - 1e-9):
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+QUANTITIES = (
+    Quantity("time", "time", "time of one call", duration, faster),
+    Quantity("memory", "peak_bytes", "peak memory above the inputs", size, smaller),
+)
+
+
+def tokens(value: float) -> str:
+    """`512`, `8k`, `128k`: k is 1,024."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def style(rows: Sequence[Row], name: str) -> dict[str, Any]:
+    """Colour, marker and line of a candidate, the same in all figures."""
+    if name == IN_PLACE:
+        return {**look(None), "linestyle": ":"}
+    return look(None if name in REFERENCES else names(rows).index(name))
+
+
+def _kinds(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> list[str]:
+    """Kinds of which something is known."""
+    return [kind for kind in KINDS if any(_points(rows, group, kind, name, quantity) for name in _all(rows))]
+
+
+def draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
+    """Panels of one shape on an empty figure."""
+    shown = _kinds(rows, group, quantity)
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    handles: dict[str, Any] = {}
+    for ax, kind in zip(axes, shown, strict=True):
+        _panel(ax, rows, group, kind, quantity)
+        found, labels = ax.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=5, fontsize=9
+    )
+
+
+def _all(rows: Sequence[Row]) -> list[str]:
+    return names(rows, references=True)
+
+
+def _points(
+    rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str, quantity: Quantity
+) -> list[tuple[int, float]]:
+    found = rows_of(rows, group, kind, name)
+    return [(row["length"], row[quantity.column]) for row in found if row[quantity.column]]
+
+
+def _panel(ax: Axes, rows: Sequence[Row], group: tuple[Any, ...], kind: str, quantity: Quantity) -> None:
+    lengths: set[int] = set()
+    for name in _all(rows):
+        points = _points(rows, group, kind, name, quantity)
+        if not points:
+            continue
+        lengths |= {n for n, _ in points}
+        looks = style(rows, name)
+        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.8, markersize=4.5, **looks)
+        if name not in (*REFERENCES, IN_PLACE):
+            _mark(ax, quantity.crossing(rows, group, kind, name), points, looks)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=10 if quantity.file == "time" else 2)
+    ax.xaxis.set_major_locator(FixedLocator(sorted(lengths)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
+    if quantity.file == "memory":
+        ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
+    else:
+        low, high = ax.get_ylim()
+        subs = (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+        ax.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity.unit(value)))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
+    ax.set_xlabel("tokens before" if kind == "decode" else "tokens")
+    ax.tick_params(labelsize=8, which="both")
+    ax.grid(alpha=0.3)
+
+
+def _mark(ax: Axes, where: Any, points: Sequence[tuple[int, float]], looks: Mapping[str, Any]) -> None:
+    """A ring on the curve where its advantage begins, with the number of tokens."""
+    if where is None or where.tokens is None or where.everywhere:
+        return
+    y = at(points, where.tokens)
+    ax.plot([where.tokens], [y], "o", markersize=11, markerfacecolor="none", color=looks["color"], zorder=5)
+    ax.annotate(
+        f"{where.tokens:,}", (where.tokens, y), xytext=(7, -13), textcoords="offset points",
+        fontsize=8, color=looks["color"],
+    )  # fmt: skip
+
+
+def at(points: Sequence[tuple[int, float]], length: float) -> float:
+    """The value between measured ones, straight in logarithms."""
+    for (a, x), (b, y) in pairwise(points):
+        if a <= length <= b:
+            share = math.log(length / a) / math.log(b / a)
+            return math.exp(math.log(x) + share * (math.log(y) - math.log(x)))
+    return points[-1][1]
+
+
+def _figure(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> Figure:
+    width = 1.0 + 4.3 * len(_kinds(rows, group, quantity))
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    draw(figure, rows, group, quantity)
+    return figure
+
+
+def told(group: tuple[Any, ...]) -> str:
+    """A group in words."""
+    shape, dtype, causal = group
+    return f"{shape}, {dtype}" + ("" if causal else ", both ways")
+
+
+def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
+    """PNG files, one per shape and quantity; their names come back."""
+    from hf_linattn.checkpointing import replacing
+
+    written = []
+    for group in groups(rows):
+        for quantity in QUANTITIES:
+            if not _kinds(rows, group, quantity):
+                continue
+            figure = _figure(rows, group, quantity)
+            figure.suptitle(told(group), fontsize=10)
+            name = f"{quantity.file}-{group[0]}-{group[1]}.png".replace("/", "of")
+            with replacing(folder / name) as partial:
+                figure.savefig(partial, format="png", dpi=130)
+            written.append(name)
+    return written
+
+
+def pictures(rows: Sequence[Row], group: tuple[Any, ...]) -> list[Picture]:
+    """The same figures for a page, in both colour schemes."""
+    found = []
+    for quantity in QUANTITIES:
+        if not _kinds(rows, group, quantity):
+            continue
+
+        def build(ink: str, grid: str, quantity: Quantity = quantity) -> Figure:
+            return _figure(rows, group, quantity)
+
+        found.append(themed(build, f"{quantity.title} by length, {told(group)}"))
+    return found

@@ -1,0 +1,187 @@
+"""Causal linear attention with a backward of its own, as an operator that torch.compile takes whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops import dispatch, loop, loop_backward, quadratic
+from hf_linattn.ops.chunks import How, accumulator
+from hf_linattn.ops.loop import Inputs, Outputs
+from hf_linattn.ops.loop_backward import Given, Gradients
+
+INPUTS, HOW = len(Inputs._fields), len(How._fields)
+
+
+def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    """As `loop.causal`, with gradients, in the form that `dispatch` chooses.
+
+    Raises:
+        NotImplementedError: from torch, for gradients of gradients.
+    """
+    if torch.compiler.is_compiling():
+        return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep))
+    if not torch.is_grad_enabled():
+        return _forward(inputs, how, keep)
+    found = _Causal.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
+    return Outputs(*found)
+
+
+def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    if dispatch.form(inputs) == "quadratic":
+        return quadratic.causal(inputs, how, keep)
+    return loop.causal(inputs, how, keep, dispatch.chunk(inputs))
+
+
+def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+    if dispatch.form(inputs) == "quadratic":
+        return quadratic.backward(inputs, outputs, given, how)
+    return loop_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
+
+
+def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
+    """What the backward needs; the state after only where the decay has gradients."""
+    inputs, ctx.how = Inputs(*args[:INPUTS]), How(*args[INPUTS : INPUTS + HOW])
+    after = (None, None) if inputs.log_decay is None else outputs[2:]
+    ctx.save_for_backward(*inputs, *outputs[:2], *after)
+
+
+def _given(ctx: Any, *grads: Tensor | None) -> tuple[Inputs, Outputs, Given]:
+    """The loss by the outputs, zeros filled in: S and z come together, and not where they were not kept."""
+    saved = ctx.saved_tensors
+    inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
+    output, total, S, z = (None if x is None or not x.numel() else x for x in grads)
+    output = torch.zeros_like(outputs.output) if output is None else output
+    if S is None and z is None:
+        return inputs, outputs, Given(output, total)
+    (batch, heads, _, size), wide = inputs.key.shape, inputs.value.shape[3]
+    S = outputs.total.new_zeros(batch, heads, size, wide) if S is None else S
+    z = outputs.total.new_zeros(batch, heads, size) if z is None else z
+    return inputs, outputs, Given(output, total, S, z)
+
+
+def _by_arguments(found: Gradients) -> tuple[Tensor | None, ...]:
+    """In the order of the operator's arguments."""
+    return (*found[:3], None, *found[3:], *(None,) * (1 + HOW + 1))
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        outputs = _forward(Inputs(*args[:INPUTS]), How(*args[INPUTS:-1]), args[-1])
+        ctx.set_materialize_grads(False)
+        _remember(ctx, args, outputs)
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _by_arguments(_backward(*_given(ctx, *grads), ctx.how))
+
+
+@torch.library.custom_op("hf_linattn::linear_attention", mutates_args=(), device_types="cpu")
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    kind: str,
+    eps: float,
+    normalise: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    return _forward(inputs, How(kind, eps, normalise), keep)
+
+
+@_operator.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    kind: str,
+    eps: float,
+    normalise: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
+    output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
+    total = output.new_empty(batch, heads, length, dtype=accumulator(query, key, value))
+    if not keep:
+        return output, total, total.new_empty(0), total.new_empty(0)
+    state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)
+    return output, total, *state
+
+
+@torch.library.custom_op("hf_linattn::linear_attention_backward", mutates_args=(), device_types="cpu")
+def _backward_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    output: Tensor,
+    total: Tensor,
+    S_after: Tensor | None,
+    z_after: Tensor | None,
+    d_output: Tensor,
+    d_total: Tensor | None,
+    d_S: Tensor | None,
+    d_z: Tensor | None,
+    kind: str,
+    eps: float,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients that do not exist come back without elements: an operator has no optional results."""
+    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    outputs: Any = (output, total, S_after, z_after)
+    given = Given(d_output, d_total, d_S, d_z)
+    found = _backward(inputs, Outputs(*outputs), given, How(kind, eps, normalise))
+    return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+
+
+@_backward_operator.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    output: Tensor,
+    total: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    found = (query, key, value, S, z, log_decay)
+    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in found)
+
+
+def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    inputs, outputs, given = _given(ctx, *grads)
+    found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
+    some = (inputs.query, inputs.key, inputs.value, inputs.S, inputs.z, inputs.log_decay)
+    parts: Any = (None if x is None else y for x, y in zip(some, found, strict=True))
+    return _by_arguments(Gradients(*parts))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _remember(ctx, inputs, Outputs(*output))
+
+
+_operator.register_autograd(_autograd_backward, setup_context=_setup)

@@ -1,0 +1,168 @@
+"""Softmax with a sink through the fused kernel of the CPU, forward and backward, without an extra key.
+
+The kernel gives o = sum_j exp(s_j) v_j / Z and lse = log Z. A key of logit b and value 0 adds exp(b) to Z:
+
+    lse' = log(exp(lse) + exp(b)),  o' = o exp(lse - lse') = o sigmoid(lse - b)
+
+and with p'_j = exp(s_j - lse') gradients are those of ordinary attention, ds_j = p'_j (do . v_j - do . o'),
+from its backward kernel given o' and lse' for output and log-sum-exp. The sink's own is db = -p'_b (do . o').
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Whether the kernel takes these, as `torch.nn.functional.scaled_dot_product_attention` decides it."""
+    tensors = (query, key, value)
+    return (
+        not dropout
+        and not torch.compiler.is_exporting()
+        and not (mask is not None and mask.requires_grad)
+        and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+        and query.shape[-1] == value.shape[-1]
+        and all(min(x.shape) > 0 for x in tensors)
+    )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    sink: Tensor,
+) -> Tensor:
+    """Output `[B, H, N, D]`.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, D]`.
+        mask: added to the scores, broadcast to `[B, H, N, S]`, in the dtype of the query; -inf where a key is
+            not visible. None where all are, but for `is_causal`.
+        is_causal: query i sees keys up to i; N == S.
+        scale: of the scores.
+        sink: the logit b, broadcast to `[B, H, N, 1]`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.hf_linattn.softmax_with_sink(query, key, value, mask, sink, is_causal, scale)[0]  # type: ignore[no-any-return]
+    output: Tensor = _Attention.apply(query, key, value, mask, sink, is_causal, scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output, and lse' `[B, H, N]`."""
+    output, lse = _FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    logit = sink.to(lse.dtype).squeeze(-1)
+    output.mul_(torch.sigmoid(lse - logit).unsqueeze(-1))
+    return output, torch.logaddexp(lse, logit).contiguous()
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By query, key, value and sink."""
+    grads = _BACKWARD(
+        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    share = (sink.to(lse.dtype) - lse.unsqueeze(-1)).exp()
+    by_sink = -(share * (grad * output).sum(-1, True)).sum_to_size(sink.shape)
+    return (*grads, by_sink.to(sink.dtype))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.how = inputs[5:]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output, lse = _forward(*inputs)
+        _remember(ctx, inputs, (output, lse))
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *by, by_sink = _backward(grad, *ctx.saved_tensors, *ctx.how)
+        return (*by, None, by_sink if ctx.needs_input_grad[4] else None, None, None)
+
+
+@torch.library.custom_op("hf_linattn::softmax_with_sink", mutates_args=(), device_types="cpu")
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    # dense: how the kernel lays out its results is its own affair
+    output, lse = _forward(query, key, value, mask, sink, is_causal, scale)
+    return output.contiguous(), lse
+
+
+@_operator.register_fake
+def _(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    sums = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=sums)
+
+
+@torch.library.custom_op("hf_linattn::softmax_with_sink_backward", mutates_args=(), device_types="cpu")
+def _backward_operator(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    by = _backward(grad, query, key, value, mask, sink, output, lse, is_causal, scale)
+    return tuple(x.contiguous() for x in by)  # type: ignore[return-value]
+
+
+@_backward_operator.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, sink))
+
+
+def _autograd_backward(ctx: Any, grad: Tensor, by_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *by, by_sink = torch.ops.hf_linattn.softmax_with_sink_backward(grad, *ctx.saved_tensors, *ctx.how)
+    return (*by, None, by_sink, None, None)
+
+
+_operator.register_autograd(_autograd_backward, setup_context=_remember)
