@@ -146,7 +146,7 @@ class LinearAttention(StatefulAttention):
     Attributes:
         features: number F of features; None for D. Set it in the constructor where it differs.
         summed: divided by the sum of its weights, so that it can share that with a window beside it; False
-            where `denominator` says otherwise.
+            where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
             "relu", what it adds.
     """
@@ -160,9 +160,11 @@ class LinearAttention(StatefulAttention):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own = {"feature_map", "query_map", "key_map", "log_decay", "mapped"} & vars(cls).keys()
-        if own and "fused" not in vars(cls):
+        own = vars(cls)
+        if {"feature_map", "query_map", "key_map", "log_decay", "mapped"} & own.keys() and "fused" not in own:
             cls.fused = "none"  # not the maps of the class that it was made from
+        if "denominator" in own and "summed" not in own:
+            cls.summed = False
 
     def feature_map(self, x: Tensor) -> Tensor:
         """phi: `[B, H, N, D]` -> `[B, H, N, F]`; float32 in and out (float64 in float64 models)."""
@@ -207,15 +209,12 @@ class LinearAttention(StatefulAttention):
         return tokens.hide(self.key_map(key)), tokens.hide(value), decay
 
     def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
-        """Causal sums.
+        """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep`.
 
         Args:
             tokens: the new ones.
             state: of those before, None for nothing.
-            divide: give the numerator over the total in its place.
-
-        Returns:
-            Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep` wants it.
+            divide: give the output, numerator over total, in place of the numerator.
         """
         return sums.causal(self, tokens, state, divide)
 

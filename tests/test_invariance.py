@@ -29,7 +29,7 @@ from properties import (
 
 from hf_linattn import available_patches, checkpoint, patch_model
 from hf_linattn.errors import NotPatchedError, UnsupportedModelError
-from hf_linattn.ops import linear
+from hf_linattn.ops import kernels, linear
 from hf_linattn.patches.elu1 import Elu1
 from hf_linattn.patches.softmax1 import Softmax1
 from hf_linattn.recurrent import attend
@@ -97,7 +97,17 @@ def test_the_other_direction_is_refused(case):
 
 
 def broken_map(monkeypatch):
+    monkeypatch.setattr(Elu1, "fused", "none")
     monkeypatch.setattr(Elu1, "key_map", lambda self, key: Elu1.feature_map(self, key) + 0.01)
+
+
+def broken_kernel(monkeypatch):
+    plain = kernels.causal
+
+    def late(inputs, how, keep):
+        return plain(inputs._replace(key=inputs.key + 0.01), how, keep)
+
+    monkeypatch.setattr(kernels, "causal", late)
 
 
 def lost_padding(monkeypatch):
@@ -114,6 +124,7 @@ def backwards(monkeypatch):
         return *linear.read(phi_q, state), state
 
     monkeypatch.setattr(linear, "causal", whole)
+    monkeypatch.setattr("hf_linattn.sums.has_kernels", lambda *inputs: False)
 
 
 def mixed_rows(monkeypatch):
@@ -148,6 +159,7 @@ def lost_entry(monkeypatch):
 
 def detached(monkeypatch):
     plain = Elu1.feature_map
+    monkeypatch.setattr(Elu1, "fused", "none")
     monkeypatch.setattr(Elu1, "key_map", lambda self, key: plain(self, key).detach())
 
 
@@ -162,6 +174,7 @@ def wrong_count(monkeypatch):
 
 MUTANTS = {
     "forward, wrong map": (broken_map, lambda folder: check_forward("llama", "elu1", (65,))),
+    "forward, wrong kernel": (broken_kernel, lambda folder: check_forward("llama", "elu1", (65,))),
     "forward, no sink": (no_sink, lambda folder: check_forward("llama", "softmax1", (65,))),
     "forward, wrong count": (wrong_count, lambda folder: check_forward("llama", "logn", (65,))),
     "gradient": (detached, lambda folder: check_gradient("llama", "elu1")),

@@ -10,6 +10,7 @@ from hf_linattn.ops.chunks import FEATURE_MAPS, How
 from hf_linattn.ops.loop import Inputs
 from hf_linattn.patches.elu1 import Elu1
 from hf_linattn.patches.relu import Relu
+from hf_linattn.tokens import Tokens
 
 EPS = 1e-3
 SHAPES = {  # rows, heads, key heads, tokens, D, Dv
@@ -229,6 +230,16 @@ def test_a_map_made_from_another_is_its_own():
         pass
 
     assert (Elu1.fused, Same.fused, Doubled.fused) == ("elu1", "elu1", "none")
+
+
+def test_a_denominator_of_its_own_is_used():
+    class Halved(Elu1):
+        def denominator(self, total, count):
+            return 2 * total
+
+    tokens = Tokens(*(torch.randn(1, 2, 40, 8) for _ in range(3)), scaling=1.0)
+    assert not Halved.summed
+    assert torch.allclose(2 * Halved(None).causal(tokens, None)[0], Elu1(None).causal(tokens, None)[0])
 
 
 def test_the_rule_is_told():

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from hf_linattn.ops import triton_linear
 from hf_linattn.ops.loop import Inputs
 
 SHORT = 192
 """Up to so many tokens all scores at once, unless something comes before, decays or ends."""
 CHUNK = 64
+SMALL = 256
+"""Rows times key heads times their size below which calls cost more than arithmetic."""
+SHORT_AND_SMALL = 256
 FEW = 16
 """Rows times key heads below which several threads want larger chunks."""
+TRITON = "HF_LINATTN_TRITON"
+"""Environment variable that allows the Triton kernels: compiled and interpreted in the tests, they have not
+run on a GPU yet."""
 
 
-def has_kernels(*tensors: Tensor) -> bool:
-    """Whether `ops.kernels` takes these; else vectorised torch operations compute them."""
+def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bool) -> bool:
+    """Whether `ops.kernels` runs where these are; else vectorised torch operations compute them.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        kind: the map inside the kernel, "none" for features.
+        packed: there are documents.
+    """
     if torch.compiler.is_exporting():  # an exported program runs without this package
         return False
-    return all(x.device.type == "cpu" and x.is_floating_point() for x in tensors)
+    if query.device.type != "cuda":
+        return query.device.type == "cpu"
+    allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)
+    return allowed and kind == "elu1" and not packed and triton_linear.supports(query, key, value)
 
 
-def form(inputs: Inputs) -> Literal["quadratic", "loop"]:
-    """Of the forms on the CPU."""
+def form(inputs: Inputs) -> Literal["triton", "quadratic", "loop"]:
+    """Of the forms that `ops.kernels` has."""
+    if inputs.query.device.type == "cuda":
+        return "triton"
+    short = SHORT_AND_SMALL if _small(inputs) else SHORT
     plain = all(x is None for x in inputs[4:])
-    return "quadratic" if plain and inputs.key.shape[2] <= SHORT else "loop"
+    return "quadratic" if plain and inputs.key.shape[2] <= short else "loop"
+
+
+def _small(inputs: Inputs) -> bool:
+    batch, kv_heads, _, size = inputs.key.shape
+    return batch * kv_heads * size < SMALL
 
 
 def chunk(inputs: Inputs) -> int:
@@ -34,7 +61,8 @@ def chunk(inputs: Inputs) -> int:
     batch, kv_heads, length, _ = inputs.key.shape
     if length <= 2 * CHUNK:
         return length
-    return 2 * CHUNK if torch.get_num_threads() > 1 and batch * kv_heads < FEW else CHUNK
+    few = torch.get_num_threads() > 1 and batch * kv_heads < FEW
+    return 2 * CHUNK if few or _small(inputs) else CHUNK
 
 
 def explain() -> str:
@@ -43,10 +71,13 @@ def explain() -> str:
 causal linear attention, first line that fits:
   torch.export                       vectorised torch operations
   one token                          update of the state and read
-  CPU, at most {SHORT} tokens from the start, neither decay nor packed documents
+  CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
+  the start, neither decay nor packed documents
                                      all scores at once (ops/quadratic.py)
-  CPU                                loop over chunks of {CHUNK} tokens, at most {2 * CHUNK} at once, or
-                                     {2 * CHUNK} with several threads and fewer than {FEW} rows x key heads
-                                     (ops/loop.py); maps inside it: elu1, relu
+  CPU                                loop over chunks (ops/loop.py) of {CHUNK} tokens; of {2 * CHUNK} if that is all,
+                                     if rows x key heads x their size are below {SMALL}, or with several
+                                     threads and fewer than {FEW} rows x key heads; maps inside: elu1, relu
+  CUDA with {TRITON}=1 and triton, elu1, no packed documents
+                                     Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
 bidirectional: one sum over all keys, read by every query (ops/linear.py)"""

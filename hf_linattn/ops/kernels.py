@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.ops import dispatch, loop, loop_backward, quadratic
+from hf_linattn.ops import dispatch, loop, loop_backward, quadratic, triton_linear
 from hf_linattn.ops.chunks import How, accumulator
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
 
 INPUTS, HOW = len(Inputs._fields), len(How._fields)
+DEVICES = ("cpu", "cuda")
 
 
 def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
@@ -30,15 +31,38 @@ def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
 
 
 def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
-    if dispatch.form(inputs) == "quadratic":
+    form = dispatch.form(inputs)
+    if form == "triton":
+        return _triton(inputs, how, keep)
+    if form == "quadratic":
         return quadratic.causal(inputs, how, keep)
     return loop.causal(inputs, how, keep, dispatch.chunk(inputs))
 
 
 def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
-    if dispatch.form(inputs) == "quadratic":
+    form = dispatch.form(inputs)
+    if form == "triton":
+        return _triton_backward(inputs, outputs, given, how)
+    if form == "quadratic":
         return quadratic.backward(inputs, outputs, given, how)
     return loop_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
+
+
+def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    query, key, value, hidden, S, z = inputs[:6]
+    valid = None if hidden is None else ~hidden
+    found = triton_linear.forward(query, key, value, valid, S, z, how.kind, how.normalise)
+    empty = found[1].new_empty(0)
+    return Outputs(*found) if keep else Outputs(*found[:2], empty, empty)
+
+
+def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+    query, key, value, hidden, S, z = inputs[:6]
+    valid = None if hidden is None else ~hidden
+    found = triton_linear.backward(
+        *given, query, key, value, valid, S, z, outputs.output, outputs.total, how.kind, how.normalise
+    )
+    return Gradients(*found[:3]) if S is None else Gradients(*found)
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
@@ -81,7 +105,7 @@ class _Causal(torch.autograd.Function):
         return _by_arguments(_backward(*_given(ctx, *grads), ctx.how))
 
 
-@torch.library.custom_op("hf_linattn::linear_attention", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("hf_linattn::linear_attention", mutates_args=(), device_types=DEVICES)
 def _operator(
     query: Tensor,
     key: Tensor,
@@ -124,7 +148,7 @@ def _(
     return output, total, *state
 
 
-@torch.library.custom_op("hf_linattn::linear_attention_backward", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("hf_linattn::linear_attention_backward", mutates_args=(), device_types=DEVICES)
 def _backward_operator(
     query: Tensor,
     key: Tensor,

@@ -1,0 +1,300 @@
+# mypy: ignore-errors
+# (the bodies are Triton's language; Python's types do not describe them)
+"""Normalised linear attention for GPUs, forward: what runs on the device. `triton_linear` launches it.
+
+    num_i = sum_{j<=i} (phi_q(q_i) . phi_k(k_j)) v_j + phi_q(q_i)^T S_0,    total_i: with 1, z_0 for v_j, S_0
+
+The sequence is cut into segments, a segment into chunks. `segment_states` sums each segment, `accumulate`
+makes of that the state before each, and `outputs` walks the chunks of one segment with S and z on chip:
+quadratic inside a chunk, through S between chunks ("Transformers are RNNs", arXiv:2006.16236, equations 18 to
+20). The feature map, the normaliser, the key mask, grouped heads and the state before are parts of these
+three, so each of q, k, v is read from memory at most twice and nothing but the output is written.
+
+Numbers. Sums, S, z and totals are float32. A tensor core takes operands of fewer bits; `OPERAND` says which:
+
+    "bf16"    for bfloat16 inputs
+    "tf32"    for float16 inputs: as many bits as they have, and a range that no score and no S can leave
+    "tf32x3"  float32 in three products, nearly exact;  "ieee": float32 without tensor cores
+
+A feature is rounded once, before its first use, so that numerator and total see the same one.
+
+Names in shapes: pair = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in memory
+as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
+BLOCK_D and BLOCK_V the next powers of two, BLOCK the columns that one program answers for.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, OPERAND: tl.constexpr):
+    """Float32 x with the bits that an operand keeps, still float32."""
+    if OPERAND == "bf16":
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif OPERAND == "tf32":
+        # to nearest: the tensor core would cut the bits off, which biases every sum towards zero
+        bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def dot(a, b, OPERAND: tl.constexpr):
+    """`[M, K]` x `[K, N]` -> float32 `[M, N]`."""
+    if OPERAND == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    else:
+        a = rounded(a.to(tl.float32), OPERAND)
+        b = rounded(b.to(tl.float32), OPERAND)
+        return tl.dot(a, b, input_precision=OPERAND)
+
+
+@triton.jit
+def row_and_block(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Of axis 0 of the grid. Blocks of one row run side by side, for they read the same: the cache has it."""
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    return (program // blocks).to(tl.int64), program % blocks
+
+
+@triton.jit
+def load_tile(X, tokens, keep, stride, columns, WIDTH: tl.constexpr):
+    """Rows `tokens` and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
+    # 64-bit rows: B * H * N * D passes 2^31 at a million tokens
+    pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(pointers, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(X, x, tokens, keep, stride, columns, WIDTH: tl.constexpr):
+    """The counterpart of `load_tile`, in the dtype of X."""
+    pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(pointers, x.to(X.dtype.element_ty), mask=keep[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def visible(VALID, tokens, stride, length):
+    """Which keys count: before the end, and not masked. VALID `[N]` bytes or None."""
+    keep = tokens < length
+    if VALID is not None:
+        keep = keep & (tl.load(VALID + tokens.to(tl.int64) * stride, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def key_features(x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr):
+    """phi_k of a tile, float32; 0 where not `keep` and behind WIDTH."""
+    x = x.to(tl.float32)
+    # where, not minimum and maximum: those lose a NaN
+    if FEATURE_MAP == "elu1":
+        x = tl.where(x > 0, x + 1, tl.exp(x))
+    elif FEATURE_MAP == "relu":
+        x = tl.where(x < 0, 0.0, x)
+    return rounded(tl.where(keep[:, None] & (columns < WIDTH)[None, :], x, 0.0), OPERAND)
+
+
+@triton.jit
+def row_shift(x, columns, WIDTH: tl.constexpr):
+    """M = min(max_d x_d, 0) of each row: exp(x - m) does not underflow, and the output does not see it."""
+    x = tl.where((columns < WIDTH)[None, :], x.to(tl.float32), float("-inf"))
+    return tl.minimum(tl.max(x, 1), 0.0)
+
+
+@triton.jit
+def query_features(
+    x, shift, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr
+):
+    """phi_q of a tile, as `key_features`; `shift` `[rows]` is for elu1."""
+    if FEATURE_MAP == "elu1":
+        x = x.to(tl.float32)
+        x = tl.where(x > 0, x + 1, tl.exp(x - shift[:, None]))
+        return key_features(x, keep, columns, WIDTH, "none", OPERAND)
+    else:
+        return key_features(x, keep, columns, WIDTH, FEATURE_MAP, OPERAND)
+
+
+@triton.jit
+def load_state(STATES, S0, Z0, pair, slot, slots, rows, columns, D: tl.constexpr, DV: tl.constexpr):
+    """S `[rows, columns]` and z `[rows]` from `slot` of STATES `[pairs, slots, D DV + D]`.
+
+    Below 0, and where STATES is None, S0 and Z0.
+    """
+    inside = (rows < D)[:, None] & (columns < DV)[None, :]
+    offsets = rows[:, None] * DV + columns[None, :]
+    s = tl.zeros(offsets.shape, tl.float32)
+    z = tl.zeros(rows.shape, tl.float32)
+    given = inside
+    given_z = rows < D
+    if STATES is not None:
+        given = inside & (slot < 0)
+        given_z = (rows < D) & (slot < 0)
+        base = STATES + (pair * slots + slot) * (D * DV + D)
+        s += tl.load(base + offsets, mask=inside & (slot >= 0), other=0.0)
+        z += tl.load(base + D * DV + rows, mask=(rows < D) & (slot >= 0), other=0.0)
+    if S0 is not None:
+        s += tl.load(S0 + pair * D * DV + offsets, mask=given, other=0.0)
+    if Z0 is not None:
+        z += tl.load(Z0 + pair * D + rows, mask=given_z, other=0.0)
+    return s, z
+
+
+@triton.jit
+def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, ALL_Z):
+    """S `[D, DV]` and z `[D]`; z only where ALL_Z, for several programs share its rows."""
+    inside = (rows < D)[:, None] & (columns < DV)[None, :]
+    tl.store(S + rows[:, None] * DV + columns[None, :], s, mask=inside)
+    tl.store(Z + rows, z, mask=(rows < D) & ALL_Z)
+
+
+@triton.jit
+def segment_states(
+    K, V, VALID, STATES,
+    k_strides, v_strides, valid_strides, kv_heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Sum of one segment into its slot. Grid: pairs x blocks of DV, segments."""
+    pair, block = row_and_block(DV, BLOCK)
+    slot = tl.program_id(1)
+    batch, head = pair // kv_heads, pair % kv_heads
+    K += batch * k_strides[0] + head * k_strides[1]
+    V += batch * v_strides[0] + head * v_strides[1]
+    if VALID is not None:
+        VALID += batch * valid_strides[0]
+    rows = tl.arange(0, BLOCK_D)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    s = tl.zeros([BLOCK_D, BLOCK], tl.float32)
+    z = tl.zeros([BLOCK_D], tl.float32)
+    first = slot * segment
+    for start in range(first, tl.minimum(first + segment, length), CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        keep = visible(VALID, tokens, valid_strides[1], length)
+        k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+        v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
+        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+        s += dot(tl.trans(phi_k), v, OPERAND)
+        z += tl.sum(phi_k, 0)
+    base = STATES + (pair * slots + slot) * (D * DV + D)
+    store_state(base, base + D * DV, s, z, rows, columns, D, DV, block == 0)
+
+
+@triton.jit
+def accumulate(
+    STATES, S0, Z0, slots, SIZE_S: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+):
+    """Running sum along the slots, in place, from S0 `[pairs, SIZE_S]` and Z0. Grid: pairs, blocks of SIZE.
+
+    SLOTS of them at a time, so that their loads are under way together.
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    carry = tl.zeros([BLOCK], tl.float32)
+    if S0 is not None:
+        carry += tl.load(S0 + pair * SIZE_S + element, mask=element < SIZE_S, other=0.0)
+    if Z0 is not None:
+        in_z = (element >= SIZE_S) & (element < SIZE)
+        carry += tl.load(Z0 + pair * (SIZE - SIZE_S) + element - SIZE_S, mask=in_z, other=0.0)
+    for first in range(0, slots, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
+        pointers = STATES + (pair * slots + slot)[:, None] * SIZE + element[None, :]
+        x = tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
+        carry += tl.sum(x, 0)
+
+
+@triton.jit
+def outputs(
+    Q, K, V, VALID, STATES, S0, Z0, OUT, TOTAL, S, Z,
+    q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Outputs and totals of one segment; behind the last, the state. Grid: B H x blocks of DV, segments.
+
+    Not CAUSAL: every query reads S0 and Z0, the state of all keys; K and V are not looked at.
+    """
+    row, block = row_and_block(DV, BLOCK)
+    pair = row // GROUP
+    batch, head = row // heads, row % heads
+    Q += batch * q_strides[0] + head * q_strides[1]
+    K += batch * k_strides[0] + head // GROUP * k_strides[1]
+    V += batch * v_strides[0] + head // GROUP * v_strides[1]
+    OUT += batch * out_strides[0] + head * out_strides[1]
+    if VALID is not None:
+        VALID += batch * valid_strides[0]
+    rows = tl.arange(0, BLOCK_D)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    order = tl.arange(0, CHUNK)
+    s, z = load_state(STATES, S0, Z0, pair, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    first = tl.program_id(1) * segment
+    for start in range(first, tl.minimum(first + segment, length), CHUNK):
+        tokens = start + order
+        inside = tokens < length
+        q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
+        phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, OPERAND)
+        numerator = dot(phi_q, s, OPERAND)
+        total = tl.sum(phi_q * z[None, :], 1)
+        if CAUSAL:
+            keep = visible(VALID, tokens, valid_strides[1], length)
+            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+            v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+            scores = dot(phi_q, tl.trans(phi_k), OPERAND)
+            scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
+            numerator += dot(scores, v, OPERAND)
+            total += tl.sum(scores, 1)
+            s += dot(tl.trans(phi_k), v, OPERAND)
+            z += tl.sum(phi_k, 0)
+        if NORMALISE:
+            # no epsilon: a row that sees nothing is 0, and all others are exact
+            seen = total != 0
+            numerator = tl.where(seen[:, None], numerator / tl.where(seen, total, 1.0)[:, None], 0.0)
+        store_tile(OUT, numerator, tokens, inside, out_strides[2], columns, DV)
+        tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
+    if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
+        if (first + segment >= length) & (row % GROUP == 0):
+            store_state(S + pair * D * DV, Z + pair * D, s, z, rows, columns, D, DV, block == 0)
+
+
+@triton.jit
+def step(
+    Q, K, V, VALID, S0, Z0, OUT, TOTAL, S, Z,
+    q_strides, k_strides, v_strides, valid_strides, kv_heads,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """One token: the state takes its key in, then its queries read. Grid: pairs x blocks of DV.
+
+    OUT `[B, H, DV]`, TOTAL `[B, H]`. Memory-bound in S, so sums and no tensor cores.
+    """
+    pair, block = row_and_block(DV, BLOCK)
+    batch, head = pair // kv_heads, pair % kv_heads
+    rows = tl.arange(0, BLOCK_D)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    keep = tl.full([1], 1, tl.int1)
+    if VALID is not None:
+        keep = tl.load(VALID + batch * valid_strides[0] + tl.arange(0, 1)) != 0
+    token = tl.arange(0, 1)
+    k = load_tile(K + batch * k_strides[0] + head * k_strides[1], token, keep, 0, rows, D)
+    v = load_tile(V + batch * v_strides[0] + head * v_strides[1], token, keep, 0, columns, DV)
+    phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, OPERAND), 0)
+    s, z = load_state(None, S0, Z0, pair, -1, 0, rows, columns, D, DV)
+    s += phi_k[:, None] * v.to(tl.float32)
+    z += phi_k
+    first = block == 0
+    store_state(S + pair * D * DV, Z + pair * D, s, z, rows, columns, D, DV, first)
+    for member in range(GROUP):
+        query_head = head * GROUP + member
+        row = pair * GROUP + member
+        q = load_tile(Q + batch * q_strides[0] + query_head * q_strides[1], token, token == 0, 0, rows, D)
+        phi_q = query_features(q, row_shift(q, rows, D), token == 0, rows, D, FEATURE_MAP, OPERAND)
+        phi_q = tl.sum(phi_q, 0)
+        output = tl.sum(phi_q[:, None] * s, 0)
+        total = tl.sum(phi_q * z, 0)
+        if NORMALISE:
+            output = tl.where(total != 0, output / tl.where(total != 0, total, 1.0), 0.0)
+        tl.store(OUT + row * DV + columns, output.to(OUT.dtype.element_ty), mask=columns < DV)
+        tl.store(TOTAL + row, total, mask=first)
