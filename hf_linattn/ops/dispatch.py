@@ -74,9 +74,10 @@ causal linear attention, first line that fits:
   CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
   the start, neither decay nor packed documents
                                      all scores at once (ops/quadratic.py)
-  CPU                                loop over chunks (ops/loop.py) of {CHUNK} tokens; of {2 * CHUNK} if that is all,
-                                     if rows x key heads x their size are below {SMALL}, or with several
-                                     threads and fewer than {FEW} rows x key heads; maps inside: elu1, relu
+  CPU                                loop over chunks of {CHUNK} tokens, maps inside: elu1, relu
+                                     (ops/loop.py); of {2 * CHUNK} if that is all, if rows x key heads
+                                     x their size are below {SMALL}, or with several threads and
+                                     fewer than {FEW} rows x key heads
   CUDA with {TRITON}=1 and triton, elu1, no packed documents
                                      Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
