@@ -21,8 +21,8 @@ class Softmax1(ScoreAttention):
     o_i = sum_j exp(s_ij) v_j / (exp(b) + sum_j exp(s_ij)),  s_ij = scaling q_i . k_j,  b = 0
 
     The same as an extra key of logit b and value 0. A model that has sinks b_h of its own keeps them: the
-    denominator becomes exp(b) + exp(b_h) + sum. With b = 0 torch's kernels need no mask; any other b costs
-    one of N x (N + 1).
+    denominator becomes exp(b) + exp(b_h) + sum. On CPUs torch's kernels compute it without that key;
+    elsewhere b = 0 needs no mask, and any other b one of N x (N + 1).
 
     A learned b_h per head starts at `init`, low enough for the model to start as the original. Its gradient
     is as small as its share of the attention; AdamW divides that out and moves b_h by up to the learning rate

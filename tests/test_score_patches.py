@@ -110,6 +110,18 @@ def test_sink_of_0_needs_no_mask(monkeypatch):
         masks.append(mask)
         return plain(query, key, value, mask, *others)
 
+    kernel = ops.attention
+
+    def noted_kernel(query, key, value, mask, *others):
+        masks.append(mask)
+        return kernel(query, key, value, mask, *others)
+
+    monkeypatch.setattr(ops, "attention", noted_kernel)
+    for sink in (0.0, "learned"):
+        logits(llama(), "softmax1", sink=sink)
+    assert masks == [None] * 4
+    masks.clear()
+    monkeypatch.setattr(ops, "fits", lambda *inputs: False)  # as on other devices
     monkeypatch.setattr(ops, "_sdpa", noted)
     logits(llama(), "softmax1", sink=0.0)
     assert masks == [None, None]

@@ -31,7 +31,7 @@ LINEAR = (
     *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
     *("gated-hedgehog", "gated-taylor2"),
 )
-HYBRID = ("window-hedgehog",)
+HYBRID = ("window-hedgehog", "window-gated-hedgehog")
 
 BEGIN, END = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
 

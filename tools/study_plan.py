@@ -135,6 +135,13 @@ LENGTHS: tuple[Row, ...] = (
     Row("performer", "convert", "performer", extra=ALONE),
     Row("gated", "convert", "gated"),
     Row("gated-hedgehog", "convert", "gated", {"feature_map": "hedgehog", **NEAR_AND_FAR}, main=True),
+    Row(
+        "window-gated-hedgehog",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024},
+        ALL_WEIGHTS,
+    ),
     Row("gated-taylor2", "convert", "gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
     Row("zero", "convert", "zero", extra=ALONE, told="`zero`: no attention at all (floor)"),
     Row("random", "convert", "t2r", {"frozen": True}, extra=ALONE, told="`t2r` (frozen): random map (floor)"),

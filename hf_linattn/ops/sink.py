@@ -20,11 +20,13 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Whether the kernel takes these, as `torch.nn.functional.scaled_dot_product_attention` decides it."""
+    """Whether the kernel takes these as they are; autocast would change them first."""
     tensors = (query, key, value)
     return (
         not dropout
         and not torch.compiler.is_exporting()
+        and not torch.is_autocast_enabled("cpu")
+        and query.dtype == key.dtype == value.dtype
         and not (mask is not None and mask.requires_grad)
         and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
         and query.shape[-1] == value.shape[-1]
