@@ -155,7 +155,7 @@ def check(case):
     for x, of_x in zip(inputs[:3], found[:3], strict=True):
         assert of_x.dtype is x.dtype
     if case.causal and not case.state:
-        assert found.S0.numel() == found.z0.numel() == 0
+        assert found.S is found.z is None
     for before, x in zip(kept, inputs, strict=True):
         assert before is None or torch.equal(before.nan_to_num(7.0), x.nan_to_num(7.0)), (
             "an input was written to"
@@ -202,7 +202,7 @@ def check_same_bits():
     for segment in (32, 32, 64):
         after = run(case, inputs, segment)
         seeds = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in after]
-        results.append([*after, *run_backward(case, inputs, after, seeds, segment)])
+        results.append([*after, *run_backward(case, inputs, after, seeds, segment)[:5]])
         del after, seeds
         torch.full((1 << 16,), float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
@@ -254,8 +254,8 @@ def check_no_tokens():
         assert torch.equal(z, inputs.z0)
         found = run_backward(here, inputs, after, (output, None, torch.ones_like(S), None))
         assert found.query.shape == inputs.query.shape
-        assert bool((found.S0 == 1).all())
-        assert not found.z0.any()
+        assert bool((found.S == 1).all())
+        assert not found.z.any()
 
 
 def check_nan_is_not_swallowed():

@@ -20,7 +20,7 @@ def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
     """As `loop.causal`, with gradients, in the form that `dispatch` chooses.
 
     Raises:
-        NotImplementedError: from torch, for gradients of gradients.
+        RuntimeError: from torch, for gradients of gradients.
     """
     if torch.compiler.is_compiling():
         return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep))
@@ -62,7 +62,7 @@ def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -
     found = triton_linear.backward(
         *given, query, key, value, valid, S, z, outputs.output, outputs.total, how.kind, how.normalise
     )
-    return Gradients(*found[:3]) if S is None else Gradients(*found)
+    return Gradients(*found)
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
@@ -125,24 +125,12 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Tensor | None,
-    S: Tensor | None,
-    z: Tensor | None,
-    log_decay: Tensor | None,
-    documents: Tensor | None,
-    kind: str,
-    eps: float,
-    normalise: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any) -> tuple[Tensor, ...]:
+    query, key, value = args[:3]
     (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
     output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
     total = output.new_empty(batch, heads, length, dtype=accumulator(query, key, value))
-    if not keep:
+    if not args[-1]:
         return output, total, total.new_empty(0), total.new_empty(0)
     state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)
     return output, total, *state
@@ -179,28 +167,16 @@ def _backward_operator(
 
 
 @_backward_operator.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Tensor | None,
-    S: Tensor | None,
-    z: Tensor | None,
-    log_decay: Tensor | None,
-    documents: Tensor | None,
-    output: Tensor,
-    total: Tensor,
-    *args: Any,
-) -> tuple[Tensor, ...]:
-    found = (query, key, value, S, z, log_decay)
-    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in found)
+def _(*args: Any) -> tuple[Tensor, ...]:
+    total = args[INPUTS + 1]
+    learned = Inputs(*args[:INPUTS]).learned
+    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     inputs, outputs, given = _given(ctx, *grads)
     found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
-    some = (inputs.query, inputs.key, inputs.value, inputs.S, inputs.z, inputs.log_decay)
-    parts: Any = (None if x is None else y for x, y in zip(some, found, strict=True))
+    parts: Any = (None if x is None else y for x, y in zip(inputs.learned, found, strict=True))
     return _by_arguments(Gradients(*parts))
 
 

@@ -41,6 +41,11 @@ class Inputs(NamedTuple):
     log_decay: Tensor | None = None
     documents: Tensor | None = None
 
+    @property
+    def learned(self) -> tuple[Tensor | None, ...]:
+        """What there are gradients of, in the order of `loop_backward.Gradients`."""
+        return self.query, self.key, self.value, self.S, self.z, self.log_decay
+
     def part(self, rows: slice, heads: slice) -> Inputs:
         """Some rows and key heads, and the queries that belong to them."""
         return Inputs(

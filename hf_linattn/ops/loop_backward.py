@@ -53,7 +53,7 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
         how: as there.
         chunk: as there.
     """
-    found = Gradients(*(None if x is None else torch.empty_like(x) for x in (*inputs[:3], *inputs[4:7])))  # type: ignore[arg-type]
+    found = Gradients(*(None if x is None else torch.empty_like(x) for x in inputs.learned))  # type: ignore[arg-type]
     total = outputs.total
     inverse = torch.where(total > 0, total.reciprocal(), 0).unsqueeze(-1) if how.normalise else None
     shift = (torch.zeros_like(total) if given.total is None else given.total.clone()).unsqueeze(-1)

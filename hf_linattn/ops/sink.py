@@ -10,6 +10,8 @@ from its backward kernel given o' and lse' for output and log-sum-exp. The sink'
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> bool:
     """Whether the kernel takes these as they are; autocast would change them first."""
     tensors = (query, key, value)
     return (
@@ -27,7 +29,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout
         and not torch.compiler.is_exporting()
         and not torch.is_autocast_enabled("cpu")
         and query.dtype == key.dtype == value.dtype
-        and not (mask is not None and mask.requires_grad)
+        and not (bias is not None and bias.requires_grad)
         and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
         and query.shape[-1] == value.shape[-1]
         and all(min(x.shape) > 0 for x in tensors)
@@ -117,42 +119,28 @@ class _Attention(torch.autograd.Function):
         return (*by, None, by_sink if ctx.needs_input_grad[4] else None, None, None)
 
 
-@torch.library.custom_op("hf_linattn::softmax_with_sink", mutates_args=(), device_types="cpu")
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sink: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    # dense: how the kernel lays out its results is its own affair
-    output, lse = _forward(query, key, value, mask, sink, is_causal, scale)
-    return output.contiguous(), lse
+def _dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Contiguous results: how the kernel lays them out is its own affair, and a fake must foretell it."""
+
+    @functools.wraps(function)
+    def dense(*inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(x.contiguous() for x in function(*inputs))
+
+    return dense
+
+
+_operator = torch.library.custom_op(
+    "hf_linattn::softmax_with_sink", _dense(_forward), mutates_args=(), device_types="cpu"
+)
+_backward_operator = torch.library.custom_op(
+    "hf_linattn::softmax_with_sink_backward", _dense(_backward), mutates_args=(), device_types="cpu"
+)
 
 
 @_operator.register_fake
 def _(query: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     sums = torch.promote_types(query.dtype, torch.float32)
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=sums)
-
-
-@torch.library.custom_op("hf_linattn::softmax_with_sink_backward", mutates_args=(), device_types="cpu")
-def _backward_operator(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sink: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    by = _backward(grad, query, key, value, mask, sink, output, lse, is_causal, scale)
-    return tuple(x.contiguous() for x in by)  # type: ignore[return-value]
 
 
 @_backward_operator.register_fake

@@ -85,9 +85,8 @@ def softmax_attention(
         allowed = additive(mask, bias, query)
         return _sdpa(query, key, value, allowed, dropout, is_causal, scale)
     column = sink_column(sink, query)
-    seen = _seen(mask, bias, query)
-    if fits(query, key, value, seen, dropout):
-        return attention(query, key, value, seen, is_causal, scale, column)
+    if fits(query, key, value, bias, dropout):
+        return attention(query, key, value, _seen(mask, bias, query), is_causal, scale, column)
     if is_causal and sink.ndim == 0 and not sink.requires_grad and bias is None and mask is None:
         # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
         query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_linattn.ops.loop_backward import Gradients
 from hf_linattn.ops.triton_problem import Problem, last_contiguous
 
 ROWS_ALONE = 256
 """Tokens per program where `gradient_rows` has no state to sum."""
-
-
-class Gradients(NamedTuple):
-    """Of the inputs, each in its own dtype and shape; of the state only where there was one before."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    S0: Tensor
-    z0: Tensor
 
 
 def backward(
@@ -47,23 +38,22 @@ def backward(
     state after the last token; None is 0. output and total are what `forward` returned.
 
     Returns:
-        `dq, dk, dv, dS0, dz0`; the last two are empty without a state before.
+        Of query, key, value, and of S and z where there was a state before.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S0, z0 = call.dense(S0, z0)
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
         d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        d_S0, d_z0 = (call.new(0), call.new(0)) if S0 is None else _zeros(call, R, r)
-        return Gradients(d_query, d_key, d_value, d_S0, d_z0)
+        return Gradients(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
     run = _Run(call, d_output, total)
     tokens, segments = call.cut(call.length, call.pairs * call.blocks(call.D, call.tiles.key_gradients))
     later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
     before = call.states(S0, z0, tokens, segments - 1)
     d_query = run.query_gradients(before, S0, z0, tokens, causal=True)
     d_value = run.value_gradients(later, R, tokens, causal=True)
-    d_key, d_S0, d_z0 = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
-    return Gradients(d_query, d_key, d_value, d_S0, d_z0)
+    d_key, *d_state = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
+    return Gradients(d_query, d_key, d_value, *d_state)
 
 
 def global_backward(
@@ -84,7 +74,7 @@ def global_backward(
     *,
     segment: int | None = None,
 ) -> Gradients:
-    """Gradients of `triton_linear.global_forward`, which returned S and z; dS0 and dz0 are always there."""
+    """Gradients of `triton_linear.global_forward`, which returned S and z; of a state before in any case."""
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S, z = S.contiguous(), z.contiguous()
     R, r = _end(call, d_S, d_z)
@@ -213,13 +203,13 @@ class _Run:
         *,
         causal: bool,
         state: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Dk and, where `state`, dS0 and dz0; `later` is what `rows` returned."""
         from hf_linattn.ops import triton_backward_kernels as kernels
 
         call, tile = self.call, self.call.tiles.key_gradients
         d_key = torch.empty_like(call.key)
-        d_S0, d_z0 = call.new_state() if state else (call.new(0), call.new(0))
+        d_S0, d_z0 = call.new_state() if state else (None, None)
         call.launch(
             kernels.key_gradients,
             (call.pairs * call.blocks(call.D, tile), -(-call.keys // segment)),
@@ -231,8 +221,8 @@ class _Run:
             D_Z=r,
             D_K=d_key,
             d_k_strides=d_key.stride()[:3],
-            D_S0=d_S0 if state else None,
-            D_Z0=d_z0 if state else None,
+            D_S0=d_S0,
+            D_Z0=d_z0,
             length=call.keys,
             CAUSAL=causal,
             **call.inputs("qkv"),

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops.chunks import FEATURE_MAPS
 from hf_linattn.ops.triton_tiles import Tile, configuration, padded, segment_length
 
 WIDEST = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEATURE_MAPS = ("none", "elu1", "relu")
 SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
 
