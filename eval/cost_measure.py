@@ -18,8 +18,7 @@ from hf_linattn.cache import StateLayer
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.slots import self_attention_cache
 
-from .nats import _forward as forward
-from .nats import scoring
+from .nats import forward, scoring
 
 PATCHED, UNPATCHED = "patched", "unpatched"
 

@@ -42,7 +42,7 @@ def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tupl
     ids = ids.to(_device(model))
     scored = windows[0].scored
     # logits belong to the token after theirs: one position more, and the last one is nobody's
-    logits = _forward(model, ids, scored + 1, use_cache=False).logits[:, -scored - 1 : -1]
+    logits = forward(model, ids, scored + 1, use_cache=False).logits[:, -scored - 1 : -1]
     return logits, ids[:, -scored:]
 
 
@@ -60,12 +60,12 @@ def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[i
     cache = None
     for start in range(0, len(ids) - 1, segment):
         part = ids[start : min(start + segment, len(ids) - 1)]
-        out = _forward(model, part[None], len(part), past_key_values=cache, use_cache=True)
+        out = forward(model, part[None], len(part), past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         yield start + 1, _nats(out.logits, ids[None, start + 1 : start + 1 + len(part)])[0]
 
 
-def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
+def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
     """The output, with logits for the last `keep` positions, or for all where the model cannot limit them."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = keep

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_linattn.bench import memory, peers, setting, work
-from hf_linattn.bench.calls import IN_PLACE, SDPA, build, check, inputs
-from hf_linattn.bench.crossing import crossing
-from hf_linattn.bench.forecast import Forecast
-from hf_linattn.bench.micro import Limits, Series
-from hf_linattn.bench.rounds import Clock, Sample, Timed, measure
-from hf_linattn.bench.setting import KINDS, Setting, Shape, parse_shape, parse_shapes
-from hf_linattn.bench.whole import first_smaller
 from hf_linattn.errors import OptionError, UnknownPatchError
+from hf_linattn.eval.bench import memory, peers, setting, work
+from hf_linattn.eval.bench.calls import IN_PLACE, SDPA, build, check, inputs
+from hf_linattn.eval.bench.crossing import crossing
+from hf_linattn.eval.bench.forecast import Forecast
+from hf_linattn.eval.bench.micro import Limits, Series
+from hf_linattn.eval.bench.rounds import Clock, Sample, Timed, measure
+from hf_linattn.eval.bench.setting import KINDS, Setting, Shape, parse_shape, parse_shapes
+from hf_linattn.eval.bench.whole import first_smaller
 from hf_linattn.eval.cost_measure import Growth
 
 SHAPE = parse_shape("2x4/2x8x6")
@@ -284,7 +284,7 @@ def test_what_is_too_slow_or_too_large_has_a_row_that_says_so(monkeypatch):
 
 
 def test_a_series_that_begins_far_out_is_tried_below_first(monkeypatch):
-    from hf_linattn.bench import micro
+    from hf_linattn.eval.bench import micro
 
     lengths, real = [], micro.build
 
@@ -302,7 +302,7 @@ def test_a_series_that_begins_far_out_is_tried_below_first(monkeypatch):
 
 
 def test_every_kind_has_a_sentence_and_a_panel():
-    from hf_linattn.bench import answers, plots
+    from hf_linattn.eval.bench import answers, plots
 
     assert set(answers.TOLD) == set(plots.KINDS) == set(KINDS)
     assert tuple(peers.PEERS) == setting.PEERS

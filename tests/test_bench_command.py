@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from hf_linattn import patch_model
-from hf_linattn.bench import __main__ as bench
-from hf_linattn.bench import micro, output, peers, whole
-from hf_linattn.bench.docs import BEGIN, END, command
-from hf_linattn.bench.setting import KINDS
+from hf_linattn.eval.bench import __main__ as bench
+from hf_linattn.eval.bench import micro, output, peers, whole
+from hf_linattn.eval.bench.docs import MARKS, command
+from hf_linattn.eval.bench.setting import KINDS
 
 QUICK = ["--rounds", "2", "--min-time", "0.01", "--threads", "1", "--device", "cpu"]
 
@@ -334,7 +334,7 @@ def test_the_page_of_documentation(finished, model, tmp_path, capsys):
     again = page.read_text()
     assert again == "Words before.\n" + text + "Words behind.\n"
     page.write_text("No place.")
-    refused(asked, f"has no lines {BEGIN} and {END}", capsys)
+    refused(asked, "has no lines {} and {}".format(*MARKS), capsys)
     assert page.read_text() == "No place."
     refused(["--docs", str(tmp_path / "new.md"), str(tmp_path)], "holds no results", capsys)
     results = results_of(out)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_linattn.bench import peers, work
-from hf_linattn.bench.calls import inputs
-from hf_linattn.bench.micro import Limits, Series
-from hf_linattn.bench.setting import Setting, parse_shape
+from hf_linattn.eval.bench import peers, work
+from hf_linattn.eval.bench.calls import inputs
+from hf_linattn.eval.bench.micro import Limits, Series
+from hf_linattn.eval.bench.setting import Setting, parse_shape
 
 
 def performer(function):

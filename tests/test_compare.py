@@ -125,7 +125,7 @@ def test_equals_separate_runs_to_the_last_bit(folder, data, tmp_path, capsys):
 def test_resumes_after_the_last_length(folder, data, tmp_path, monkeypatch):
     compare = ("--compare", "softmax,logn:kappa=0.5", "--compare", "elu1")
     assert run(folder, data, tmp_path / "whole", *compare) == 0
-    real, broken, seen = nats._forward, tmp_path / "broken", []
+    real, broken, seen = nats.forward, tmp_path / "broken", []
 
     def interrupted(model, ids, *args, **kwargs):
         seen.append(ids.shape[1])
@@ -133,10 +133,10 @@ def test_resumes_after_the_last_length(folder, data, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(model, ids, *args, **kwargs)
 
-    monkeypatch.setattr(nats, "_forward", interrupted)
+    monkeypatch.setattr(nats, "forward", interrupted)
     assert run(folder, data, broken, *compare) == 130
     assert curve(results(broken)["rows"], "model") == ["softmax", "softmax"]
-    monkeypatch.setattr(nats, "_forward", real)
+    monkeypatch.setattr(nats, "forward", real)
     loaded, load = [], perplexity_run.load_model
     monkeypatch.setattr(perplexity_run, "load_model", lambda c, **k: loaded.append(c.label) or load(c, **k))
     assert run(folder, data, broken, *compare) == 0

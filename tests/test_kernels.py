@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from test_ops import relative_error
 
 from hf_linattn.ops import dispatch, kernels, loop, loop_backward, quadratic
 from hf_linattn.ops.chunks import FEATURE_MAPS, How
@@ -58,10 +59,6 @@ def definition(inputs, how):
     if how.normalise:
         numerator = numerator / torch.where(total > 0, total, 1)[..., None]
     return numerator, total, S, z
-
-
-def relative_error(got, want):
-    return float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp_min(1e-300))
 
 
 def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=False, dense=True, seed=0):

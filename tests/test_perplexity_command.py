@@ -100,7 +100,7 @@ def test_two_processes_give_the_same_file(folder, data, tmp_path):
 def test_resume(folder, data, tmp_path, monkeypatch, capsys):
     extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
     assert perplexity.main(command(folder, data, tmp_path / "whole", *extra)) == 0
-    real = nats._forward
+    real = nats.forward
 
     def interrupted(model, ids, *args, **kwargs):
         if ids.shape[1] == 128:
@@ -108,13 +108,13 @@ def test_resume(folder, data, tmp_path, monkeypatch, capsys):
         return real(model, ids, *args, **kwargs)
 
     broken = tmp_path / "broken"
-    monkeypatch.setattr(nats, "_forward", interrupted)
+    monkeypatch.setattr(nats, "forward", interrupted)
     assert perplexity.main(command(folder, data, broken, *extra)) == 130
     assert not results(broken)["complete"]
     assert curve(results(broken)["rows"], "length") == [64]
     read = []
     monkeypatch.setattr(
-        nats, "_forward", lambda m, ids, *a, **k: read.append(ids.shape[1]) or real(m, ids, *a, **k)
+        nats, "forward", lambda m, ids, *a, **k: read.append(ids.shape[1]) or real(m, ids, *a, **k)
     )
     assert perplexity.main(command(folder, data, broken, *extra)) == 0
     assert set(read) == {128}

@@ -6,12 +6,10 @@ import pytest
 import torch
 from oracle import as_oracle
 from properties import learned
-from real_data import DATA, needs_data
 from tiny import SIZES, build, distance, llama, tokens
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import available_patches, describe, patch_model, unpatch_model
-from hf_linattn.errors import OptionError, UnknownPatchError, UnsupportedModelError
+from hf_linattn.errors import OptionError, UnknownPatchError
 from hf_linattn.ops import softmax as ops
 from hf_linattn.registry import find
 from hf_linattn.sites import find_sites
@@ -23,13 +21,6 @@ WEIGHTS = {
     "sigmoid_n": ("sigmoid_n", {}),
     "sigmoid_n, over n": ("sigmoid_n", {"bias": 0.0, "over_n": True}),
     "l2softmax": ("l2softmax", {}),
-}
-GPT_OSS = {
-    "num_hidden_layers": 2,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "layer_types": ["full_attention"] * 2,
-    "implementation": "eager",
 }
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
 
@@ -49,6 +40,13 @@ def logits(model, spec=None, ids=None, **options):
         return model(ids, use_cache=False).logits
     finally:
         unpatch_model(model)
+
+
+def learned_of(model, spec, **options):
+    patch_model(model, spec, options=options)
+    weights = learned(model)
+    unpatch_model(model)
+    return weights
 
 
 def some_scores(dtype=torch.float64):
@@ -92,43 +90,6 @@ def test_learned_kappa_starts_as_logn():
     assert distance(fixed, logits(model)) > 0.01
 
 
-def test_fixed_sink_is_the_learned_one_at_its_start():
-    model = llama()
-    for at in (1.5, -2.0):
-        fixed = logits(model, "softmax1", sink=at)
-        assert distance(fixed, logits(model, "softmax1", sink="learned", init=at)) < 1e-12
-        assert distance(fixed, logits(model, "softmax1")) > 0.01
-    assert distance(logits(model, "softmax1", sink=-40.0), logits(model)) < 1e-12
-    assert torch.equal(logits(model, "softmax1", sink=0), logits(model, "softmax1"))
-
-
-def test_sink_of_0_needs_no_mask(monkeypatch):
-    masks = []
-    plain = ops._sdpa
-
-    def noted(query, key, value, mask, *others):
-        masks.append(mask)
-        return plain(query, key, value, mask, *others)
-
-    kernel = ops.attention
-
-    def noted_kernel(query, key, value, mask, *others):
-        masks.append(mask)
-        return kernel(query, key, value, mask, *others)
-
-    monkeypatch.setattr(ops, "attention", noted_kernel)
-    for sink in (0.0, "learned"):
-        logits(llama(), "softmax1", sink=sink)
-    assert masks == [None] * 4
-    masks.clear()
-    monkeypatch.setattr(ops, "fits", lambda *inputs: False)  # as on other devices
-    monkeypatch.setattr(ops, "_sdpa", noted)
-    logits(llama(), "softmax1", sink=0.0)
-    assert masks == [None, None]
-    logits(llama(), "softmax1", sink="learned")
-    assert masks[2] is not None
-
-
 def test_l2softmax_is_the_root_of_softmax_of_twice_the_scores():
     scores, mask = some_scores()
     got = patch_of("l2softmax").weights(scores, mask, None)
@@ -169,35 +130,10 @@ def test_n_is_the_number_of_visible_keys():
 @pytest.mark.parametrize("spec", ["softmax1", "logn", "softmax1+temperature"])
 def test_both_softmaxes_of_a_differential_model_are_patched(spec):
     model = build("DiffLlamaForCausalLM", num_hidden_layers=2, **SIZES)
-    with torch.no_grad(), as_oracle(model, spec, learned=_start(model, spec)):
+    with torch.no_grad(), as_oracle(model, spec, learned=learned_of(model, spec)):
         want = model(tokens(2, 40)).logits
     assert distance(logits(model, spec), want) < 1e-9
     assert distance(want, logits(model)) > 0.01 or "temperature" in spec
-
-
-def _start(model, spec, **options):
-    patch_model(model, spec, options=options)
-    weights = learned(model)
-    unpatch_model(model)
-    return weights
-
-
-def test_learned_sink_joins_the_models_own():
-    model = build("GptOssForCausalLM", dtype=torch.float32, **SIZES, **GPT_OSS)
-    options = {"sink": "learned", "init": 0.5}
-    weights = _start(model, "softmax1", **options)
-    with torch.no_grad(), as_oracle(model, "softmax1", learned=weights, **options):
-        want = model(tokens(2, 40), use_cache=False).logits
-    got = logits(model, "softmax1", **options)
-    assert distance(got, want) < 1e-4
-    assert distance(got, logits(model)) > 0.01
-
-
-@pytest.mark.parametrize("name", ["relu2", "relu_n", "sigmoid_n", "l2softmax"])
-def test_weights_without_a_denominator_refuse_sinks(name):
-    model = build("GptOssForCausalLM", **SIZES, **GPT_OSS)
-    with pytest.raises(UnsupportedModelError, match="sinks of its own"):
-        patch_model(model, name)
 
 
 def test_differential_attention_is_no_patch_and_says_why():
@@ -221,34 +157,6 @@ def test_learned_parameters_are_per_query_head():
     }
     assert set(own.values()) == {(4,)}
     assert "learned" in str(describe(model))
-
-
-def test_adamw_moves_a_learned_sink_from_its_start():
-    model = llama(dtype=torch.float32)
-    patch_model(model, "softmax1", options={"sink": "learned"})
-    logit = [x for name, x in model.named_parameters() if name.endswith("logit")]
-    step = torch.optim.AdamW(logit, lr=0.01, weight_decay=0)
-    for _ in range(3):
-        step.zero_grad()
-        model(tokens(4, 60), labels=tokens(4, 60)).loss.backward()
-        step.step()
-    moved = torch.cat([x.detach() for x in logit]) + 10
-    assert float(moved.abs().min()) > 0.003
-
-
-@needs_data
-@torch.no_grad()
-def test_learned_sink_starts_as_the_trained_model():
-    folder = DATA / "models/stories260k"
-    text = (DATA / "text/tinystories/val.txt").read_text(encoding="utf-8")[:4000]
-    ids = torch.tensor([AutoTokenizer.from_pretrained(folder)(text, verbose=False)["input_ids"][:512]])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    before = model(ids, labels=ids)
-    patch_model(model, "softmax1", options={"sink": "learned"})
-    after = model(ids, labels=ids)
-    assert 0 < float((after.logits - before.logits).abs().mean()) < 1e-3
-    assert abs(float(after.loss - before.loss)) < 1e-4
-    assert abs(float(patch_model(model, "softmax1")(ids, labels=ids).loss - before.loss)) > 1e-3
 
 
 # -------------------------------------------------------------------------------- limits

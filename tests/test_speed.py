@@ -7,10 +7,10 @@ Each limit leaves a factor of two to what was measured. Numbers: `python -m hf_l
 import pytest
 import torch
 
-from hf_linattn.bench import memory
-from hf_linattn.bench.calls import IN_PLACE, SDPA, build
-from hf_linattn.bench.rounds import Clock, Timed, measure
-from hf_linattn.bench.setting import Setting, parse_shape
+from hf_linattn.eval.bench import memory
+from hf_linattn.eval.bench.calls import IN_PLACE, SDPA, build
+from hf_linattn.eval.bench.rounds import Clock, Timed, measure
+from hf_linattn.eval.bench.setting import Setting, parse_shape
 
 SMALL, LARGE = "1x8x64", "1x32/8x128"
 LIMITS = [  # times as fast as SDPA, at least

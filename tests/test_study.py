@@ -22,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 import study
 from study_commands import training_words
 from study_kept import kept_rows, layers_words
-from study_page import BEGIN, END, page, write_page
+from study_page import MARKS, page, write_page
 from study_plan import BASES, TABLES, Place, last_stage, rows_of, slot
 from study_scale import measured, scores
 from study_tables import spread
@@ -127,11 +127,12 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
 
 def test_words_around_the_tables_stay(tmp_path):
     path = tmp_path / "results.md"
+    begin, end = MARKS
     write_page(path, "first")
-    assert path.read_text() == f"# What conversion keeps\n\n{BEGIN}\n\nfirst\n{END}"
-    path.write_text(f"mine {BEGIN} old {END} mine too\n")
+    assert path.read_text() == f"# What conversion keeps\n\n{begin}\n\nfirst\n{end}\n"
+    path.write_text(f"mine {begin} old {end} mine too\n")
     write_page(path, "second")
-    assert path.read_text() == f"mine {BEGIN}\n\nsecond\n{END} mine too\n"
+    assert path.read_text() == f"mine {begin}\n\nsecond\n{end} mine too\n"
     path.write_text("mine alone")
     with pytest.raises(DataError, match="has no lines"):
         write_page(path, "third")

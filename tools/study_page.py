@@ -13,7 +13,7 @@ from study_plan import BASES, BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, r
 from study_softmax import activations, diagnosed, entropies, scale
 from study_tables import Json, number, spread, table, told
 
-from hf_linattn.errors import DataError
+from hf_linattn.eval.marked import write_between
 
 HEAD = "# What conversion keeps\n\n"
 INTRODUCTION = """\
@@ -33,18 +33,12 @@ LINEAR = (
 )
 HYBRID = ("window-hedgehog", "window-gated-hedgehog")
 
-BEGIN, END = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
+MARKS = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
 
 
 def write_page(path: Path, tables: str) -> None:
     """Put the tables into the page, and leave the words around them as they are."""
-    before, after = HEAD, ""
-    if path.exists():
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            raise DataError(f"{path} has no lines {BEGIN} and {END}, between which the tables go")
-    path.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}", encoding="utf-8")
+    write_between(path, MARKS, tables, HEAD)
 
 
 def page(data: Path, work: Path) -> str:

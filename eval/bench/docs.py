@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import DataError
 
+from ..marked import write_between
 from . import tables
 from .run import FORMAT
 
-BEGIN, END = "<!-- bench: written by python -m hf_linattn.bench --docs -->", "<!-- end of bench -->"
+MARKS = "<!-- bench: written by python -m hf_linattn.bench --docs -->", "<!-- end of bench -->"
 HEAD = "# Speed and memory\n\n"
 INTRODUCTION = """\
 Every number here is a ratio that `python -m hf_linattn.bench` measured: the attention as a patched module
@@ -31,14 +31,7 @@ def write_page(path: Path, folders: Sequence[Path]) -> None:
         DataError: a folder holds no finished run, or the page has no place for the tables.
     """
     text = "\n".join([INTRODUCTION, *(section(load(folder)) for folder in folders)])
-    before, after = HEAD, "\n"
-    if path.exists():
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            raise DataError(f"{path} has no lines {BEGIN} and {END}, between which the tables go")
-    with replacing(path) as partial:
-        partial.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+    write_between(path, MARKS, text, HEAD)
 
 
 def load(folder: Path) -> dict[str, Any]:
