@@ -31,7 +31,10 @@ LINEAR = (
     *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
     *("gated-hedgehog", "gated-taylor2"),
 )
-HYBRID = ("window-hedgehog", "window-gated-hedgehog")
+HYBRID = (
+    *("window-hedgehog", "window-gated-hedgehog", "window-hedgehog-drop"),
+    *("window-hedgehog-finetune", "window-gated-hedgehog-finetune", "window-gated-hedgehog-drop"),
+)
 
 MARKS = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
 
@@ -179,7 +182,12 @@ def _branches_table(place: Place) -> str:
 
 def _targets(place: Place) -> str:
     first, last = place.base.length, 64 * place.base.length
-    curves = {row.name: (told(row), _curves(place, row)) for row in LENGTHS}
+    curves = {row.name: (told(row), _curves(place, row)) for row in (*STAGES, *LENGTHS)}
+    alone = {}
+    for row in (*STAGES, *LENGTHS):
+        for found in _found(place, "branches", row)[:1]:
+            values = {item["model"]: item["perplexity"] for item in found["rows"]}
+            alone[row.name] = values["linear"] / values["both"]
     at_first = {
         name: mean(curve[first]["perplexity"] for curve in found)
         for name, (_, found) in curves.items()
@@ -197,6 +205,7 @@ def _targets(place: Place) -> str:
     for what, names, target, ratios in (
         ("pure linear, any map, x control", LINEAR, 1.15, to_control),
         ("window hybrid (64), x control", HYBRID, 1.01, to_control),
+        ("window hybrid (64), its linear branch alone over both", HYBRID, 1.5, alone),
         ("pure linear, 64x over 1x of the same model", LINEAR, 1.10, flat),
     ):
         measured = [name for name in names if name in ratios]

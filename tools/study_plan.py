@@ -117,6 +117,7 @@ class Row:
 ALONE = ("--stages", "distill", "--distill-tokens", "1000000")
 """All tokens in the distillation: for maps that have nothing to transfer."""
 ALL_WEIGHTS = ("--lora", "0")
+FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
 NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
 LEARNED = {"kappa": "learned"}
 ROPE = ("linear:8", "dynamic:8", "yarn:8", "yarn:64")
@@ -208,6 +209,31 @@ STAGES: tuple[Row, ...] = (
         WINDOW,
         (*ALL_WEIGHTS, "--drop-window", "0.5"),
         told="`window+hedgehog` (64), all weights, window dropped in half of the steps",
+    ),
+    Row(
+        "window-hedgehog-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-gated-hedgehog-finetune",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024},
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, hedgehog), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-gated-hedgehog-drop",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        (*ALL_WEIGHTS, "--drop-window", "0.5", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, hedgehog, half-lives from 4), window dropped in half of the distillation, "
+        "fine-tuned in the last 0.4 M",
     ),
     Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
     Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),
