@@ -225,10 +225,8 @@ class LinearAttention(StatefulAttention):
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """Every query reads the sum of all keys."""
-        assert tokens.query is not None
-        phi_q = self.query_map(upcast(tokens.query))
-        phi_k, value, _ = self.mapped(tokens)
-        return self._divided(*linear.read(phi_q, linear.state_of(phi_k, value)), tokens)
+        output, total = sums.both_ways(self, tokens, divide=self.summed)
+        return output if self.summed else self._divided(output, total, tokens)
 
     def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
         count = None if tokens.count is None else tokens.count[:, None]

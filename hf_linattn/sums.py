@@ -1,4 +1,4 @@
-"""The causal sums of a linear attention: by kernels where there are any, with their own maps or ours."""
+"""The sums of a linear attention: by kernels where there are any, with their own maps or ours."""
 
 from __future__ import annotations
 
@@ -19,17 +19,35 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     query, documents = tokens.query, tokens.documents
     assert query is not None
     fused, own = attention.fused, (query, tokens.key, tokens.value)
-    if tokens.length == 1 or not has_kernels(*own, fused, documents is not None):
+    if not has_kernels(*own, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(phi_q, phi_k, value, state, documents, decay)
         return linear.normalised(numerator, total) if divide else numerator, total, after
-    S, z = state or (None, None)
-    if fused != "none":
-        value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
-        hidden = None if tokens.valid is None else ~tokens.valid
-        inputs = Inputs(query, tokens.key, value, hidden, S, z, None, documents)
-    else:
-        phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
-        inputs = Inputs(phi_q, phi_k, value, None, S, z, decay, documents)
-    found = kernels.causal(inputs, How(fused, attention.eps, divide), tokens.keep)
+    inputs = _inputs(attention, tokens, divide, state)
+    found = kernels.attention(inputs, How(fused, attention.eps, divide), tokens.keep)
     return found.output, found.total, State(found.S, found.z)
+
+
+def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Tensor]:
+    """Numerator, or output where `divide`, `[B, H, N, Dv]`, and total `[B, H, N]`, over all keys."""
+    query, fused = tokens.query, attention.fused
+    assert query is not None
+    if not has_kernels(query, tokens.key, tokens.value, fused, packed=False):
+        phi_q, (phi_k, value, _) = attention.query_map(upcast(query)), attention.mapped(tokens)
+        numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
+        return linear.normalised(numerator, total) if divide else numerator, total
+    inputs = _inputs(attention, tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+    found = kernels.attention(inputs, How(fused, attention.eps, divide, causal=False), keep=False)
+    return found.output, found.total
+
+
+def _inputs(attention: Any, tokens: Tokens, divide: bool, state: State | None = None) -> Inputs:
+    """Of kernels: as they come where the map is in the kernel, else features."""
+    assert tokens.query is not None
+    S, z = state or (None, None)
+    if attention.fused == "none":
+        phi_q, (phi_k, value, decay) = attention.query_map(upcast(tokens.query)), attention.mapped(tokens)
+        return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
+    value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
+    hidden = None if tokens.valid is None else ~tokens.valid
+    return Inputs(tokens.query, tokens.key, value, hidden, S, z, None, tokens.documents)

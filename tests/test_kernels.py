@@ -96,7 +96,7 @@ def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=
 
 
 def compare(inputs, how, tolerance=1e-11):
-    got, want = kernels.causal(inputs, how, keep=True), definition(inputs, how)
+    got, want = kernels.attention(inputs, how, keep=True), definition(inputs, how)
     weights = [torch.randn_like(x) for x in want]
     leaves = [x for x in inputs if x is not None and x.requires_grad]
     shown = [
@@ -135,7 +135,7 @@ def test_half_precision_is_summed_in_float32(dtype, length):
     rounded = [x.detach().to(dtype).requires_grad_() for x in exact[:3]]
     exact = Inputs(*(x.detach().double().requires_grad_() for x in rounded))
     weight = torch.randn(2, 4, length, 16, dtype=torch.float64)
-    got, want = kernels.causal(Inputs(*rounded), How("elu1"), keep=True), definition(exact, How("elu1"))
+    got, want = kernels.attention(Inputs(*rounded), How("elu1"), keep=True), definition(exact, How("elu1"))
     limit = 4 * torch.finfo(dtype).eps
     assert got.output.dtype == dtype
     assert {x.dtype for x in got[1:]} == {torch.float32}
@@ -152,7 +152,7 @@ def test_half_precision_is_summed_in_float32(dtype, length):
 def test_queries_never_underflow_and_no_key_is_no_output():
     query, key, value = (torch.randn(1, 2, 300, 8) for _ in range(3))
     unseen = torch.arange(300)[None] < 20
-    got = kernels.causal(Inputs(query - 120, key, value, unseen), How("elu1"), keep=False)
+    got = kernels.attention(Inputs(query - 120, key, value, unseen), How("elu1"), keep=False)
     shifted = (query - 120).double() - (query - 120).double().amax(-1, keepdim=True)
     want = definition(Inputs(shifted, key.double(), value.double(), unseen), How("elu1"))
     assert torch.equal(got.output[:, :, :20], torch.zeros(1, 2, 20, 8))
@@ -166,7 +166,7 @@ def test_both_forms_twice_are_bit_for_bit_the_same(length):
     given = Inputs(*(x.detach().float().requires_grad_() for x in given[:3]))
     runs = []
     for _ in range(2):
-        output = kernels.causal(given, How("elu1"), keep=False).output
+        output = kernels.attention(given, How("elu1"), keep=False).output
         runs.append((output.detach(), *torch.autograd.grad(output.square().sum(), given[:3])))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -177,7 +177,7 @@ def test_the_quadratic_form_is_the_loop(kind, hidden):
     how = How(kind, EPS)
     given = random_inputs((2, 4, 2, 90, 8, 6), how, hidden=hidden)
     with torch.no_grad():
-        short, long = quadratic.causal(given, how, True), loop.causal(given, how, True, 32)
+        short, long = quadratic.forward(given, how, True), loop.causal(given, how, True, 32)
         grads = loop_backward.Given(*(torch.randn_like(x) for x in short))
         by_short = quadratic.backward(given, short, grads, how)
         by_long = loop_backward.backward(given, long, grads, how, 32)
@@ -185,11 +185,12 @@ def test_the_quadratic_form_is_the_loop(kind, hidden):
         assert relative_error(a.nan_to_num(0), b.nan_to_num(0)) < 1e-12
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("length", [6, 200])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_the_operator_keeps_the_rules_of_torch(length):
+def test_the_operator_keeps_the_rules_of_torch(length, linked):
     how = How("none")
-    given = random_inputs((1, 4, 2, length, 3, 2), how, state=True, decay=True, packed=True)
+    given = random_inputs((1, 4, 2, length, 3, 2), how, state=linked, decay=linked, packed=linked)
     given = given._replace(hidden=torch.rand(1, length) < 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
@@ -204,7 +205,7 @@ def test_gradcheck(how):
         given = random_inputs((1, 2, 1, length, 2, 2), how, state=True)
 
         def outputs(query, key, value, S, z):
-            found = kernels.causal(Inputs(query, key, value, None, S, z), how, keep=True)
+            found = kernels.attention(Inputs(query, key, value, None, S, z), how, keep=True)
             return tuple(found) if how.kind == "none" else (found.output, found.S, found.z)
 
         assert torch.autograd.gradcheck(outputs, [x for x in given if x is not None])
@@ -212,7 +213,7 @@ def test_gradcheck(how):
 
 def test_gradients_of_gradients_are_refused():
     given = random_inputs((1, 1, 1, 5, 2, 2), How("elu1"))
-    output = kernels.causal(given, How("elu1"), keep=False).output
+    output = kernels.attention(given, How("elu1"), keep=False).output
     (grad,) = torch.autograd.grad(output.square().sum(), given.query, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

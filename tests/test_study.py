@@ -108,11 +108,11 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     for name, factor in (("original", 20), ("control-0", 10), ("control-1", 30), ("elu1-0", 50)):
         write(place.folder / "perplexity" / name / "results.json", curve(factor))
     write(place.folder / "perplexity" / "hedgehog-0" / "results.json", {**curve(1), "complete": False})
-    both = [{"model": "both", "perplexity": 20.0}, {"model": "rest", "perplexity": 99.5}]
+    both = [{"model": "both", "perplexity": 20.0}, {"model": "linear", "perplexity": 99.5}]
     hybrid = place.folder / "branches" / "window-hedgehog-0" / "results.json"
     write(hybrid, {"complete": True, "rows": both})
     text = page(tmp_path, tmp_path)
-    assert "|  | both | rest |\n|---|---|---|\n| `window+hedgehog` (64), all weights | 20 | 99.5 |" in text
+    assert "|  | both | linear |\n|---|---|---|\n| `window+hedgehog` (64), all weights | 20 | 99.5 |" in text
     control = next(line for line in text.splitlines() if line.startswith("| control"))
     assert control.startswith("| control: the original, fine-tuned | 20 (10 to 30) | 40 (20 to 60) |")
     assert control.endswith("| 1 (0.5 to 1.5) | 7 (7 to 7) | 2 |")
@@ -122,6 +122,8 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     assert "| pure linear, any map, x control | 1.15 | 2.500 | `elu1` | missed by 1.350 |" in text
     assert "| pure linear, 64x over 1x of the same model | 1.10 | 7.000 | `elu1` | missed by 5.900 |" in text
     assert "| window hybrid (64), x control |" not in text
+    name = "`window+hedgehog` (size 64)"
+    assert f"| window hybrid (64), its linear branch alone over both | 1.50 | 4.975 | {name}" in text
     assert str(tmp_path) not in text
 
 

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hf_linattn import sums
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import dispatch, kernels, reference, triton_linear
 from hf_linattn.ops.chunks import How
 from hf_linattn.ops.loop import Inputs as Operands
+from hf_linattn.patches.elu1 import Elu1
+from hf_linattn.tokens import Tokens
 
 
 class Case(NamedTuple):
@@ -295,9 +298,49 @@ def check_the_operator():
             x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, form=form: form)
-            found = kernels.causal(Operands(query, key, value, ~given.valid, S, z), How("elu1"), keep=True)
+            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            found = kernels.attention(Operands(query, key, value, ~given.valid, S, z), How("elu1"), keep=True)
             loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
             runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
-    for got, want in zip(*runs, strict=True):
+    assert_near(*runs)
+
+
+def check_the_operator_over_all_keys():
+    """The same, with fewer queries than keys."""
+    case = Case(kv_heads=1, heads=2, masked=True, length=30, keys=40, causal=False)
+    runs = []
+    for form in ("triton", "both ways"):
+        given = inputs_of(case)
+        query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            found = kernels.attention(
+                Operands(query, key, value, ~given.valid), How("elu1", causal=False), keep=False
+            )
+            loss = found.output.square().sum()
+            runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
+    assert_near(*runs)
+
+
+def check_one_token_of_a_patch():
+    """Prefill and decode of a patch through Triton, beside the CPU's own forms."""
+    runs = []
+    for triton in (True, False):
+        given = inputs_of(Case(kv_heads=1, heads=2, length=20))
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if triton:
+                patch.setattr(sums, "has_kernels", lambda *inputs: True)
+                patch.setattr(dispatch, "form", lambda inputs, how: "triton")
+            elu1, state, outputs = Elu1(None), None, []
+            for start, stop in ((0, 18), (18, 19), (19, 20)):
+                tokens = Tokens(*given[:3], 1.0).slice(start, stop)
+                output, state = elu1.causal(tokens, state)
+                outputs.append(output)
+            runs.append((torch.cat(outputs, 2), *state))
+    assert_near(*runs)
+
+
+def assert_near(found, wanted):
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
         assert float(((got - want).norm() / want.norm()).detach()) < 1e-5

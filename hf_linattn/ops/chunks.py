@@ -25,11 +25,13 @@ class How(NamedTuple):
         kind: one of `FEATURE_MAPS`; "none" where there is decay.
         eps: added to the features of "relu".
         normalise: divide by the totals, rows whose total is 0 giving 0; False for the numerator.
+        causal: a query sees the keys up to its own; False for all keys.
     """
 
     kind: str = "none"
     eps: float = 0.0
     normalise: bool = True
+    causal: bool = True
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Which form of causal linear attention runs where: one rule, measured by `python -m hf_linattn.bench`."""
+"""Which form of linear attention runs where: one rule, measured by `python -m hf_linattn.bench`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops import triton_linear
+from hf_linattn.ops.chunks import How
 from hf_linattn.ops.loop import Inputs
 
 SHORT = 192
@@ -17,6 +18,10 @@ CHUNK = 64
 SMALL = 256
 """Rows times key heads times their size below which calls cost more than arithmetic."""
 SHORT_AND_SMALL = 256
+SHORT_BOTH_WAYS = 128
+"""Up to so many queries and keys all scores at once, over all keys."""
+NUMBERS = 1 << 18
+"""In a buffer of the form over all keys: some of them together stay in a cache of a core."""
 FEW = 16
 """Rows times key heads below which several threads want larger chunks."""
 TRITON = "HF_LINATTN_TRITON"
@@ -37,15 +42,18 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
     if torch.compiler.is_exporting():  # an exported program runs without this package
         return False
     if query.device.type != "cuda":
-        return query.device.type == "cpu"
+        return query.device.type == "cpu" and key.shape[2] > 1
     allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)
     return allowed and kind == "elu1" and not packed and triton_linear.supports(query, key, value)
 
 
-def form(inputs: Inputs) -> Literal["triton", "quadratic", "loop"]:
+def form(inputs: Inputs, how: How) -> Literal["triton", "quadratic", "loop", "both ways"]:
     """Of the forms that `ops.kernels` has."""
     if inputs.query.device.type == "cuda":
         return "triton"
+    if not how.causal:
+        longest = max(inputs.query.shape[2], inputs.key.shape[2])
+        return "quadratic" if longest <= SHORT_BOTH_WAYS else "both ways"
     short = SHORT_AND_SMALL if _small(inputs) else SHORT
     plain = all(x is None for x in inputs[4:])
     return "quadratic" if plain and inputs.key.shape[2] <= short else "loop"
@@ -70,7 +78,7 @@ def explain() -> str:
     return f"""\
 causal linear attention, first line that fits:
   torch.export                       vectorised torch operations
-  one token                          update of the state and read
+  CPU, one token                     update of the state and read (ops/linear.py)
   CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
   the start, neither decay nor packed documents
                                      all scores at once (ops/quadratic.py)
@@ -81,4 +89,10 @@ causal linear attention, first line that fits:
   CUDA with {TRITON}=1 and triton, elu1, no packed documents
                                      Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
-bidirectional: one sum over all keys, read by every query (ops/linear.py)"""
+bidirectional and cross-attention:
+  CPU, at most {SHORT_BOTH_WAYS} queries and keys
+                                     all scores at once (ops/quadratic.py)
+  CPU                                a sum over all keys that every query reads, in chunks whose buffers
+                                     hold {NUMBERS:,} numbers, maps inside as above (ops/both_ways.py)
+  CUDA                               as above
+  torch.export, any other device     the sum in vectorised torch operations (ops/linear.py)"""

@@ -1,4 +1,4 @@
-"""Causal linear attention with a backward of its own, as an operator that torch.compile takes whole."""
+"""Linear attention with a backward of its own, as an operator that torch.compile takes whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.ops import dispatch, loop, loop_backward, quadratic, triton_linear
+from hf_linattn.ops import both_ways, dispatch, loop, loop_backward, quadratic, triton_linear
 from hf_linattn.ops.chunks import How, accumulator
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
@@ -16,59 +16,71 @@ INPUTS, HOW = len(Inputs._fields), len(How._fields)
 DEVICES = ("cpu", "cuda")
 
 
-def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
-    """As `loop.causal`, with gradients, in the form that `dispatch` chooses.
+def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    """As `loop.causal` or `both_ways.forward`, with gradients, in the form that `dispatch` chooses.
+
+    Args:
+        inputs: what is summed up.
+        how: which features, over which keys, and whether to divide.
+        keep: the state after is wanted; causal only.
 
     Raises:
         RuntimeError: from torch, for gradients of gradients.
     """
     if torch.compiler.is_compiling():
-        return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep))
+        return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
     if not torch.is_grad_enabled():
         return _forward(inputs, how, keep)
-    found = _Causal.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
+    keep = keep or dispatch.form(inputs, how) == "both ways"  # whose backward reads the sums
+    found = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
     return Outputs(*found)
 
 
 def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
-    form = dispatch.form(inputs)
+    form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton(inputs, how, keep)
     if form == "quadratic":
-        return quadratic.causal(inputs, how, keep)
+        return quadratic.forward(inputs, how, keep)
+    if form == "both ways":
+        return both_ways.forward(inputs, how, keep, dispatch.NUMBERS)
     return loop.causal(inputs, how, keep, dispatch.chunk(inputs))
 
 
 def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
-    form = dispatch.form(inputs)
+    form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton_backward(inputs, outputs, given, how)
     if form == "quadratic":
         return quadratic.backward(inputs, outputs, given, how)
+    if form == "both ways":
+        return both_ways.backward(inputs, outputs, given, how, dispatch.NUMBERS)
     return loop_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
 
 
 def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
     query, key, value, hidden, S, z = inputs[:6]
     valid = None if hidden is None else ~hidden
-    found = triton_linear.forward(query, key, value, valid, S, z, how.kind, how.normalise)
+    run = triton_linear.forward if how.causal else triton_linear.global_forward
+    found = run(query, key, value, valid, S, z, how.kind, how.normalise)
     empty = found[1].new_empty(0)
-    return Outputs(*found) if keep else Outputs(*found[:2], empty, empty)
+    return Outputs(*found) if keep or not how.causal else Outputs(*found[:2], empty, empty)
 
 
 def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
     query, key, value, hidden, S, z = inputs[:6]
     valid = None if hidden is None else ~hidden
-    found = triton_linear.backward(
-        *given, query, key, value, valid, S, z, outputs.output, outputs.total, how.kind, how.normalise
-    )
-    return Gradients(*found)
+    operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
+    if how.causal:
+        return triton_linear.backward(*operands, S, z, *outputs[:2], *kind)
+    found = triton_linear.global_backward(*operands, *outputs, *kind)
+    return Gradients(*found[:3])
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
-    """What the backward needs; the state after only where the decay has gradients."""
+    """What the backward needs; the state after only where the decay has gradients, or all keys are seen."""
     inputs, ctx.how = Inputs(*args[:INPUTS]), How(*args[INPUTS : INPUTS + HOW])
-    after = (None, None) if inputs.log_decay is None else outputs[2:]
+    after = (None, None) if inputs.log_decay is None and ctx.how.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
 
 
@@ -91,7 +103,7 @@ def _by_arguments(found: Gradients) -> tuple[Tensor | None, ...]:
     return (*found[:3], None, *found[3:], *(None,) * (1 + HOW + 1))
 
 
-class _Causal(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         outputs = _forward(Inputs(*args[:INPUTS]), How(*args[INPUTS:-1]), args[-1])
@@ -118,10 +130,11 @@ def _operator(
     kind: str,
     eps: float,
     normalise: bool,
+    causal: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
-    return _forward(inputs, How(kind, eps, normalise), keep)
+    return _forward(inputs, How(kind, eps, normalise, causal), keep)
 
 
 @_operator.register_fake
@@ -157,12 +170,13 @@ def _backward_operator(
     kind: str,
     eps: float,
     normalise: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients that do not exist come back without elements: an operator has no optional results."""
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
     given = Given(d_output, d_total, d_S, d_z)
-    found = _backward(inputs, Outputs(*outputs), given, How(kind, eps, normalise))
+    found = _backward(inputs, Outputs(*outputs), given, How(kind, eps, normalise, causal))
     return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
 
 

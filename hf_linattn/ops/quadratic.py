@@ -1,7 +1,7 @@
-"""Causal linear attention of short inputs: all scores at once, in as few operations as possible.
+"""Linear attention of short inputs: all scores at once, in as few operations as possible.
 
 Below some 200 tokens the loop of `ops.loop` is one chunk or a few, and calling its operations costs more than
-what they compute. Nothing before, no decay, no documents.
+what they compute; so is the sum of `ops.both_ways`, below some 130. Nothing before, no decay, no documents.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from hf_linattn.ops.loop_backward import Given, Gradients
 TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 
-def causal(inputs: Inputs, how: How, keep: bool) -> Outputs:
-    """As `loop.causal`."""
+def forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    """As `loop.causal`, or as `both_ways.forward`."""
     query, key, value, _, _ = _mapped(inputs, how)
     scores = torch.bmm(query, key.mT)
-    _squares(scores, inputs).tril_()
-    total = scores.sum(-1, True)
-    output = torch.bmm(scores, value)
-    if how.normalise:
-        output.div_(
-            torch.where(total > 0, total, 1) if how.kind == "none" else total.clamp_min(TINY[total.dtype])
-        )
+    if how.causal:
+        _squares(scores, inputs).tril_()
+    total, numerator = scores.sum(-1, True), torch.bmm(scores, value)
     (batch, heads, length, _), kv_heads = inputs.query.shape, inputs.key.shape[1]
-    output = output.view(batch, heads, length, -1).to(inputs.value.dtype)
+    output = inputs.value.new_empty(batch, length, heads, value.shape[2]).transpose(1, 2)
+    if how.normalise:
+        safe = torch.where(total > 0, total, 1) if how.kind == "none" else total.clamp_min(TINY[total.dtype])
+        torch.div(numerator.view(output.shape), safe.view(batch, heads, length, 1), out=output)
+    else:
+        output.copy_(numerator.view(output.shape))
     S, z = total.new_empty(0), total.new_empty(0)
     if keep:
         S = torch.bmm(key.mT, value).view(batch, kv_heads, -1, value.shape[2])
@@ -73,7 +74,7 @@ def _flat(x: Tensor, pairs: int, dtype: torch.dtype) -> Tensor:
 
 
 def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
-    """As `loop_backward.backward`."""
+    """As `loop_backward.backward`, or as `both_ways.backward`."""
     query, key, value, query_slope, key_slope = _mapped(inputs, how)
     pairs, dtype = key.shape[0], key.dtype
     g = given.output
@@ -87,8 +88,9 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradie
     scores, d_scores = torch.bmm(query, key.mT), torch.bmm(g, value.mT)
     if t is not None:
         d_scores.add_(t)
-    _squares(scores, inputs).tril_()
-    _squares(d_scores, inputs).tril_()
+    if how.causal:
+        _squares(scores, inputs).tril_()
+        _squares(d_scores, inputs).tril_()
     d_query, d_key = torch.bmm(d_scores, key), torch.bmm(d_scores.mT, query)
     d_value = torch.bmm(scores.mT, g)
     if given.S is not None and given.z is not None:
