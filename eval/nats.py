@@ -86,8 +86,9 @@ def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     """[B, N, V], [B, N] -> [B, N] in float32."""
+    # rows of logits, not [B, V, N]: along a strided vocabulary the loss takes four times as long
     parts = [
-        F.cross_entropy(chunk.float().transpose(1, 2), target, reduction="none")
+        F.cross_entropy(chunk.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
         for chunk, target in zip(logits.split(LOSS_CHUNK, 1), targets.split(LOSS_CHUNK, 1), strict=True)
     ]
     return torch.cat(parts, dim=1)
