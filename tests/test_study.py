@@ -6,8 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from real_data import DATA, needs_data
+from transformers import AutoTokenizer
 
 from hf_linattn.convert import ConvertArguments
 from hf_linattn.convert import build_parser as convert_parser
@@ -24,6 +27,7 @@ from study_commands import training_words
 from study_kept import kept_rows, layers_words
 from study_page import MARKS, page, write_page
 from study_plan import BASES, TABLES, Place, last_stage, rows_of, slot
+from study_recalling import lone_tokens, recalling
 from study_scale import measured, scores
 from study_tables import spread
 from study_texts import prepare
@@ -190,3 +194,25 @@ def test_spread_is_mean_and_range():
     assert spread([1.0, 2.0, 6.0]) == "3 (1 to 6)"
     assert spread([1234.5]) == "1,234"
     assert spread([]) == "-"
+
+
+@needs_data
+def test_rows_of_the_base_that_recalls_bring_something_again():
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "models/books-1m")
+    text = (DATA / "text/books/eval/Emma.md").read_text(encoding="utf-8")[:60_000]
+    rows = recalling([text], tokenizer, 127)
+    assert rows == recalling([text], tokenizer, 127)
+    plain = [row for row in rows if row in text]
+    assert 0.35 < len(plain) / len(rows) < 0.65
+    lone = lone_tokens(tokenizer)
+    assert len(lone) > 300
+    shuffled = np.random.default_rng(0).permutation(lone)[:100].tolist()
+    assert tokenizer(tokenizer.decode(shuffled), add_special_tokens=False)["input_ids"] == shuffled
+    again = []
+    for row in rows:
+        ids = tokenizer(row, add_special_tokens=False)["input_ids"]
+        seen = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+        again.append((row in plain, 1 - len(set(seen)) / len(seen)))
+    others = [share for is_plain, share in again if not is_plain]
+    assert sum(share for is_plain, share in again if is_plain) / len(plain) < 0.02
+    assert sum(others) / len(others) > 0.15

@@ -35,7 +35,7 @@ class Base:
     model: str
     train: str
     held_out: str
-    documents: Literal["books", "stories"]
+    documents: Literal["books", "stories", "recalling"]
     length: int
     scored: int
     recalls: bool = False
@@ -62,11 +62,12 @@ BASES = {
         ),
         Base(
             "recall",
-            "the base of `examples/pretrain_recall.py`: `books-1m` after 7.4 M tokens with repeats in them",
+            "the base of `examples/pretrain_recall.py`: `books-1m` after 7.4 M tokens with repeats in them; "
+            "trained further on such rows",
             "work:recall-base",
             "text/books/train",
             "text/books/eval/Emma.md",
-            "books",
+            "recalling",
             512,
             32768,
             recalls=True,

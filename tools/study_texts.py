@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from catalogue_measure import STORY
-from study_plan import Base, Place
+from study_plan import BLOCK, Base, Place
+from study_recalling import recalling
 
 from hf_linattn.checkpointing import replacing
 from hf_linattn.data import load_documents
@@ -43,11 +44,14 @@ def _cut(place: Place, which: str, texts: list[str]) -> list[str]:
         stories = [story.strip() for text in texts for story in STORY.split(text)]
         joined = [story for story in stories if story]
         return joined if which == "train" else ["\n\n".join(joined)]
-    if which == "train":
+    if which == "train" and place.base.documents == "books":
         return [text[:PER_BOOK] for text in texts]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(place.model))
+    if which == "train":
+        # each row is a block, together with the token that begins it
+        return recalling([text[:PER_BOOK] for text in texts], tokenizer, BLOCK - 1)
     tokens = place.base.scored // len(texts) + SPARE
     cut = []
     for text in texts:
