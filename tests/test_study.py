@@ -152,7 +152,10 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     points += [("kl", [2], "nope", 1), ("kl", [], "softmax", 0), ("even", [1, 4], "softmax", 2)]
     tradeoff = [{"curve": c, "kept": kept, "count": n, "key": [own, kept]} for c, own, kept, n in points]
     found = {"layers": [{"number": n} for n in range(6)], "tradeoff": tradeoff}
-    write(place.folder / "layers" / "results.json", found)
+    path = place.folder / "layers" / "results.json"
+    write(path, {"complete": False, "layers": []})
+    assert kept_rows(place) == {}  # still being ranked
+    path.write_text(json.dumps(found))
     rows = kept_rows(place)
     assert [*rows] == ["kept-2", "kept-3", "kept-1-4"]
     assert rows["kept-2"].patch == {"0,1,3,4,5": "hedgehog"}

@@ -29,6 +29,8 @@ def kept_rows(place: Place) -> dict[str, Row]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
+    if not found.get("complete", True):
+        return {}
     numbers = [layer["number"] for layer in found["layers"]]
     chosen: dict[tuple[int, ...], list[str]] = {}
     for point in found["tradeoff"]:
