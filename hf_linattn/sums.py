@@ -16,10 +16,9 @@ from hf_linattn.tokens import Tokens, upcast
 
 def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) -> tuple[Tensor, Tensor, State]:
     """As `LinearAttention.sums`."""
-    query, documents = tokens.query, tokens.documents
+    query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
-    fused, own = attention.fused, (query, tokens.key, tokens.value)
-    if not has_kernels(*own, fused, documents is not None):
+    if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(phi_q, phi_k, value, state, documents, decay)
         return linear.normalised(numerator, total) if divide else numerator, total, after

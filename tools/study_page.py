@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -172,22 +172,23 @@ def _generation_table(place: Place, rows: Sequence[Row]) -> str:
 
 def _branches_table(place: Place) -> str:
     body, heads = [], [""]
+    for row, values in _branches(place):
+        heads = ["", *values]
+        body.append([told(row), *(number(value) for value in values.values())])
+    return table(heads, body)
+
+
+def _branches(place: Place) -> Iterator[tuple[Row, dict[str, float]]]:
+    """Hybrids, and the perplexity of each branch."""
     for row in {row.name: row for row in (*LENGTHS, *STAGES)}.values():
         for found in _found(place, "branches", row)[:1]:
-            values = {item["model"]: item["perplexity"] for item in found["rows"]}
-            heads = ["", *values]
-            body.append([told(row), *(number(value) for value in values.values())])
-    return table(heads, body)
+            yield row, {item["model"]: item["perplexity"] for item in found["rows"]}
 
 
 def _targets(place: Place) -> str:
     first, last = place.base.length, 64 * place.base.length
     curves = {row.name: (told(row), _curves(place, row)) for row in (*STAGES, *LENGTHS)}
-    alone = {}
-    for row in (*STAGES, *LENGTHS):
-        for found in _found(place, "branches", row)[:1]:
-            values = {item["model"]: item["perplexity"] for item in found["rows"]}
-            alone[row.name] = values["linear"] / values["both"]
+    alone = {row.name: values["linear"] / values["both"] for row, values in _branches(place)}
     at_first = {
         name: mean(curve[first]["perplexity"] for curve in found)
         for name, (_, found) in curves.items()

@@ -120,6 +120,8 @@ ALONE = ("--stages", "distill", "--distill-tokens", "1000000")
 ALL_WEIGHTS = ("--lora", "0")
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
 NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
+WINDOW_AND_FAR = {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024}
+"""A gated state whose heads begin where the window ends."""
 LEARNED = {"kappa": "learned"}
 ROPE = ("linear:8", "dynamic:8", "yarn:8", "yarn:64")
 
@@ -141,7 +143,7 @@ LENGTHS: tuple[Row, ...] = (
         "window-gated-hedgehog",
         "convert",
         "window+gated",
-        {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024},
+        WINDOW_AND_FAR,
         ALL_WEIGHTS,
     ),
     Row("gated-taylor2", "convert", "gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
@@ -223,7 +225,7 @@ STAGES: tuple[Row, ...] = (
         "window-gated-hedgehog-finetune",
         "convert",
         "window+gated",
-        {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024},
+        WINDOW_AND_FAR,
         (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+gated` (64, hedgehog), all weights, fine-tuned in the last 0.4 M",
     ),

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from hf_linattn.commands import exit_status
+from hf_linattn.eval.options import checked, doubling, parse_options, whole
 
-from ..options import checked, doubling, parse_options, whole
 from .setting import DTYPES, KINDS, PEERS, choices, parse_shapes
 
 EPILOG = """\

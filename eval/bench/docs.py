@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import DataError
+from hf_linattn.eval.marked import write_between
 
-from ..marked import write_between
 from . import tables
 from .run import FORMAT
 

@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 
 from hf_linattn.checkpointing import replacing, writing
+from hf_linattn.eval import results as files
 
-from .. import results as files
 from . import tables
 from .answers import groups
 from .micro import COLUMNS

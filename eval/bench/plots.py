@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ..figures import Picture, look, themed
-from ..findings import size
+from hf_linattn.eval.figures import Picture, look, themed
+from hf_linattn.eval.findings import size
+
 from .answers import REFERENCES, faster, groups, names, rows_of, smaller
 from .calls import IN_PLACE
 

@@ -18,11 +18,11 @@ from transformers.utils import logging
 from hf_linattn import describe
 from hf_linattn.checkpointing import writing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.eval import results as files
+from hf_linattn.eval.loading import Curve, load_config, load_model
+from hf_linattn.eval.machine import machine
 from hf_linattn.objectives import require_causal
 
-from .. import results as files
-from ..loading import Curve, load_config, load_model
-from ..machine import machine
 from . import memory
 from .answers import sentences
 from .calls import check, made, own_options

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..findings import size
+from hf_linattn.eval.findings import size
+
 from .answers import GROUP, REFERENCES, faster, groups, names, rows_of
 from .calls import IN_PLACE
 from .crossing import Crossing

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from hf_linattn import is_patched
 from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.eval import cost_measure
+from hf_linattn.eval.cost_measure import PATCHED, UNPATCHED, Growth
+from hf_linattn.eval.nats import forward, scoring
 
-from .. import cost_measure
-from ..cost_measure import PATCHED, UNPATCHED, Growth
-from ..nats import forward, scoring
 from . import memory
 from .crossing import Crossing
 from .forecast import FIRST, PROBES, Forecast

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.chunks import Buffer, Features, How, accumulator, groups
+from hf_linattn.ops.chunks import Buffer, Features, How, groups
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
 
@@ -34,13 +34,8 @@ def forward(inputs: Inputs, how: How, keep: bool, numbers: int) -> Outputs:
         keep: S and z are wanted, by `backward`.
         numbers: in a buffer.
     """
-    batch, heads, length, size = inputs.query.shape
-    kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
-    output = inputs.value.new_empty(batch, length, heads, wide).transpose(1, 2)
-    total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
-    S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
-    z = total.new_empty((batch, kv_heads, size) if keep else 0)
-    for rows, some in groups(batch, kv_heads):
+    output, total, S, z = outputs = Outputs.empty(inputs, keep)
+    for rows, some in groups(*inputs.key.shape[:2]):
         queries = inputs.queries(some)
         group = _Group(inputs.part(rows, some), how, numbers, total)
         sums = group.summed()
@@ -49,7 +44,7 @@ def forward(inputs: Inputs, how: How, keep: bool, numbers: int) -> Outputs:
             for whole, part in zip((S, z), sums, strict=True):
                 to = whole[rows, some]
                 to.copy_(part.view(to.shape))
-    return Outputs(output, total, S, z)
+    return outputs
 
 
 def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, numbers: int) -> Gradients:

@@ -79,6 +79,16 @@ class Outputs(NamedTuple):
     S: Tensor
     z: Tensor
 
+    @classmethod
+    def empty(cls, inputs: Inputs, keep: bool) -> Outputs:
+        """Not written yet."""
+        batch, heads, length, size = inputs.query.shape
+        kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
+        output = inputs.value.new_empty(batch, length, heads, wide).transpose(1, 2)
+        total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
+        S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
+        return cls(output, total, S, total.new_empty((batch, kv_heads, size) if keep else 0))
+
 
 def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
     """Output, totals and the state after.
@@ -89,19 +99,14 @@ def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
         keep: the state after is wanted.
         chunk: tokens per step.
     """
-    batch, heads, length, size = inputs.query.shape
-    kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
-    output = inputs.value.new_empty(batch, length, heads, wide).transpose(1, 2)
-    total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
-    S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
-    z = total.new_empty((batch, kv_heads, size) if keep else 0)
-    for rows, some in groups(batch, kv_heads):
+    output, total, S, z = outputs = Outputs.empty(inputs, keep)
+    for rows, some in groups(*inputs.key.shape[:2]):
         queries = inputs.queries(some)
         loop = _Forward(inputs.part(rows, some), how, chunk, total)
         sums = loop.run(output[rows, queries], total[rows, queries], keep)
         if keep:
             sums.write(S[rows, some], z[rows, some])
-    return Outputs(output, total, S, z)
+    return outputs
 
 
 class Sums:
