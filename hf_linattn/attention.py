@@ -76,12 +76,14 @@ class Attention(Patch):
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
         expresses: keywords of the attention interface that it can honour; others are refused at patch time.
         hosts: takes a linear attention inside, as in "window+elu1".
+        turns: turns queries by the model's rotary embedding, which must then be there.
     """
 
     cross: ClassVar[bool] = True
     windowed: ClassVar[bool] = False
     expresses: ClassVar[frozenset[str]] = frozenset()
     hosts: ClassVar[bool] = False
+    turns: bool = False
 
     def attend(self, call: Call) -> Output:
         """`[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""

@@ -92,15 +92,15 @@ def filling(folder: Path) -> Iterator[Path]:
 
 
 class Checkpoint:
-    """The one checkpoint of a run, `checkpoint/state.safetensors`, replaced as training goes on."""
+    """A checkpoint of a run, `checkpoint/state.safetensors`, replaced as training goes on."""
 
-    def __init__(self, output_dir: Path) -> None:
-        self.path = output_dir / "checkpoint" / "state.safetensors"
+    def __init__(self, output_dir: Path, name: str = "state") -> None:
+        self.path = output_dir / "checkpoint" / f"{name}.safetensors"
 
     def save(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         progress: Mapping[str, Any],
         *,
         write: bool = True,
@@ -109,7 +109,7 @@ class Checkpoint:
 
         Args:
             model: whose trainable parameters and buffers are saved.
-            optimizer: of those parameters.
+            optimizer: of those parameters; None saves the weights alone.
             progress: JSON.
             write: False in the processes that only help to gather sharded tensors.
 
@@ -117,8 +117,9 @@ class Checkpoint:
             TrainingError: it cannot be written; the previous checkpoint is still there.
         """
         tensors = {f"model.{name}": tensor for name, tensor in _changing_tensors(model).items()}
+        states = {} if optimizer is None else optimizer.state
         for name, parameter in _trainable(model).items():
-            for key, value in optimizer.state[parameter].items():
+            for key, value in states.get(parameter, {}).items():
                 tensors[f"optimizer.{key}.{name}"] = value
         for name, tensor in tensors.items():
             if write:
@@ -132,20 +133,17 @@ class Checkpoint:
         with replacing(self.path) as partial:
             save_file(tensors, partial, metadata={"progress": json.dumps(progress)})
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any] | None:
         """Put the saved state into model and optimiser and return its progress; None when nothing is saved.
 
         Raises:
             TrainingError: the file is damaged or belongs to another model.
         """
-        if not self.path.exists():
+        progress = self.progress()
+        if progress is None:
             return None
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-                progress: dict[str, Any] = json.loads(file.metadata()["progress"])
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(f"cannot read the checkpoint {self.path}: {error}") from error
+        with self._reading() as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         current = _changing_tensors(model)
         if current.keys() != {name.removeprefix("model.") for name in saved if name.startswith("model.")}:
             raise TrainingError(f"the checkpoint {self.path} holds other parameters than this model trains")
@@ -155,18 +153,37 @@ class Checkpoint:
             if kind == "model":
                 with torch.no_grad():
                     current[rest].copy_(split_like(tensor, current[rest]))
-            else:
+            elif optimizer is not None:
                 key, _, parameter = rest.partition(".")
                 # AdamW counts its steps on the CPU
                 target = tensor if key == "step" else split_like(tensor, parameters[parameter])
                 optimizer.state[parameters[parameter]][key] = target
         return progress
 
+    def progress(self) -> dict[str, Any] | None:
+        """What was saved beside the tensors; None when nothing is.
+
+        Raises:
+            TrainingError: the file is damaged.
+        """
+        if not self.path.exists():
+            return None
+        with self._reading() as file:
+            progress: dict[str, Any] = json.loads(file.metadata()["progress"])
+        return progress
+
+    @contextmanager
+    def _reading(self) -> Iterator[Any]:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"cannot read the checkpoint {self.path}: {error}") from error
+
     def sweep(self) -> None:
-        """Delete what a kill left of an unfinished checkpoint."""
-        for path in self.path.parent.glob("*"):
-            if path != self.path:
-                path.unlink()
+        """Delete what a kill left of unfinished checkpoints."""
+        for path in self.path.parent.glob("*.partial"):
+            path.unlink()
 
     def remove(self) -> None:
         """Delete the checkpoint."""

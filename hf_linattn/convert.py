@@ -132,7 +132,10 @@ class ConvertArguments:
     eval_every: int = option(50, "steps between validations", minimum=1)
     eval_blocks: int = option(64, "blocks of --eval-data to use, from its start", minimum=1)
     patience: int = option(
-        0, "end a stage after so many validations without a lower loss; 0 never does", minimum=0
+        0,
+        "end a stage after so many validations without a lower loss, and keep the weights of the best; "
+        "0 never does, and keeps the last",
+        minimum=0,
     )
     no_dropout: bool = option(False, "switch dropout off; linear patches have no attention weights to drop")
     mixed_precision: str | None = option(

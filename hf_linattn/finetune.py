@@ -112,7 +112,10 @@ class FinetuneArguments:
     eval_split: str = option("validation", "split of --eval-data when it is a dataset name")
     eval_every: int = option(100, "steps between validations", minimum=1)
     patience: int = option(
-        0, "stop after so many validations without a lower loss; 0 goes on to --max-steps", minimum=0
+        0,
+        "stop after so many validations without a lower loss, and keep the weights of the best; "
+        "0 goes on to --max-steps, and keeps the last",
+        minimum=0,
     )
     eval_blocks: int = option(64, "blocks of --eval-data to use, from its start", minimum=1)
     checkpoint_every: int = option(100, "steps between checkpoints; only the latest is kept", minimum=1)
@@ -198,6 +201,8 @@ def _summary(results: dict[str, Any]) -> str:
             f"validation loss {before:.4f} -> {after:.4f} nats per {token} "
             f"(perplexity {math.exp(before):.2f} -> {math.exp(after):.2f})"
         )
+    if results.get("kept_step", results["steps"]) < results["steps"]:  # older runs name none
+        lines.append(f"the weights are those of step {results['kept_step']}, the best validation")
     lines.append(f"model, train.csv, loss.png and results.json are in {results['arguments']['output_dir']}")
     return "\n".join(lines) + "\n"
 

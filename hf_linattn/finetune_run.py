@@ -34,6 +34,9 @@ FREE_TO_CHANGE = (
 )
 """What a resumed run may give differently: none changes the weights (batches are compared as a whole)."""
 
+VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
+"""With patience these decide which weights are kept."""
+
 RUN_FILES = (
     *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter"),
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
@@ -146,7 +149,8 @@ def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
 def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[str, Any]:
     """What decides the trained weights; a resumed run must have the same."""
     everything = dataclasses.asdict(arguments)
-    settings = {name: value for name, value in everything.items() if name not in FREE_TO_CHANGE}
+    free = set(FREE_TO_CHANGE) - (VALIDATION if arguments.patience else set())
+    settings = {name: value for name, value in everything.items() if name not in free}
     settings["mixed_precision"] = str(accelerator.mixed_precision)
     settings["global batch"] = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
     return settings
@@ -276,7 +280,8 @@ def _results(
         "tokens": int(rows[-1]["tokens"]),
         "loss": float(rows[-1]["loss"]),
         "eval_loss_before": losses[0] if losses else None,
-        "eval_loss": losses[-1] if losses else None,
+        "kept_step": loop.kept[0],
+        "eval_loss": loop.kept[1],
         "seconds": round(loop.seconds, 3),
     }
 

@@ -125,6 +125,11 @@ class PatchedAttention(nn.Module):
             raise OptionError(
                 f"rope=False: {self.where} gets no rotary embedding to switch off; leave rope=True"
             )
+        if self.drops_rope and attention.turns:
+            raise OptionError(
+                f"{self.where}: {self.base!r} turns queries by the rotary embedding that {self.spec!r} "
+                "switches off. Give positions='text'"
+            )
         if self.keeps_state:
             self._refuse_state(site)
 

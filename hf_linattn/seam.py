@@ -13,7 +13,7 @@ from hf_linattn.cache import StateLayer
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
 from hf_linattn.sites import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
-from hf_linattn.slots import install, install_full, self_attention_cache
+from hf_linattn.slots import install, install_full, refuse_turned, self_attention_cache
 from hf_linattn.visibility import read_visibility
 
 NAME = "linattn"
@@ -165,7 +165,7 @@ def find_state(
     child.cross = (
         any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
     )
-    if child.cross or not (child.keeps_state or child.drops_window):
+    if child.cross or not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.source
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
@@ -182,8 +182,11 @@ def find_state(
     elif source.slot not in (None, "self"):
         index = index + kwargs.get(source.slot, 0)
     where = f"{type(module).__name__} {index}"
-    if not child.keeps_state:
+    if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
+        refuse_turned(self_attention_cache(cache), index, where)
+    if child.drops_window and not child.keeps_state:
         install_full(self_attention_cache(cache), index, where)
+    if not child.keeps_state:
         return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
     layer.armed = True

@@ -18,6 +18,9 @@ from hf_linattn.cache import HybridStateLayer, StateLayer
 from hf_linattn.errors import CacheError
 from hf_linattn.tokens import Tokens
 
+STILL = "_linattn_still"
+"""Attribute of a cache layer whose keys came without rotation."""
+
 
 def self_attention_cache(cache: Any) -> Any:
     """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
@@ -44,6 +47,23 @@ def _static_length(cache: Any, where: str) -> int:
     return int(cache.get_max_length())
 
 
+def refuse_turned(cache: Any, index: int, where: str) -> None:
+    """Of a layer without rotary embedding: its cache must not hold keys that another attention has turned.
+
+    Raises:
+        CacheError: it does.
+    """
+    layer: Any = _layer_at(cache, index, where)
+    if getattr(layer, STILL, False) or isinstance(layer, StateLayer):
+        return
+    if layer.is_initialized and int(layer.get_seq_length()) > 0:
+        raise CacheError(
+            f"{where}: the keys in this cache were turned by a rotary embedding, which is switched off here: "
+            "start from a new cache"
+        )
+    setattr(layer, STILL, True)
+
+
 def install_full(cache: Any, index: int, where: str) -> None:
     """Have all keys kept at `index` of the cache, where transformers would keep those of a window.
 
@@ -64,6 +84,7 @@ def install_full(cache: Any, index: int, where: str) -> None:
         new = StaticLayer(max_cache_len=_static_length(cache, where))
     else:
         raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep all keys")
+    setattr(new, STILL, getattr(old, STILL, False))
     cache.layers[index] = new
 
 

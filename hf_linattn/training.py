@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn.checkpointing import Checkpoint, TrainLog
+from hf_linattn.early_stop import EarlyStop
 from hf_linattn.errors import TrainingError
 from hf_linattn.sharding import Blueprint, is_sharding, reshard, shard, whole
 
@@ -46,7 +47,8 @@ MAX_SKIPPED = 20
 class LoopSettings:
     """What the loop does; the names are those of the command's options.
 
-    `patience` validations without a lower loss end the run before `max_steps`; 0 never does.
+    `patience` validations without a lower loss end the run before `max_steps`, and the weights of the best
+    one are kept; 0 never does, and keeps the last.
     """
 
     max_steps: int
@@ -176,14 +178,17 @@ class TrainingLoop:
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
         )
-        self._blueprint = Blueprint(model, accelerator.is_main_process) if sharded else None
+        main = accelerator.is_main_process
+        self._blueprint = Blueprint(model, main) if sharded else None
         self.model: Any
         prepare_both = partial(shard, accelerator) if sharded else accelerator.prepare
         self.model, self.optimizer = prepare_both(model, optimizer)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.checkpoint = Checkpoint(output_dir)
         progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
-        self._validations: list[float] = progress.get("validations", [])
+        validations = progress.get("validations", [])
+        self.early_stop = EarlyStop(model, output_dir, settings.patience, validations, write=main)
+        self.kept: tuple[int, float | None]  # by `run`: the step of the weights, and their validation loss
         self.step: int = progress["step"]
         """Steps done."""
         self._saved_step: int | None = self.step or None
@@ -194,7 +199,7 @@ class TrainingLoop:
         self._skipped = 0
         # nobody may still be reading the checkpoint when it is replaced
         accelerator.wait_for_everyone()
-        self.log = TrainLog(output_dir / "train.csv", self.step) if accelerator.is_main_process else None
+        self.log = TrainLog(output_dir / "train.csv", self.step) if main else None
 
     def run(self) -> None:
         """Train up to `max_steps`.
@@ -214,7 +219,7 @@ class TrainingLoop:
             disable=not main,
             mininterval=0.5,
         ) as bar:
-            while self.step < settings.max_steps and not self._gave_up():
+            while self.step < settings.max_steps and not self.early_stop.reached():
                 row = self._train_step()
                 due = self.step % settings.eval_every == 0 or self.step == settings.max_steps
                 eval_loss = self._evaluate() if due and self.eval_blocks is not None else None
@@ -226,6 +231,7 @@ class TrainingLoop:
                 bar.update()
         if self._blueprint is not None:
             reshard(self.bare_model)
+        self.kept = self.early_stop.restore(self.step)
         for name, parameter in self.bare_model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(whole(parameter)).all():
                 raise self._stop(f"the last step, {self.step}, left numbers in {name} that are not finite")
@@ -304,13 +310,8 @@ class TrainingLoop:
         )
         if not math.isfinite(loss):
             raise self._stop(f"the validation loss is {loss} after step {self.step}")
-        self._validations.append(loss)
+        self.early_stop.note(loss, self.step, sharded=self._blueprint is not None)
         return loss
-
-    def _gave_up(self) -> bool:
-        """Whether the last `patience` validations were no better than one before them."""
-        patience, losses = self.settings.patience, self._validations
-        return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
     def _write_row(self, **values: float | None) -> None:
         if self.log is not None:
@@ -318,7 +319,7 @@ class TrainingLoop:
             self.log.append(step=self.step, tokens=tokens, **values)
 
     def _save_checkpoint(self) -> None:
-        progress = {"step": self.step, "seconds": self.seconds, "validations": self._validations}
+        progress = {"step": self.step, "seconds": self.seconds, "validations": self.early_stop.losses}
         if self.log is not None:
             self.log.sync()
         if self.accelerator.scaler is not None:

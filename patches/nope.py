@@ -10,10 +10,10 @@ from hf_linattn.sites import ROTARY_ARGUMENT, Site
 class Nope(Modifier):
     """No positional encoding: queries and keys stay as they were before RoPE, so distance changes no score.
 
-    s_ij = scaling q_i . k_j,  q_i and k_j without rotation
+    s_ij = scaling q_i . k_j,  q_i and k_j without rotation; "nope+hedgehog": phi(q_i) . phi(k_j), likewise
 
-    What a layer then knows of order comes from its causal mask and from the layers below. For attentions over
-    scores, the model's own softmax among them; layers that have no RoPE are refused.
+    What a layer then knows of order comes from its causal mask and from the layers below. Layers that have no
+    RoPE are refused, and so are sinks whose positions are those inside the cache of a window.
 
     Use: in a few softmax layers of a model whose other layers are linear and keep RoPE: keys far beyond the
         training length are then no stranger than near ones, and recall reaches further; "nope+logn" keeps
@@ -33,8 +33,3 @@ class Nope(Modifier):
                 f"{site.name}: 'nope' switches the rotary embedding off, and "
                 f"{type(site.module).__name__} is given none. Leave it out of the plan."
             )
-
-    @classmethod
-    def needs_scores(cls) -> bool:
-        """Sinks beside a window are turned by the rotary embedding, which must then be there."""
-        return True

@@ -72,6 +72,7 @@ class Window(StatefulAttention):
         self.size, self.sinks, self.mix = size, sinks, mix
         turned = positions == "cache" or (positions == "auto" and is_rotated(site))
         self.rotary = Rotary(site) if sinks and turned else None
+        self.turns = self.rotary is not None
         self.inner = ""
         self.heads = site.heads
 

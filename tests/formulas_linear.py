@@ -20,6 +20,7 @@ CASES: dict[str, Case] = {
     "t2r, frozen": Case("t2r", {"frozen": True}),
     "zero": Case("zero"),
     "hedgehog": Case("hedgehog"),
+    "nope+hedgehog": Case("nope+hedgehog"),
     "linear": Case("linear", {"feature_map": "softplus"}),
     "linear, two maps": Case("linear", {"query_map": "elu1", "key_map": "t2r"}),
     "linear, front": Case("linear", {"feature_map": "elu1", "front": True}),

@@ -18,6 +18,7 @@ CASES: dict[str, Case] = {
         "window+elu1", {"size": 9, "sinks": 2, "mix": "learned", "positions": "text"}
     ),
     "window, hedgehog": Case("window+hedgehog", {"size": 16, "sinks": 2, "positions": "text"}),
+    "nope+window+elu1, small": Case("nope+window+elu1", {"size": 16}),
     "efficient": Case("efficient"),
     "gated": Case("gated", {"half_life": 50.0}),
     "gated, hedgehog": Case("gated", {"feature_map": "hedgehog", "shortest": 4.0, "half_life": 50.0}),

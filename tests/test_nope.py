@@ -3,10 +3,10 @@
 import pytest
 import tiny
 import torch
-from properties import check_forward
+from properties import check_forward, model_of
 
 from hf_linattn import describe, patch_model, unpatch_model
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.patches.nope import Nope
 
 
@@ -57,7 +57,33 @@ def test_a_model_without_rope_is_refused(cls):
         patch_model(model, "nope")
 
 
-@pytest.mark.parametrize("other", ["elu1", "window"])
-def test_attentions_without_scores_are_refused(other):
-    with pytest.raises(OptionError, match=f"'nope' changes the scores .* '{other}' has none"):
-        patch_model(tiny.llama(1), f"{other}+nope")
+def test_sinks_that_are_turned_are_refused():
+    model = tiny.llama(1)
+    with pytest.raises(OptionError, match=r"'window' turns queries by .* Give positions='text'"):
+        patch_model(model, "nope+window", options={"sinks": 2})
+    patch_model(model, "nope+window", options={"sinks": 2, "positions": "text"})
+
+
+@pytest.mark.parametrize("spec", ["nope", "nope+hedgehog", "nope+window+elu1"])
+def test_a_cache_of_turned_keys_is_refused(spec):
+    """The model's own keys carry their positions: nothing can take them away again."""
+    plain, model, ids = tiny.llama(1), tiny.llama(1), tiny.tokens(2, 20)
+    patch_model(model, spec)
+    past = plain(ids[:, :9], use_cache=True).past_key_values
+    with pytest.raises(CacheError, match=r"turned by a rotary embedding, .* start from a new cache"):
+        model(ids[:, 9:], past_key_values=past)
+    own = model(ids[:, :9], use_cache=True).past_key_values
+    got = model(ids[:, 9:], past_key_values=own).logits
+    assert tiny.distance(got, model(ids).logits[:, 9:]) < 1e-9
+
+
+def test_layers_that_lose_their_window_too():
+    model, ids = model_of("gemma3"), tiny.tokens(2, 40)
+    patch_model(model, "nope", sliding="global")
+    want = model(ids).logits
+    parts, cache = [], None
+    for part in ids.split([11, 1, 28], 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    assert tiny.distance(torch.cat(parts, 1), want) < 1e-6

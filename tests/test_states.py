@@ -87,6 +87,10 @@ class TestEveryState:
             with pytest.raises(CacheError, match="queries"):
                 pieces(model, ids, (50, 51, 80), cache)
             return
+        if "nope" in case:  # its keys are not turned, and those are
+            with pytest.raises(CacheError, match="turned"):
+                pieces(model, ids, (50, 51, 80), cache)
+            return
         got = pieces(model, ids, (50, 51, 80), cache)
         assert tiny.distance(got, model(ids).logits[:, 50:]) < EXACT
 
