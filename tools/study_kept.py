@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 
-from study_plan import ALL_WEIGHTS, Place, Row, last_stage
+from study_plan import ALL_WEIGHTS, NEAR_AND_FAR, WINDOW_AND_FAR, Place, Row, last_stage
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
 MAP = "hedgehog"
 TRANSFERRED = Row(MAP, "convert", MAP, main=True)
 """The row whose stage `transfer` is ranked; the one with no softmax layer kept too."""
+BETTER = {
+    "gated": ("gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
+    "window": ("window+gated", WINDOW_AND_FAR),
+}
+"""The best of table 1 in the other layers,"""
+CHOSEN_BY = {"kl", "recall_over_perplexity"}
+"""with the layers that these methods keep."""
 
 
 def layers_words(place: Place) -> list[str]:
@@ -40,7 +47,12 @@ def kept_rows(place: Place) -> dict[str, Row]:
     for own, methods in sorted(chosen.items(), key=lambda item: (len(item[0]), item[0])):
         name = "kept-" + "-".join(map(str, own))
         linear = ",".join(str(number) for number in numbers if number not in own)
-        told = f"softmax in {', '.join(map(str, own))}: {', '.join(sorted(set(methods)))}"
-        rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=told)
-        assert last_stage(rows[name]) == "distill"
+        told = f"softmax in {', '.join(map(str, own))}"
+        by = f"{told}: {', '.join(sorted(set(methods)))}"
+        rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=by)
+        for short, (patch, options) in BETTER.items() if CHOSEN_BY & set(methods) else ():
+            other = f"{name}-{short}"
+            named = f"{told}, `{patch}` ({options['feature_map']}) elsewhere"
+            rows[other] = Row(other, "convert", {linear: [patch, options]}, extra=ALL_WEIGHTS, told=named)
+    assert all(last_stage(row) == "distill" for row in rows.values())
     return rows
