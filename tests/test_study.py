@@ -23,16 +23,18 @@ from hf_linattn.registry import parse
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 import study
+from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows, layers_words
 from study_page import MARKS, page, write_page
-from study_plan import BASES, TABLES, Place, last_stage, rows_of, slot
+from study_plan import TABLES, Place, last_stage, rows_of, slot, steps_of
 from study_recalling import lone_tokens, recalling
 from study_scale import measured, scores
 from study_tables import spread
 from study_texts import prepare
 
-ROWS = {row.name: row for table in TABLES.values() for row in table}
+ROWS = {f"{name}: {row.name}": (name, row) for name, table in TABLES.items() for row in table}
+TOKENS = {"long": 1e7, "scratch": 4e6}
 MEASURES = {
     "perplexity": perplexity.build_parser,
     "generation": generation.build_parser,
@@ -47,8 +49,8 @@ def place(tmp_path):
     return Place(BASES["recall"], tmp_path / "data", tmp_path / "work")
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_commands_of_every_row_are_understood(row, place):
+@pytest.mark.parametrize(("table", "row"), ROWS.values(), ids=ROWS)
+def test_commands_of_every_row_are_understood(table, row, place):
     if row.how == "none":
         parse(row.patch or "softmax", row.options)
     else:
@@ -64,7 +66,8 @@ def test_commands_of_every_row_are_understood(row, place):
             tokens = sum(arguments.tokens(stage) for stage in stages)
         else:
             tokens = arguments.max_steps * arguments.batch_size * arguments.block_size
-        assert tokens == pytest.approx(1e6, rel=0.01)
+        assert tokens == pytest.approx(TOKENS.get(table, 1e6), rel=0.01)
+        assert steps_of(row) == pytest.approx(tokens / (8 * 512), rel=0.03)
     for what, words in study.measurements(place, row, 0):
         arguments = MEASURES[what]().parse_args(words[3:])
         given = (arguments.patch or []) if what == "recall" else []
@@ -86,10 +89,10 @@ def test_jobs_wait_for_jobs_that_are_there(tmp_path):
 
 
 def test_main_rows_have_three_seeds_on_the_first_base_only():
-    control = ROWS["control"]
+    control = ROWS["lengths: control"][1]
     assert control.seeds(BASES["books"]) == (0, 1, 2)
     assert control.seeds(BASES["stories"]) == (0,)
-    assert ROWS["taylor"].seeds(BASES["books"]) == (0,)
+    assert ROWS["lengths: taylor"][1].seeds(BASES["books"]) == (0,)
     assert {row.name for row in rows_of(BASES["stories"], ["lengths"]) if not row.main} == {"original"}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from study_bases import BASES
 from study_commands import (
     branches_words,
     diagnose_words,
@@ -25,7 +26,7 @@ from study_commands import (
 )
 from study_kept import TRANSFERRED, kept_rows, layers_words
 from study_page import page, write_page
-from study_plan import BASES, DIAGNOSED, SEEDS, STEPS, TABLES, Place, Row, last_stage, rows_of, slot
+from study_plan import DIAGNOSED, SEEDS, TABLES, Place, Row, last_stage, rows_of, slot, steps_of
 from study_texts import prepare
 
 from hf_linattn.errors import LinattnError
@@ -142,11 +143,11 @@ def jobs_for(place: Place, rows: Iterable[Row], args: argparse.Namespace, seed: 
 def measurements(place: Place, row: Row, seed: int) -> Iterator[tuple[str, list[str]]]:
     """What is measured of a row, and by which command."""
     yield "perplexity", perplexity_words(place, row, seed)
-    if seed == SEEDS[0] and row.how != "none":
+    if seed == SEEDS[0] and row.how != "none" and place.base.name != "scratch":
         yield "generation", generation_words(place, row, seed)
     if place.base.recalls and row.name != "original":
         yield "recall", recall_words(place, row, seed)
-    if place.base.name == "books" and row.name in DIAGNOSED:
+    if place.base.name in ("books", "scratch") and row.name in DIAGNOSED:
         yield "diagnose", diagnose_words(place, row, seed)
     if isinstance(row.patch, str) and row.patch.startswith("window+"):
         yield "branches", branches_words(place, row, seed)
@@ -162,7 +163,7 @@ def _job(
     after: tuple[str, ...] = (),
 ) -> Job:
     name = f"{place.base.name} {what} {slot(row, seed)}"
-    weight = {"train": 300.0, "perplexity": 100.0}.get(what, 50.0)
+    weight = {"train": 1.2 * steps_of(row), "perplexity": 100.0}.get(what, 50.0)
     progress = _progress(place, row, seed) if what == "train" else lambda: 0.0
     return Job(name, [sys.executable, *words[1:]], finished, progress, weight, after)
 
@@ -207,7 +208,7 @@ def _progress(place: Place, row: Row, seed: int) -> Callable[[], float]:
                     steps += int(list(csv.DictReader(file))[-1]["step"])
             except (OSError, LookupError, ValueError):  # not begun, or read while it is written
                 continue
-        return min(steps / STEPS, 1.0)
+        return min(steps / steps_of(row), 1.0)
 
     return progress
 

@@ -16,7 +16,8 @@ def training_words(place: Place, row: Row, seed: int) -> list[str]:
         words += ["--options", json.dumps(row.options)]
     words += ["--data", str(place.text("train")), "--block-size", str(BLOCK), "--batch-size", str(BATCH)]
     if row.how == "finetune":
-        words += ["--max-steps", str(STEPS), *(() if "--lr" in row.extra else ("--lr", "3e-4"))]
+        words += () if "--max-steps" in row.extra else ("--max-steps", str(STEPS))
+        words += () if "--lr" in row.extra else ("--lr", "3e-4")
     words += [*row.extra, "--eval-data", str(place.text("held_out")), "--eval-blocks", "32"]
     words += ["--eval-every", "50", "--checkpoint-every", "50", "--seed", str(seed), "--cpu", "--resume"]
     return [*words, "--output-dir", str(place.trained(row, seed))]

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
+from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows
-from study_plan import BASES, BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of
-from study_softmax import activations, diagnosed, entropies, scale
+from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of
+from study_softmax import activations, diagnosed_rows, entropies, scale
 from study_tables import Json, number, spread, table, told
 
 from hf_linattn.eval.marked import write_between
@@ -27,14 +28,35 @@ float32. "64x / 1x" compares a model with itself; "x control" compares with the 
 training length.
 """
 
-LINEAR = (
-    *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
-    *("gated-hedgehog", "gated-taylor2"),
+LINEAR = frozenset(
+    (
+        *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
+        *("gated-hedgehog", "gated-taylor2"),
+    )
 )
-HYBRID = (
-    *("window-hedgehog", "window-gated-hedgehog", "window-hedgehog-drop"),
-    *("window-hedgehog-finetune", "window-gated-hedgehog-finetune", "window-gated-hedgehog-drop"),
-)
+
+
+def _linear(name: str) -> bool:
+    return name in LINEAR
+
+
+def _hybrid(name: str) -> bool:
+    return name.startswith("window-")
+
+
+TARGETS = {
+    "books": (
+        ("pure linear, any map, x control", "control", _linear, 1.15),
+        ("window hybrid (64), x control", "control", _hybrid, 1.01),
+        ("window hybrid (64), its linear branch alone over both", "alone", _hybrid, 1.5),
+        ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.10),
+    ),
+    "long": (
+        ("pure linear, any map, x control", "control", _linear, 1.05),
+        ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.03),
+    ),
+}
+"""By base: what, which ratio, of which rows, and how much."""
 
 MARKS = "<!-- study: written by tools/study.py -->", "<!-- end of study -->"
 
@@ -49,18 +71,17 @@ def page(data: Path, work: Path) -> str:
     parts = [INTRODUCTION.format(tokens=STEPS * 8 * BLOCK)]
     for base in BASES.values():
         place = Place(base, data, work)
-        rows = [row for row in rows_of(base, ["lengths"]) if _found(place, "perplexity", row)]
+        rows = [row for row in rows_of(base, base.tables[:1]) if _found(place, "perplexity", row)]
         if not rows:
             continue
         parts.append(f"## {base.told[0].upper()}{base.told[1:]}\n")
         parts += _sections(place, rows)
     if (scaled := scale(work)) is not None:
         parts += ["## 1 / sqrt(d)\n", scaled]
-    told_where = (
-        "What trained the rows above on `books-1m`, seed 0; paths are below the data folder and W/books."
-    )
-    parts.append(f"## Commands\n\n{told_where}\n")
-    parts.append(_commands(Place(BASES["books"], data, work)))
+    parts.append("## Commands\n\nWhat trained the rows above, seed 0; paths are below W/BASE.\n")
+    for base in BASES.values():
+        if commands := _commands(Place(base, data, work)):
+            parts.append(f"`{base.name}`:\n\n```text\n{commands}\n```\n")
     return "\n".join(parts)
 
 
@@ -80,11 +101,12 @@ def _sections(place: Place, rows: Sequence[Row]) -> list[str]:
         beside = [*KEPT, *kept]
         parts += ["### Softmax layers kept\n", _lengths_table(place, beside)]
         parts.append(_recall_table(place, beside))
-    if diagnosed(place, LENGTHS[0]):
+    if diagnosed_rows(place):
         parts += ["### softmax1: activations and attention\n", activations(place)]
+    if len(place.base.tables) > 1 and diagnosed_rows(place):
         parts += ["### log-n: entropy in nats by visible keys\n", entropies(place)]
-    if place.base.name == "books":
-        parts += ["### Targets\n", _targets(place)]
+    if targets := _targets(place):
+        parts += ["### Targets\n", targets]
     return parts
 
 
@@ -186,46 +208,44 @@ def _branches(place: Place) -> Iterator[tuple[Row, dict[str, float]]]:
 
 
 def _targets(place: Place) -> str:
+    """What the rows of table 1 and of the stages reach, of what was hoped for; nothing where nothing was."""
+    wanted = TARGETS.get(place.base.name, ())
     first, last = place.base.length, 64 * place.base.length
-    curves = {row.name: (told(row), _curves(place, row)) for row in (*STAGES, *LENGTHS)}
-    alone = {row.name: values["linear"] / values["both"] for row, values in _branches(place)}
-    at_first = {
-        name: mean(curve[first]["perplexity"] for curve in found)
-        for name, (_, found) in curves.items()
-        if found
+    rows = [*rows_of(place.base, place.base.tables), *kept_rows(place).values()]
+    curves = {row.name: found for row in rows if (found := _curves(place, row))}
+    at_first = {name: mean(curve[first]["perplexity"] for curve in found) for name, found in curves.items()}
+    ratios: dict[str, dict[str, float]] = {
+        "alone": {row.name: values["linear"] / values["both"] for row, values in _branches(place)},
+        "flat": {
+            name: mean(curve[last]["perplexity"] / curve[first]["perplexity"] for curve in found)
+            for name, found in curves.items()
+        },
+        "control": {
+            name: value / at_first["control"] for name, value in at_first.items() if "control" in at_first
+        },
     }
-    flat = {
-        name: mean(curve[last]["perplexity"] / curve[first]["perplexity"] for curve in found)
-        for name, (_, found) in curves.items()
-        if found
-    }
-    to_control = {
-        name: value / at_first["control"] for name, value in at_first.items() if "control" in at_first
-    }
+    labels = {row.name: told(row) for row in rows}
     body = []
-    for what, names, target, ratios in (
-        ("pure linear, any map, x control", LINEAR, 1.15, to_control),
-        ("window hybrid (64), x control", HYBRID, 1.01, to_control),
-        ("window hybrid (64), its linear branch alone over both", HYBRID, 1.5, alone),
-        ("pure linear, 64x over 1x of the same model", LINEAR, 1.10, flat),
-    ):
-        measured = [name for name in names if name in ratios]
+    for what, kind, names, target in wanted:
+        measured = [name for name in ratios[kind] if names(name)]
         if measured:
-            best = min(measured, key=lambda name: ratios[name])
-            short = ratios[best] - target
-            cells = [f"{target:.2f}", f"{ratios[best]:.3f}", curves[best][0]]
+            best = min(measured, key=lambda name: ratios[kind][name])
+            short = ratios[kind][best] - target
+            cells = [f"{target:.2f}", f"{ratios[kind][best]:.3f}", labels[best]]
             body.append([what, *cells, "reached" if short <= 0 else f"missed by {short:.3f}"])
-    return table(["after 1 M tokens", "target", "best", "of", ""], body)
+    return table(["", "target", "best", "of", ""], body) if body else ""
 
 
 def _commands(place: Place) -> str:
+    """Those of rows that no base above has in the same words."""
+    first = next(iter(BASES.values()))
+    tables = [table for table in place.base.tables if place.base is first or table not in first.tables]
     lines = []
-    for row in rows_of(place.base, ["lengths", "stages"]):
+    for row in [*rows_of(place.base, tables), *kept_rows(place).values()]:
         if row.how != "none" and _found(place, "perplexity", row):
             words = training_words(place, row, 0)
-            shown = " ".join(_quoted(_short(word, place)) for word in words)
-            lines.append(shown)
-    return "```text\n" + "\n".join(lines) + "\n```\n"
+            lines.append(" ".join(_quoted(_short(word, place)) for word in words))
+    return "\n".join(lines)
 
 
 def _short(word: str, place: Place) -> str:

@@ -1,4 +1,4 @@
-"""What docs/results.md measures: bases and rows, and where their files are."""
+"""What docs/results.md measures: rows, and where their files are."""
 
 from __future__ import annotations
 
@@ -7,84 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from study_bases import Base
+
 BLOCK, BATCH = 512, 8
 STEPS = 245
 """Of 8 x 512 tokens, 1,003,520 in all: what `hf_linattn.convert --preset quick` adds up to."""
 SEEDS = (0, 1, 2)
 RECALL_LENGTHS = "128,...,4096"
 WINDOW = {"size": 64}
-
-
-@dataclass(frozen=True)
-class Base:
-    """A model to convert, and its text.
-
-    Attributes:
-        name: of its folder in the work folder.
-        told: what it is, for the page.
-        model, train, held_out: paths; below the data folder, or with "work:" below the work folder.
-        documents: how texts become documents, see `study_texts`.
-        length: the training length.
-        scored: held-out tokens per length.
-        recalls: whether it can recall, so that recall is measured.
-        mains_only: measure the main rows only, with one seed.
-    """
-
-    name: str
-    told: str
-    model: str
-    train: str
-    held_out: str
-    documents: Literal["books", "stories", "recalling"]
-    length: int
-    scored: int
-    recalls: bool = False
-    mains_only: bool = False
-
-    @property
-    def lengths(self) -> str:
-        """1x to 64x the training length."""
-        return f"{self.length},{2 * self.length},...,{64 * self.length}"
-
-
-BASES = {
-    base.name: base
-    for base in (
-        Base(
-            "books",
-            "`books-1m`: Llama, 1.43 M parameters, trained at 512 tokens on 15 novels",
-            "models/books-1m",
-            "text/books/train",
-            "text/books/eval/Emma.md",
-            "books",
-            512,
-            32768,
-        ),
-        Base(
-            "recall",
-            "the base of `examples/pretrain_recall.py`: `books-1m` after 7.4 M tokens with repeats in them; "
-            "trained further on such rows",
-            "work:recall-base",
-            "text/books/train",
-            "text/books/eval/Emma.md",
-            "recalling",
-            512,
-            32768,
-            recalls=True,
-        ),
-        Base(
-            "stories",
-            "`stories260k`: Llama, 0.26 M parameters, trained at 512 tokens on short stories",
-            "models/stories260k",
-            "text/tinystories/train_sample.txt",
-            "text/tinystories/val.txt",
-            "stories",
-            512,
-            32768,
-            mains_only=True,
-        ),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -256,16 +186,38 @@ DIAGNOSED = (
 KEPT: tuple[Row, ...] = (LENGTHS[0], LENGTHS[1], Row("hedgehog", "convert", "hedgehog", main=True))
 """What the hybrids of `study_kept` stand beside: all layers softmax, and none."""
 
-TABLES = {"lengths": LENGTHS, "stages": STAGES, "kept": KEPT}
+LONG: tuple[Row, ...] = (
+    LENGTHS[0],
+    Row("control", "finetune", extra=("--max-steps", "2442"), told="control: the original, fine-tuned"),
+    Row(
+        "gated-taylor2",
+        "convert",
+        "gated",
+        {"feature_map": "taylor2", **NEAR_AND_FAR},
+        extra=(
+            *("--transfer-tokens", "500000", "--distill-tokens", "7000000"),
+            *("--finetune-tokens", "2500000", "--finetune-lr", "3e-4"),
+        ),
+    ),
+)
+"""Of 10 M tokens: the best map, and its control."""
+
+FROM_SCRATCH = ("--max-steps", "980", "--lr", "3e-3")
+SCRATCH: tuple[Row, ...] = (
+    Row("original", "none", told="new weights"),
+    Row("control", "finetune", extra=FROM_SCRATCH, told="softmax"),
+    Row("softmax1", "finetune", "softmax1", extra=FROM_SCRATCH),
+)
+
+TABLES = {"lengths": LENGTHS, "stages": STAGES, "kept": KEPT, "long": LONG, "scratch": SCRATCH}
 
 
 def rows_of(base: Base, tables: Iterable[str]) -> list[Row]:
     """The rows of these tables for a base, each once."""
     found: dict[str, Row] = {}
-    for table in tables:
+    for table in (table for table in base.tables if table in tables):
         for row in TABLES[table]:
-            wanted = base.recalls if table == "kept" else not base.mains_only or row.main
-            if wanted or row.name == "original":
+            if not base.mains_only or row.main or row.name == "original":
                 found.setdefault(row.name, row)
     return list(found.values())
 
@@ -295,6 +247,8 @@ class Place:
 
     def path(self, given: str) -> Path:
         """A path of the base."""
+        if given.startswith("repo:"):
+            return Path(__file__).resolve().parent.parent / given[5:]
         return self.work / given[5:] if given.startswith("work:") else self.data / given
 
     def text(self, which: str) -> Path:
@@ -308,6 +262,13 @@ class Place:
     def measured(self, what: str, row: Row, seed: int) -> Path:
         """The folder of a measurement."""
         return self.folder / what / slot(row, seed)
+
+
+def steps_of(row: Row) -> int:
+    """Updates of the weights."""
+    given = dict(zip(row.extra[::2], row.extra[1::2], strict=True))
+    tokens = sum(int(value) for name, value in given.items() if name.endswith("-tokens"))
+    return int(given.get("--max-steps", max(STEPS, tokens // (BATCH * BLOCK))))
 
 
 def last_stage(row: Row) -> str:

@@ -8,14 +8,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study_plan import DIAGNOSED, LENGTHS, Place, Row
+from study_plan import DIAGNOSED, Place, Row, rows_of
 from study_tables import Json, spread, table, told
 
-ROWS = [row for row in LENGTHS if row.name in DIAGNOSED]
+
+def diagnosed_rows(place: Place) -> list[Row]:
+    """Rows of a base whose attention was looked at."""
+    return [row for row in rows_of(place.base, place.base.tables) if diagnosed(place, row)]
 
 
 def diagnosed(place: Place, row: Row) -> list[Json]:
     """What was found of a row, one per seed."""
+    if row.name not in DIAGNOSED:
+        return []
     paths = [place.measured("diagnose", row, seed) / "diagnose.json" for seed in row.seeds(place.base)]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
@@ -41,21 +46,20 @@ COLUMNS: dict[str, Callable[[Json], float]] = {
 def activations(place: Place) -> str:
     """Activations and attention mass, for softmax1."""
     body = []
-    for row in ROWS:
-        if found := diagnosed(place, row):
-            body.append([told(row), *(spread([read(one) for one in found]) for read in COLUMNS.values())])
+    for row in diagnosed_rows(place):
+        found = diagnosed(place, row)
+        body.append([told(row), *(spread([read(one) for one in found]) for read in COLUMNS.values())])
     return table(["", *COLUMNS], body)
 
 
 def entropies(place: Place) -> str:
     """Entropy by number of visible keys, for log-n."""
     body, heads = [], [""]
-    for row in ROWS:
-        if found := diagnosed(place, row):
-            curves = [_curve(one) for one in found]
-            shown = [n for n in curves[0] if n >= 16]
-            heads = ["", *(f"up to {n:,}" for n in shown)]
-            body.append([told(row), *(spread([curve[n] for curve in curves]) for n in shown)])
+    for row in diagnosed_rows(place):
+        curves = [_curve(one) for one in diagnosed(place, row)]
+        shown = [n for n in curves[0] if n >= 16]
+        heads = ["", *(f"up to {n:,}" for n in shown)]
+        body.append([told(row), *(spread([curve[n] for curve in curves]) for n in shown)])
     return table(heads, body)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from catalogue_measure import STORY
-from study_plan import BLOCK, Base, Place
+from study_bases import BOOKS, Base
+from study_plan import BLOCK, Place
 from study_recalling import recalling
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn.checkpointing import replacing
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError
+from hf_linattn.stdlib_text import stdlib_files
 
 PER_BOOK = 400_000
 """Characters of each book to train on: 15 books then are 1.7 M tokens, more than a run reads."""
@@ -20,17 +24,18 @@ SPARE = 256
 
 
 def prepare(place: Place) -> None:
-    """Write `train.jsonl` and `held_out.jsonl`, unless they are there.
+    """Write `train.jsonl` and `held_out.jsonl`, and new weights where a base has none, unless they are there.
 
     Raises:
         DataError: the data folder has not got what the base needs.
     """
+    if place.base.name == "scratch":
+        _new_weights(place.data / BOOKS[0], place.model)
     if not place.model.is_dir():
         raise DataError(f"{place.model} is not there: {_hint(place.base)}")
-    for which, source in (("train", place.base.train), ("held_out", place.base.held_out)):
+    for which in ("train", "held_out"):
         if not place.text(which).exists():
-            texts = list(load_documents(place.path(source))["text"])
-            _write(place.text(which), _cut(place, which, texts))
+            _write(place.text(which), _cut(place, which, _texts(place, which)))
 
 
 def _hint(base: Base) -> str:
@@ -39,15 +44,35 @@ def _hint(base: Base) -> str:
     return "--data is the folder with models/ and text/"
 
 
+def _new_weights(like: Path, folder: Path) -> None:
+    """A model of the same configuration and tokenizer."""
+    if folder.is_dir() or not like.is_dir():
+        return
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(like)))
+    partial = folder.with_name(folder.name + ".partial")
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(str(like)).save_pretrained(partial)
+    partial.replace(folder)
+
+
+def _texts(place: Place, which: str) -> list[str]:
+    if place.base.documents == "code":
+        files = stdlib_files(held_out=which == "held_out")
+        return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    source = place.base.train if which == "train" else place.base.held_out
+    return list(load_documents(place.path(source))["text"])
+
+
 def _cut(place: Place, which: str, texts: list[str]) -> list[str]:
     if place.base.documents == "stories":
         stories = [story.strip() for text in texts for story in STORY.split(text)]
         joined = [story for story in stories if story]
         return joined if which == "train" else ["\n\n".join(joined)]
-    if which == "train" and place.base.documents == "books":
-        return [text[:PER_BOOK] for text in texts]
-    from transformers import AutoTokenizer
-
+    if place.base.documents == "code" and which == "held_out":
+        texts = ["\n\n".join(texts)]  # single files are shorter than the longest window
+    if which == "train" and place.base.documents != "recalling":
+        return [text[:PER_BOOK] for text in texts] if place.base.documents == "books" else texts
     tokenizer = AutoTokenizer.from_pretrained(str(place.model))
     if which == "train":
         # each row is a block, together with the token that begins it
