@@ -19,9 +19,9 @@ from hf_linattn.eval.marked import write_between
 HEAD = "# What conversion keeps\n\n"
 INTRODUCTION = """\
 Made by `python tools/study.py`, and every figure in it by a command of the package; the commands are at the
-end. Every trained row saw {tokens:,} tokens, the control too: the unpatched model, trained further on the
-same text. The main rows have three seeds: the mean, and behind it the least and the greatest, as far as they
-are measured. Everything else has one.
+end. Every trained row saw {tokens:,} tokens if nothing else is said, the control too: the unpatched model,
+trained further on the same text. The main rows have three seeds: the mean, and behind it the least and the
+greatest, as far as they are measured. Everything else has one.
 
 Perplexity is on held-out text, windows side by side, the same tokens at every length, no special tokens,
 float32. "64x / 1x" compares a model with itself; "x control" compares with the control's mean, at the
@@ -44,12 +44,26 @@ def _hybrid(name: str) -> bool:
     return name.startswith("window-")
 
 
+def _one_kept(name: str) -> bool:
+    return name.startswith("kept-") and sum(part.isdigit() for part in name.split("-")) == 1
+
+
+def _two_kept(name: str) -> bool:
+    return name.startswith("kept-") and sum(part.isdigit() for part in name.split("-")) == 2
+
+
 TARGETS = {
     "books": (
         ("pure linear, any map, x control", "control", _linear, 1.15),
         ("window hybrid (64), x control", "control", _hybrid, 1.01),
         ("window hybrid (64), its linear branch alone over both", "alone", _hybrid, 1.5),
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.10),
+    ),
+    "recall": (
+        ("one of six layers softmax, x control", "control", _one_kept, 1.05),
+        ("one of six layers softmax, part of the control's recall lost", "lost", _one_kept, 0.10),
+        ("two of six layers softmax, x control", "control", _two_kept, 1.05),
+        ("two of six layers softmax, part of the control's recall lost", "lost", _two_kept, 0.10),
     ),
     "long": (
         ("pure linear, any map, x control", "control", _linear, 1.05),
@@ -179,6 +193,16 @@ def _chance(found: Json, key: tuple[str, int]) -> str:
     return f"{100 * mean(row['chance'] for row in found['rows'] if (row['task'], row['length']) == key):.2f}"
 
 
+def _recall_lost(place: Place, rows: Sequence[Row]) -> dict[str, float]:
+    """Of the control's induction at the training length, by row."""
+    key, found = [("induction", place.base.length)], {}
+    for row in rows:
+        for one in _found(place, "recall", row)[:1]:
+            cell = _accuracies(one, one["models"][-1]["label"], key)[0]
+            found[row.name] = float(cell)
+    return {name: 1 - value / found["control"] for name, value in found.items() if found.get("control")}
+
+
 def _generation_table(place: Place, rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
@@ -223,6 +247,7 @@ def _targets(place: Place) -> str:
         "control": {
             name: value / at_first["control"] for name, value in at_first.items() if "control" in at_first
         },
+        "lost": _recall_lost(place, rows),
     }
     labels = {row.name: told(row) for row in rows}
     body = []

@@ -117,6 +117,17 @@ STAGES: tuple[Row, ...] = (
     Row(
         "hedgehog-finetune", "finetune", "hedgehog", extra=("--lr", "1e-3"), told="fine-tune 1 M (no teacher)"
     ),
+    Row("nope-hedgehog", "convert", "nope+hedgehog", told="`nope+hedgehog`: as the first, without RoPE"),
+    Row(
+        "hedgehog-2048",
+        "convert",
+        "hedgehog",
+        extra=(
+            *("--distill-tokens", "400000", "--finetune-tokens", "400000"),
+            *("--finetune-length", "2048", "--finetune-lr", "1e-3"),
+        ),
+        told="transfer 0.2 M, distill 0.4 M, fine-tune 0.4 M on rows of 2,048",
+    ),
     Row("hedgehog-lora", "convert", "hedgehog", extra=("--lora", "16"), told="as the first, LoRA of rank 16"),
     Row(
         "window-hedgehog",
@@ -167,6 +178,15 @@ STAGES: tuple[Row, ...] = (
         (*ALL_WEIGHTS, "--drop-window", "0.5", "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+gated` (64, hedgehog, half-lives from 4), window dropped in half of the distillation, "
         "fine-tuned in the last 0.4 M",
+    ),
+    Row("window-64", "finetune", "window", WINDOW, told="`window` (64) alone, fine-tuned 1 M"),
+    Row(
+        "window-hedgehog-transfer-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--distill-tokens", "0", "--finetune-tokens", "800000", "--finetune-lr", "3e-4"),
+        told="`window+hedgehog` (64), all weights, transfer 0.2 M, fine-tune 0.8 M",
     ),
     Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
     Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),
