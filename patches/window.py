@@ -12,7 +12,8 @@ from hf_linattn import recent
 from hf_linattn.attention import LinearAttention, StatefulAttention
 from hf_linattn.branches import Branches
 from hf_linattn.errors import OptionError
-from hf_linattn.ops import band, linear
+from hf_linattn.ops import band, linear, window
+from hf_linattn.ops.band import Sums
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.recent import Kept, Recent
 from hf_linattn.registry import register
@@ -99,7 +100,7 @@ class Window(StatefulAttention):
         seen, ranks, leaving, after = recent.advance(tokens, self._before(tokens, state))
         inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
         if not self.inner:
-            return _divided(inside()), after.flat()
+            return inside(None), after.flat()
         summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
         numerator, total, inner = self._linear().sums(summed, self._inner_state(state))
         return self._mixed(tokens, inside, numerator, total), (*after.flat(), *inner)
@@ -128,7 +129,7 @@ class Window(StatefulAttention):
         seen = recent.padded(own, self.size, self.size - 1)
         inside = partial(self._inside, tokens, seen, None, first, reach)
         if not self.inner:
-            return _divided(inside())
+            return inside(None)
         if self.branches == "linear":
             return self._linear().both_ways(tokens)
         numerator, total = self._outside(tokens, own)
@@ -143,44 +144,50 @@ class Window(StatefulAttention):
         stream = Tokens(tokens.query, key[:, :, :cut], value[:, :, :cut], tokens.scaling, marks[:, :cut])
         return self._linear().sums(stream, None)[:2]
 
-    def _inside(self, tokens: Tokens, seen: Kept, ranks: Tensor | None, first: Kept, reach: int) -> band.Sums:
-        """Softmax over the window and the sinks; a causal query sees the sinks up to its own rank."""
+    def _inside(
+        self,
+        tokens: Tokens,
+        seen: Kept,
+        ranks: Tensor | None,
+        first: Kept,
+        reach: int,
+        other: Sums | None,
+    ) -> Tensor:
+        """Softmax over the window, the sinks and other tokens; a causal query sees sinks up to its rank."""
         assert tokens.query is not None
         query, key, value = upcast(tokens.query), *map(upcast, seen.visible()[:2])
-        sink, sink_value = map(upcast, first.visible()[:2])
-        turned, visible = query, first.marks[:, None].expand(-1, query.shape[2], -1)
+        if self.sinks:
+            sinks = self._sink_sums(tokens.scaling, query, ranks, first)
+            other = sinks if other is None else band.added(sinks, other)
+        return window.attention(band.Window(query, key, value, seen.marks, reach, tokens.scaling), other)
+
+    def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> Sums:
+        key, value = map(upcast, first.visible()[:2])
+        visible = first.marks[:, None].expand(-1, query.shape[2], -1)
         if ranks is not None:
             visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
             if self.rotary is not None:
-                turned = self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
-        scores = scores_of(turned, sink, tokens.scaling).masked_fill(~visible[:, None], float("-inf"))
-        return band.softmax_sums(query * tokens.scaling, key, value, seen.marks, reach, scores, sink_value)
+                query = self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
+        scores = scores_of(query, key, scaling).masked_fill(~visible[:, None], float("-inf"))
+        return band.softmax_sums(scores, value)
 
     def _mixed(
-        self, tokens: Tokens, window: Callable[[], band.Sums], numerator: Tensor, total: Tensor
+        self, tokens: Tokens, inside: Callable[[Sums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
         """Window and rest as one, or one of them."""
         if self.branches == "none":
             return torch.zeros_like(numerator)
         if self.branches in ("rest", "linear"):
             return linear.normalised(numerator, total)
-        inside = window()
         if self.branches == "window":
-            return _divided(inside)
+            return inside(None)
         if self.mix == "learned":
             gate = self.gate.to(total.dtype).sigmoid()[:, None]
             gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
-            return gate * _divided(inside) + (1 - gate) * linear.normalised(numerator, total)
+            return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None
         left_out = self._linear().left_out(upcast(tokens.query))
-        factor = torch.zeros_like(total) if left_out is None else left_out
-        # everything over exp(highest): of the window's scores, or of the rest as a whole
-        some = total > 0
-        rest = factor + total.detach().clamp_min(torch.finfo(total.dtype).tiny).log()
-        highest = torch.where(some, torch.maximum(inside.top, rest), inside.top)
-        near, far = (inside.top - highest).exp(), torch.where(some, factor - highest, 0.0).exp()
-        values = inside.values * near.unsqueeze(-1) + numerator * far.unsqueeze(-1)
-        return linear.normalised(values, inside.total * near + total * far)
+        return inside(Sums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
 
     def state_bytes(self, site: Site, size: int) -> int | None:
         """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""
@@ -189,7 +196,3 @@ class Window(StatefulAttention):
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1)
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         return None if inner is None else own + inner
-
-
-def _divided(sums: band.Sums) -> Tensor:
-    return linear.normalised(sums.values, sums.total)

@@ -1,4 +1,4 @@
-"""Softmax over a sliding window and some tokens beside it, in blocks: O(n w), never N x N."""
+"""Softmax over a sliding window in blocks: O(n w), never N x N. With sums over other tokens beside it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,90 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linattn.ops import linear
+
 BLOCK = 64
 """Least number of queries per block: single ones would be slow."""
 
 
+class Window(NamedTuple):
+    """What the softmax is taken of.
+
+    Attributes:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, N + reach, D]`, zero where it does not count.
+        value: `[B, Hkv, N + reach, Dv]`, likewise.
+        marks: boolean `[B, N + reach]`, which columns count.
+        reach: query i sees the columns i < c <= i + reach.
+        scaling: of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    marks: Tensor
+    reach: int
+    scaling: float
+
+
 class Sums(NamedTuple):
-    """A softmax before its division: sum_j exp(s_j - top) v_j `[B, H, N, Dv]`, that without v, and top."""
+    """A sum over tokens: exp(log_scale) times sum_j f_j v_j `[B, H, N, Dv]` and sum_j f_j `[B, H, N]`.
+
+    `log_scale` is `[B, H, N]`. A total of 0 means that there are none.
+    """
 
     values: Tensor
     total: Tensor
-    top: Tensor
+    log_scale: Tensor
 
 
-def softmax_sums(
-    query: Tensor, key: Tensor, value: Tensor, marks: Tensor, reach: int, beside: Tensor, beside_value: Tensor
-) -> Sums:
-    """Sums over the columns i < c <= i + reach of each query i, and over the tokens beside.
+def added(one: Sums, other: Sums) -> Sums:
+    """Both, over the exponential of the greater."""
+    logs = [_log(sums) for sums in (one, other)]
+    highest = torch.maximum(*logs)
+    highest = torch.where(highest.isfinite(), highest, 0.0)
+    one, other = (_over(sums, highest) for sums in (one, other))
+    return Sums(one.values + other.values, one.total + other.total, highest)
 
-    Args:
-        query: `[B, H, N, D]`, scaled.
-        key: `[B, Hkv, N + reach, D]`, zero where it does not count.
-        value: `[B, Hkv, N + reach, Dv]`, zero where it does not count.
-        marks: boolean `[B, N + reach]`, which columns count.
-        reach: columns that each query sees.
-        beside: scores of K more tokens, `[B, H, N, K]`, -inf where one is not visible.
-        beside_value: `[B, Hkv, K, Dv]`.
-    """
+
+def _over(sums: Sums, log_scale: Tensor) -> Sums:
+    """The same with another scale."""
+    factor = torch.where(sums.total > 0, sums.log_scale - log_scale, float("-inf")).exp()
+    return Sums(sums.values * factor.unsqueeze(-1), sums.total * factor, log_scale)
+
+
+def _log(sums: Sums) -> Tensor:
+    """Of the scaled total, for comparison: no gradient."""
+    found = (sums.log_scale + sums.total.clamp_min(torch.finfo(sums.total.dtype).tiny).log()).detach()
+    return found.masked_fill(sums.total <= 0, float("-inf"))
+
+
+def softmax_sums(scores: Tensor, value: Tensor) -> Sums:
+    """Of scores `[B, H, N, K]`, -inf where a key is not visible, and values `[B, Hkv, K, Dv]`."""
+    grouped = scores.unflatten(1, (value.shape[1], -1))
+    top = grouped.detach().amax(-1).clamp_min(torch.finfo(scores.dtype).min)
+    weights = (grouped - top.unsqueeze(-1)).exp()
+    values = torch.einsum("bhgnk,bhke->bhgne", weights, value)
+    return Sums(values.flatten(1, 2), weights.sum(-1).flatten(1, 2), top.flatten(1, 2))
+
+
+def attention(window: Window, other: Sums | None) -> Tensor:
+    """Window and other tokens under one normaliser: `[B, H, N, Dv]`; 0 where nothing is seen."""
+    inside = _window_sums(window)
+    sums = inside if other is None else added(inside, other)
+    return linear.normalised(sums.values, sums.total)
+
+
+def _window_sums(window: Window) -> Sums:
+    query, key, value, marks, reach, scaling = window
     heads, length = key.shape[1], query.shape[2]
     size = min(length, max(BLOCK, reach))
-    grouped, beside = query.unflatten(1, (heads, -1)), beside.unflatten(1, (heads, -1))
-    near = _scores(grouped, key, marks, size, reach)
-    top = near.amax(-1).flatten(3, 4)[:, :, :, :length]
-    if beside.shape[-1]:
-        top = torch.maximum(top, beside.amax(-1))
-    top = top.detach().clamp_min(torch.finfo(query.dtype).min)
-    in_blocks = F.pad(top, (0, -length % size)).unflatten(3, (-1, size))
-    near, far = (near - in_blocks.unsqueeze(-1)).exp(), (beside - top.unsqueeze(-1)).exp()
-    total = near.sum(-1).flatten(3, 4)[:, :, :, :length] + far.sum(-1)
+    near = _scores((query * scaling).unflatten(1, (heads, -1)), key, marks, size, reach)
+    top = near.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(query.dtype).min)
+    near = (near - top).exp()
     values = torch.einsum("bhgnij,bhnje->bhgnie", near, _blocks(value, size, reach))
-    values = values.flatten(3, 4)[:, :, :, :length] + torch.einsum("bhgnk,bhke->bhgne", far, beside_value)
-    return Sums(values.flatten(1, 2), total.flatten(1, 2), top.flatten(1, 2))
+    found = values, near.sum(-1), top.squeeze(-1)
+    return Sums(*(x.flatten(3, 4)[:, :, :, :length].flatten(1, 2) for x in found))
 
 
 def _blocks(x: Tensor, size: int, reach: int) -> Tensor:

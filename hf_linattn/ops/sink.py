@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> bool:
@@ -73,7 +73,7 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output, and lse' `[B, H, N]`."""
-    output, lse = _FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    output, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     logit = sink.to(lse.dtype).squeeze(-1)
     output.mul_(torch.sigmoid(lse - logit).unsqueeze(-1))
     return output, torch.logaddexp(lse, logit).contiguous()
@@ -92,7 +92,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By query, key, value and sink."""
-    grads = _BACKWARD(
+    grads = BACKWARD(
         grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     share = (sink.to(lse.dtype) - lse.unsqueeze(-1)).exp()
@@ -119,7 +119,7 @@ class _Attention(torch.autograd.Function):
         return (*by, None, by_sink if ctx.needs_input_grad[4] else None, None, None)
 
 
-def _dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """Contiguous results: how the kernel lays them out is its own affair, and a fake must foretell it."""
 
     @functools.wraps(function)
@@ -130,10 +130,10 @@ def _dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[T
 
 
 _operator = torch.library.custom_op(
-    "hf_linattn::softmax_with_sink", _dense(_forward), mutates_args=(), device_types="cpu"
+    "hf_linattn::softmax_with_sink", dense(_forward), mutates_args=(), device_types="cpu"
 )
 _backward_operator = torch.library.custom_op(
-    "hf_linattn::softmax_with_sink_backward", _dense(_backward), mutates_args=(), device_types="cpu"
+    "hf_linattn::softmax_with_sink_backward", dense(_backward), mutates_args=(), device_types="cpu"
 )
 
 
