@@ -160,7 +160,7 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     assert kept_rows(place) == {}  # still being ranked
     path.write_text(json.dumps(found))
     rows = kept_rows(place)
-    assert [*rows] == ["kept-2", "kept-2-gated", "kept-2-window", "kept-3", "kept-1-4"]
+    assert [*rows] == ["kept-2", "kept-2-tuned", "kept-2-gated", "kept-2-window", "kept-3", "kept-1-4"]
     assert rows["kept-2-window"].told == "softmax in 2, `window+gated` (hedgehog) elsewhere"
     words = training_words(place, rows["kept-2-gated"], 0)[3:]
     plan = ConvertArguments(**vars(convert_parser().parse_args(words))).patch

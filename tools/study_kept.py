@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from study_plan import ALL_WEIGHTS, NEAR_AND_FAR, WINDOW_AND_FAR, Place, Row, last_stage
+from study_plan import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Place, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
 MAP = "hedgehog"
 TRANSFERRED = Row(MAP, "convert", MAP, main=True)
 """The row whose stage `transfer` is ranked; the one with no softmax layer kept too."""
-BETTER = {
-    "gated": ("gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
-    "window": ("window+gated", WINDOW_AND_FAR),
+TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)
+BETTER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "tuned": ("window+gated", WINDOW_AND_FAR, TUNED, ", fine-tuned in the last 0.4 M"),
+    "gated": ("gated", {"feature_map": "taylor2", **NEAR_AND_FAR}, ALL_WEIGHTS, ""),
+    "window": ("window+gated", WINDOW_AND_FAR, ALL_WEIGHTS, ""),
 }
 """The best of table 1 in the other layers,"""
 CHOSEN_BY = {"kl", "recall_over_perplexity"}
@@ -50,9 +53,8 @@ def kept_rows(place: Place) -> dict[str, Row]:
         told = f"softmax in {', '.join(map(str, own))}"
         by = f"{told}: {', '.join(sorted(set(methods)))}"
         rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=by)
-        for short, (patch, options) in BETTER.items() if CHOSEN_BY & set(methods) else ():
+        for short, (patch, options, extra, also) in BETTER.items() if CHOSEN_BY & set(methods) else ():
             other = f"{name}-{short}"
-            named = f"{told}, `{patch}` ({options['feature_map']}) elsewhere"
-            rows[other] = Row(other, "convert", {linear: [patch, options]}, extra=ALL_WEIGHTS, told=named)
-    assert all(last_stage(row) == "distill" for row in rows.values())
+            named = f"{told}, `{patch}` ({options['feature_map']}) elsewhere{also}"
+            rows[other] = Row(other, "convert", {linear: [patch, options]}, extra=extra, told=named)
     return rows
