@@ -16,6 +16,16 @@ def _no_gradients():
         yield
 
 
+def in_pieces(model, ids, sizes):
+    """Logits of a text that comes in pieces, with a cache."""
+    parts, cache = [], None
+    for part in ids.split(sizes, 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    return torch.cat(parts, 1)
+
+
 def test_distance_changes_no_score():
     """The last token of a layer without order sees its keys as a set."""
     model, ids = tiny.llama(1), tiny.tokens(1, 30)
@@ -40,12 +50,7 @@ def test_in_some_layers_beside_linear_ones():
     assert [row.patch for row in describe(model)] == ["elu1", "nope+logn", "elu1"]
     assert [row.linear for row in describe(model)] == [True, False, True]
     want = model(ids).logits
-    parts, cache = [], None
-    for part in ids.split([11, 1, 13], 1):
-        out = model(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        parts.append(out.logits)
-    assert tiny.distance(torch.cat(parts, 1), want) < 1e-9
+    assert tiny.distance(in_pieces(model, ids, [11, 1, 13]), want) < 1e-9
     unpatch_model(model)
     assert torch.equal(model(ids).logits, before)
 
@@ -81,9 +86,4 @@ def test_layers_that_lose_their_window_too():
     model, ids = model_of("gemma3"), tiny.tokens(2, 40)
     patch_model(model, "nope", sliding="global")
     want = model(ids).logits
-    parts, cache = [], None
-    for part in ids.split([11, 1, 28], 1):
-        out = model(part, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        parts.append(out.logits)
-    assert tiny.distance(torch.cat(parts, 1), want) < 1e-6
+    assert tiny.distance(in_pieces(model, ids, [11, 1, 28]), want) < 1e-6

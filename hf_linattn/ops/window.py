@@ -93,6 +93,11 @@ class _Blocks:
             return cut
         return cut[0].unfold(1, self.columns, self.size).permute(1, 0, 3, 2)
 
+    def inputs(self, rows: slice, part: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of a call."""
+        key, value = (self.runs(x, rows, columns) for x in (self.key, self.value))
+        return self.queries(self.query, rows, part), key, value
+
     def mask(self, rows: slice, part: slice, dtype: torch.dtype) -> Tensor:
         """What is added to the scores, `[blocks, 1, size, size + reach]`."""
         live = self.marks[rows, part]
@@ -135,9 +140,7 @@ def _forward(
     lse = query.new_empty(batch, heads, padded, dtype=torch.promote_types(query.dtype, torch.float32))
     for rows, part, columns in blocks.spans():
         found, logs = FORWARD(
-            blocks.queries(blocks.query, rows, part),
-            blocks.runs(blocks.key, rows, columns),
-            blocks.runs(blocks.value, rows, columns),
+            *blocks.inputs(rows, part, columns),
             0.0,
             False,
             attn_mask=blocks.mask(rows, columns, query.dtype),
@@ -185,9 +188,7 @@ def _backward(
     for rows, part, columns in blocks.spans():
         found = BACKWARD(
             blocks.queries(given, rows, part).contiguous(),
-            blocks.queries(blocks.query, rows, part),
-            blocks.runs(blocks.key, rows, columns),
-            blocks.runs(blocks.value, rows, columns),
+            *blocks.inputs(rows, part, columns),
             blocks.queries(outputs, rows, part),
             blocks.queries(logs, rows, part).contiguous(),
             0.0,
