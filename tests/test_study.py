@@ -118,6 +118,8 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     both = [{"model": "both", "perplexity": 20.0}, {"model": "linear", "perplexity": 99.5}]
     hybrid = place.folder / "branches" / "window-hedgehog-0" / "results.json"
     write(hybrid, {"complete": True, "rows": both})
+    for name in ("window-sinks", "window-64-0"):  # windows alone are no hybrids
+        write(place.folder / "perplexity" / name / "results.json", curve(1))
     text = page(tmp_path, tmp_path)
     assert "|  | both | linear |\n|---|---|---|\n| `window+hedgehog` (64), all weights | 20 | 99.5 |" in text
     control = next(line for line in text.splitlines() if line.startswith("| control"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -36,20 +36,19 @@ LINEAR = frozenset(
 )
 
 
-def _linear(name: str) -> bool:
-    return name in LINEAR
+def _linear(row: Row) -> bool:
+    return row.name in LINEAR
 
 
-def _hybrid(name: str) -> bool:
-    return name.startswith("window-")
+def _hybrid(row: Row) -> bool:
+    return isinstance(row.patch, str) and row.patch.startswith("window+")
 
 
-def _one_kept(name: str) -> bool:
-    return name.startswith("kept-") and sum(part.isdigit() for part in name.split("-")) == 1
-
-
-def _two_kept(name: str) -> bool:
-    return name.startswith("kept-") and sum(part.isdigit() for part in name.split("-")) == 2
+def _kept(count: int) -> Callable[[Row], bool]:
+    """Rows with so many softmax layers, which are in their names."""
+    return lambda row: (
+        row.name.startswith("kept-") and sum(part.isdigit() for part in row.name.split("-")) == count
+    )
 
 
 TARGETS = {
@@ -60,10 +59,10 @@ TARGETS = {
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.10),
     ),
     "recall": (
-        ("one of six layers softmax, x control", "control", _one_kept, 1.05),
-        ("one of six layers softmax, part of the control's recall lost", "lost", _one_kept, 0.10),
-        ("two of six layers softmax, x control", "control", _two_kept, 1.05),
-        ("two of six layers softmax, part of the control's recall lost", "lost", _two_kept, 0.10),
+        ("one of six layers softmax, x control", "control", _kept(1), 1.05),
+        ("one of six layers softmax, part of the control's recall lost", "lost", _kept(1), 0.10),
+        ("two of six layers softmax, x control", "control", _kept(2), 1.05),
+        ("two of six layers softmax, part of the control's recall lost", "lost", _kept(2), 0.10),
     ),
     "long": (
         ("pure linear, any map, x control", "control", _linear, 1.05),
@@ -249,14 +248,14 @@ def _targets(place: Place) -> str:
         },
         "lost": _recall_lost(place, rows),
     }
-    labels = {row.name: told(row) for row in rows}
+    by_name = {row.name: row for row in rows}
     body = []
-    for what, kind, names, target in wanted:
-        measured = [name for name in ratios[kind] if names(name)]
+    for what, kind, counts, target in wanted:
+        measured = [name for name in ratios[kind] if counts(by_name[name])]
         if measured:
             best = min(measured, key=lambda name: ratios[kind][name])
             short = ratios[kind][best] - target
-            cells = [f"{target:.2f}", f"{ratios[kind][best]:.3f}", labels[best]]
+            cells = [f"{target:.2f}", f"{ratios[kind][best]:.3f}", told(by_name[best])]
             body.append([what, *cells, "reached" if short <= 0 else f"missed by {short:.3f}"])
     return table(["", "target", "best", "of", ""], body) if body else ""
 
