@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from hf_linattn.registry import parse
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 import study
+import study_figures
 from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows, layers_words
@@ -120,7 +123,7 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     write(hybrid, {"complete": True, "rows": both})
     for name in ("window-sinks", "window-64-0"):  # windows alone are no hybrids
         write(place.folder / "perplexity" / name / "results.json", curve(1))
-    text = page(tmp_path, tmp_path)
+    text = page(tmp_path, tmp_path, study_figures.collect({}, tmp_path))
     assert "|  | both | linear |\n|---|---|---|\n| `window+hedgehog` (64), all weights | 20 | 99.5 |" in text
     control = next(line for line in text.splitlines() if line.startswith("| control"))
     assert control.startswith("| control: the original, fine-tuned | 20 (10 to 30) | 40 (20 to 60) |")
@@ -134,6 +137,59 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     name = "`window+hedgehog` (size 64)"
     assert f"| window hybrid (64), its linear branch alone over both | 1.50 | 4.975 | {name}" in text
     assert str(tmp_path) not in text
+
+
+def recall_found():
+    row = {"task": "induction", "length": 512, "chance": 0.001}
+    labels = ("original", "patched")
+    rows = [{**row, "model": labels[n // 2], "accuracy": n / 4} for n in range(4)]
+    return {"complete": True, "models": [{"label": label} for label in labels], "rows": rows}
+
+
+def test_figures_go_on_without_the_work_folder(tmp_path):
+    args = study.build_parser().parse_args(["--data", str(tmp_path), "--work-dir", str(tmp_path / "work")])
+    place = Place(BASES["recall"], tmp_path, tmp_path / "work")
+    row = TABLES["kept"][2]
+    write(place.measured("perplexity", row, 0) / "results.json", curve(1 / 3))
+    write(place.measured("recall", row, 0) / "results.json", recall_found())
+    write(place.trained(row, 0) / "results.json", {"steps": 245})  # no measurement
+    figures = study_figures.collect({}, place.work)
+    assert sorted(figures) == ["recall/perplexity/hedgehog-0", "recall/recall/hedgehog-0"]
+    assert figures["recall/perplexity/hedgehog-0"]["lengths"]["512"] == 0.333333
+    assert figures["recall/recall/hedgehog-0"] == {
+        "original": {"induction": {"512": 0.125}},
+        "row": {"induction": {"512": 0.625}},
+        "chance": {"induction": {"512": 0.001}},
+    }
+
+    kept = tmp_path / "figures.json"
+    study_figures.write(kept, figures)
+    shutil.rmtree(place.work)
+    place = replace(place, figures=study_figures.load(kept))
+    assert place.figures == figures
+
+    def finished():
+        return {job.name: job.finished() for job in study.jobs_for(place, [row], args)}
+
+    assert finished()["recall perplexity hedgehog-0"]
+    assert not finished()["recall generation hedgehog-0"]
+    assert not finished()["recall train hedgehog-0"]  # its text is still to be written
+    figures |= {"recall/generation/hedgehog-0": {}}
+    place = replace(place, figures=figures)
+    assert not finished()["recall train hedgehog-0"]  # its layers are still to be ranked
+    figures["recall/layers"] = {}
+    assert all(finished().values())
+
+
+@pytest.mark.parametrize("content", ["not json", "[1]", '{"scale": 1}'])
+def test_figures_of_something_else_are_refused(content, tmp_path, capsys):
+    kept = tmp_path / "page.json"
+    kept.write_text(content)
+    argv = ["--data", str(tmp_path), "--work-dir", str(tmp_path), "--output", str(tmp_path / "page.md")]
+    assert study.main([*argv, "--no-run"]) == 1
+    assert "does not hold the figures of the study" in capsys.readouterr().err
+    assert kept.read_text() == content
+    assert not (tmp_path / "page.md").exists()
 
 
 def test_words_around_the_tables_stay(tmp_path):
@@ -159,8 +215,9 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     found = {"layers": [{"number": n} for n in range(6)], "tradeoff": tradeoff}
     path = place.folder / "layers" / "results.json"
     write(path, {"complete": False, "layers": []})
-    assert kept_rows(place) == {}  # still being ranked
+    assert study_figures.collect({}, place.work) == {}  # still being ranked
     path.write_text(json.dumps(found))
+    place = replace(place, figures=study_figures.collect({}, place.work))
     rows = kept_rows(place)
     assert [*rows] == ["kept-2", "kept-2-tuned", "kept-2-gated", "kept-2-window", "kept-3", "kept-1-4"]
     assert rows["kept-2-window"].told == "softmax in 2, `window+gated` (hedgehog) elsewhere"

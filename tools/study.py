@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from study_bases import BASES
 from study_commands import (
@@ -24,6 +22,7 @@ from study_commands import (
     recall_words,
     training_words,
 )
+from study_figures import collect, load, measured, write
 from study_kept import TRANSFERRED, kept_rows, layers_words
 from study_page import page, write_page
 from study_plan import DIAGNOSED, SEEDS, TABLES, Place, Row, last_stage, rows_of, slot, steps_of
@@ -42,7 +41,8 @@ examples (`study` stands for `python tools/study.py --data $HF_LINATTN_DATA --wo
 
 The base `recall` is what examples/pretrain_recall.py leaves, as W/recall-base. Every figure is made by a
 command of the package, each its own process with a log in W/logs. Killed at any moment, the same command goes
-on; what is measured is not measured again.
+on; what is measured is not measured again, nor what stands beside the page (docs/results.json for
+docs/results.md), which is enough to go on without the work folder.
 """
 
 
@@ -56,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with models/ and text/")
     add("--work-dir", type=Path, required=True, help="folder for models and results; resumes there")
-    add("--output", type=Path, help="the page to write (default: none)")
+    output_help = "the page to write, and beside it its figures as .json (default: none)"
+    add("--output", type=Path, help=output_help)
     add("--base", nargs="+", choices=BASES, default=[*BASES], help="models to convert (default: all)")
     add("--tables", nargs="+", choices=TABLES, default=[*TABLES], help="tables to measure (default: all)")
     add("--rows", nargs="+", metavar="ROW", help="only these rows")
@@ -74,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(args.rows or ()) - {row.name for rows in TABLES.values() for row in rows}:
         parser.error(f"no row is called {', '.join(sorted(unknown))}")
     try:
-        places = [Place(BASES[name], args.data, args.work_dir.resolve()) for name in args.base]
+        work = args.work_dir.resolve()
+        kept = args.output.with_suffix(".json") if args.output else None
+        figures = collect(load(kept) if kept else {}, work)
+        places = [Place(BASES[name], args.data, work, figures) for name in args.base]
         jobs = all_jobs(places, args)
         if args.list:
             for job in jobs:
@@ -84,11 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for place in places:
                 prepare(place)
             environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            run_jobs(jobs, args.work_dir / "logs", args.jobs, environment)
-            kept = [job for place in places for job in jobs_for(place, kept_of(place, args), args)]
-            run_jobs(kept, args.work_dir / "logs", args.jobs, environment)
-        if args.output:
-            write_page(args.output, page(args.data, args.work_dir.resolve()))
+            run_jobs(jobs, work / "logs", args.jobs, environment)
+            collect(figures, work)
+            hybrids = [job for place in places for job in jobs_for(place, kept_of(place, args), args)]
+            run_jobs(hybrids, work / "logs", args.jobs, environment)
+            collect(figures, work)
+        if kept:
+            write(kept, figures)
+            write_page(args.output, page(args.data, work, figures))
     except LinattnError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -108,7 +115,7 @@ def all_jobs(places: Sequence[Place], args: argparse.Namespace) -> list[Job]:
     ]
     if _whole(args):
         jobs += [_layers_job(place) for place in places if place.base.recalls and "kept" in args.tables]
-        jobs.append(_scale_job(args.work_dir.resolve()))
+        jobs.append(_scale_job(places[0]))
     return jobs
 
 
@@ -128,15 +135,17 @@ def jobs_for(place: Place, rows: Iterable[Row], args: argparse.Namespace, seed: 
     for row in rows:
         if seed not in row.seeds(place.base) or (args.rows and row.name not in args.rows):
             continue
+        commands = [*measurements(place, row, seed)]
         trained: tuple[str, ...] = ()
         if row.how != "none":
-            words, finished = training_words(place, row, seed), _trained(place, row, seed)
+            keys = [place.key(what, row, seed) for what, _ in commands]
+            keys += [place.layers] if place.base.recalls and row == TRANSFERRED else []
+            words, finished = training_words(place, row, seed), _trained(place, row, seed, keys)
             training = _job("train", place, row, seed, words, finished)
             trained = (training.name,)
             yield training
-        for what, words in measurements(place, row, seed):
-            name = "diagnose.json" if what == "diagnose" else "results.json"
-            finished = _complete(place.measured(what, row, seed) / name)
+        for what, words in commands:
+            finished = _measured(place, place.key(what, row, seed))
             yield _job(what, place, row, seed, words, finished, trained)
 
 
@@ -169,32 +178,27 @@ def _job(
 
 
 def _layers_job(place: Place) -> Job:
-    words, finished = layers_words(place), _complete(place.folder / "layers" / "results.json")
+    words, finished = layers_words(place), _measured(place, place.layers)
     command = [sys.executable, *words[1:]]
     after = (f"{place.base.name} train {slot(TRANSFERRED, 0)}",)
     return Job(f"{place.base.name} layers", command, finished, weight=200.0, after=after)
 
 
-def _scale_job(work: Path) -> Job:
-    results = work / "scale" / "results.json"
+def _scale_job(place: Place) -> Job:
+    results = place.work / "scale" / "results.json"
     command = [sys.executable, str(Path(__file__).with_name("study_scale.py")), "--output", str(results)]
-    return Job("scale", command, results.exists, weight=5.0)
+    return Job("scale", command, _measured(place, "scale"), weight=5.0)
 
 
-def _trained(place: Place, row: Row, seed: int) -> Callable[[], bool]:
-    folder = place.trained(row, seed)
-    return (folder / (last_stage(row) if row.how == "convert" else "") / "results.json").exists
+def _trained(place: Place, row: Row, seed: int, keys: Sequence[str]) -> Callable[[], bool]:
+    """Whether a row is trained, or nothing is left to be measured of it."""
+    stage = last_stage(row) if row.how == "convert" else ""
+    results = place.trained(row, seed) / stage / "results.json"
+    return lambda: results.exists() or all(key in place.figures for key in keys)
 
 
-def _complete(path: Path) -> Callable[[], bool]:
-    def complete() -> bool:
-        try:
-            found: dict[str, Any] = {"complete": True, **json.loads(path.read_text(encoding="utf-8"))}
-        except (OSError, ValueError):  # not begun
-            return False
-        return bool(found.get("complete"))
-
-    return complete
+def _measured(place: Place, key: str) -> Callable[[], bool]:
+    return lambda: key in place.figures or measured(place.work, key)
 
 
 def _progress(place: Place, row: Row, seed: int) -> Callable[[], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from study_plan import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Place, Row
@@ -30,26 +29,22 @@ def layers_words(place: Place) -> list[str]:
     words += ["--original", str(place.model), "--data", str(place.text("held_out")), "--bos", "no"]
     words += ["--curves", "all", "--counts", ",".join(map(str, (0, *COUNTS))), "--keep", str(COUNTS[-1])]
     words += ["--samples", "4", "--dtype", "float32"]
-    return [*words, "--output-dir", str(place.folder / "layers")]
+    return [*words, "--output-dir", str(place.work / place.layers)]
 
 
 def kept_rows(place: Place) -> dict[str, Row]:
     """Rows by name, one per set of layers that some method keeps; empty until the layers are ranked."""
-    path = place.folder / "layers" / "results.json"
-    if not path.exists():
+    if place.layers not in place.figures:
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not found.get("complete", True):
-        return {}
-    numbers = [layer["number"] for layer in found["layers"]]
+    ranked = place.figures[place.layers]
     chosen: dict[tuple[int, ...], list[str]] = {}
-    for point in found["tradeoff"]:
-        if point["count"] in COUNTS and point["kept"] == "softmax":
-            chosen.setdefault(tuple(point["key"][0]), []).append(point["curve"])
+    for method, own in ranked["kept"]:
+        if len(own) in COUNTS:
+            chosen.setdefault(tuple(own), []).append(method)
     rows = {}
     for own, methods in sorted(chosen.items(), key=lambda item: (len(item[0]), item[0])):
         name = "kept-" + "-".join(map(str, own))
-        linear = ",".join(str(number) for number in numbers if number not in own)
+        linear = ",".join(str(number) for number in ranked["numbers"] if number not in own)
         told = f"softmax in {', '.join(map(str, own))}"
         by = f"{told}: {', '.join(sorted(set(methods)))}"
         rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=by)

@@ -1,27 +1,27 @@
-"""docs/results.md, from what lies in the work folder."""
+"""docs/results.md, from the figures that were kept."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
 from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows
-from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Place, Row, rows_of
+from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Json, Place, Row, rows_of
 from study_softmax import activations, diagnosed_rows, entropies, scale
-from study_tables import Json, number, spread, table, told
+from study_tables import number, spread, table, told
 
 from hf_linattn.eval.marked import write_between
 
 HEAD = "# What conversion keeps\n\n"
 INTRODUCTION = """\
 Made by `python tools/study.py`, and every figure in it by a command of the package; the commands are at the
-end. Every trained row saw {tokens:,} tokens if nothing else is said, the control too: the unpatched model,
-trained further on the same text. The main rows have three seeds: the mean, and behind it the least and the
-greatest, as far as they are measured. Everything else has one.
+end. The figures lie beside this page as .json, and the study goes on from there. Every trained row saw
+{tokens:,} tokens if nothing else is said, the control too: the unpatched model, trained further on the same
+text. The main rows have three seeds: the mean, and behind it the least and the greatest, as far as they are
+measured. Everything else has one.
 
 Perplexity is on held-out text, windows side by side, the same tokens at every length, no special tokens,
 float32. "64x / 1x" compares a model with itself; "x control" compares with the control's mean, at the
@@ -79,21 +79,21 @@ def write_page(path: Path, tables: str) -> None:
     write_between(path, MARKS, tables, HEAD)
 
 
-def page(data: Path, work: Path) -> str:
+def page(data: Path, work: Path, figures: Mapping[str, Json]) -> str:
     """The tables as Markdown."""
     parts = [INTRODUCTION.format(tokens=STEPS * 8 * BLOCK)]
     for base in BASES.values():
-        place = Place(base, data, work)
-        rows = [row for row in rows_of(base, base.tables[:1]) if _found(place, "perplexity", row)]
+        place = Place(base, data, work, figures)
+        rows = [row for row in rows_of(base, base.tables[:1]) if place.found("perplexity", row)]
         if not rows:
             continue
         parts.append(f"## {base.told[0].upper()}{base.told[1:]}\n")
         parts += _sections(place, rows)
-    if (scaled := scale(work)) is not None:
-        parts += ["## 1 / sqrt(d)\n", scaled]
+    if "scale" in figures:
+        parts += ["## 1 / sqrt(d)\n", scale(figures["scale"])]
     parts.append("## Commands\n\nWhat trained the rows above, seed 0; paths are below W/BASE.\n")
     for base in BASES.values():
-        if commands := _commands(Place(base, data, work)):
+        if commands := _commands(Place(base, data, work, figures)):
             parts.append(f"`{base.name}`:\n\n```text\n{commands}\n```\n")
     return "\n".join(parts)
 
@@ -101,16 +101,16 @@ def page(data: Path, work: Path) -> str:
 def _sections(place: Place, rows: Sequence[Row]) -> list[str]:
     parts = ["### Perplexity by length\n", _lengths_table(place, rows)]
     parts += ["### By position, in windows of 64x\n", _positions_table(place, rows)]
-    if any(_found(place, "recall", row) for row in rows):
+    if any(place.found("recall", row) for row in rows):
         parts += ["### Recall\n", _recall_table(place, rows)]
-    if any(_found(place, "generation", row) for row in rows):
+    if any(place.found("generation", row) for row in rows):
         parts += ["### Greedy continuations beside the original's\n", _generation_table(place, rows)]
-    if any(_found(place, "branches", row) for row in (*rows, *STAGES)):
+    if any(place.found("branches", row) for row in (*rows, *STAGES)):
         parts += ["### The branches of the hybrids\n", _branches_table(place)]
-    stages = [row for row in STAGES if _found(place, "perplexity", row)]
+    stages = [row for row in STAGES if place.found("perplexity", row)]
     if not place.base.mains_only and len(stages) > 2:
         parts += ["### What each stage brings\n", _lengths_table(place, stages)]
-    if kept := [row for row in kept_rows(place).values() if _found(place, "perplexity", row)]:
+    if kept := [row for row in kept_rows(place).values() if place.found("perplexity", row)]:
         beside = [*KEPT, *kept]
         parts += ["### Softmax layers kept\n", _lengths_table(place, beside)]
         parts.append(_recall_table(place, beside))
@@ -123,94 +123,68 @@ def _sections(place: Place, rows: Sequence[Row]) -> list[str]:
     return parts
 
 
-def _found(place: Place, what: str, row: Row) -> list[Json]:
-    """The complete results of a row, one per seed."""
-    found = []
-    for seed in row.seeds(place.base):
-        path = place.measured(what, row, seed) / "results.json"
-        if path.exists():
-            results = json.loads(path.read_text(encoding="utf-8"))
-            if results["complete"]:
-                found.append(results)
-    return found
-
-
-def _curves(place: Place, row: Row) -> list[dict[int, Json]]:
-    """By seed: length -> the row of the results."""
-    return [{item["length"]: item for item in found["rows"]} for found in _found(place, "perplexity", row)]
+def _curves(place: Place, row: Row) -> list[dict[int, float]]:
+    """By seed: length -> perplexity."""
+    found = place.found("perplexity", row)
+    return [{int(length): value for length, value in one["lengths"].items()} for one in found]
 
 
 def _lengths_table(place: Place, rows: Sequence[Row]) -> str:
     first, last = place.base.length, 64 * place.base.length
     lengths = [first << power for power in range(7)]
-    control = [curve[first]["perplexity"] for curve in _curves(place, LENGTHS[1])]
+    control = [curve[first] for curve in _curves(place, LENGTHS[1])]
     body = []
     for row in rows:
         curves = _curves(place, row)
-        cells = [spread([curve[length]["perplexity"] for curve in curves]) for length in lengths]
-        to_control = [curve[first]["perplexity"] / mean(control) for curve in curves] if control else []
-        flat = [curve[last]["perplexity"] / curve[first]["perplexity"] for curve in curves]
+        cells = [spread([curve[length] for curve in curves]) for length in lengths]
+        to_control = [curve[first] / mean(control) for curve in curves] if control else []
+        flat = [curve[last] / curve[first] for curve in curves]
         body.append([told(row), *cells, spread(to_control), spread(flat), str(len(curves))])
     heads = ["", *(f"{length:,}" for length in lengths), "x control", "64x / 1x", "seeds"]
     return table(heads, body)
 
 
 def _positions_table(place: Place, rows: Sequence[Row]) -> str:
-    last = 64 * place.base.length
-    buckets = next(curve[last]["buckets"] for row in rows for curve in _curves(place, row))
-    edges = [(bucket["start"], bucket["end"]) for bucket in buckets]
+    edges = [(start, end) for start, end, _ in place.found("perplexity", rows[0])[0]["positions"]]
     body = []
     for row in rows:
-        curves = [curve[last]["buckets"] for curve in _curves(place, row)]
-        cells = [spread([curve[n]["perplexity"] for curve in curves]) for n in range(len(edges))]
-        body.append([told(row), *cells])
+        curves = [one["positions"] for one in place.found("perplexity", row)]
+        body.append([told(row), *(spread([curve[n][2] for curve in curves]) for n in range(len(edges)))])
     return table(["", *(f"{start:,} to {end:,}" for start, end in edges)], body)
 
 
 def _recall_table(place: Place, rows: Sequence[Row]) -> str:
-    measured = [(row, found) for row in rows for found in _found(place, "recall", row)[:1]]
-    keys = sorted({(item["task"], item["length"]) for item in measured[0][1]["rows"]})
-    original = measured[0][1]["models"][0]["label"]
-    body = [["original", *_accuracies(measured[0][1], original, keys)]]
-    for row, found in measured:
-        body.append([told(row), *_accuracies(found, found["models"][-1]["label"], keys)])
-    chances = [_chance(measured[0][1], key) for key in keys]
-    body.append(["chance", *chances])
+    measured = [(row, found) for row in rows for found in place.found("recall", row)[:1]]
+    first = measured[0][1]
+    keys = [(task, length) for task, values in first["original"].items() for length in values]
+    body = [["original", *_percents(first["original"], keys)]]
+    body += [[told(row), *_percents(found["row"], keys)] for row, found in measured]
+    body.append(["chance", *_percents(first["chance"], keys, digits=2)])
     text = "Percent right, the mean over depths.\n\n"
-    return text + table(["", *(f"{task} {length:,}" for task, length in keys)], body)
+    return text + table(["", *(f"{task} {int(length):,}" for task, length in keys)], body)
 
 
-def _accuracies(found: Json, label: str, keys: Iterable[tuple[str, int]]) -> list[str]:
-    cells = []
-    for task, length in keys:
-        rows = [r for r in found["rows"] if (r["model"], r["task"], r["length"]) == (label, task, length)]
-        cells.append(f"{100 * mean(row['accuracy'] for row in rows):.1f}" if rows else "-")
-    return cells
-
-
-def _chance(found: Json, key: tuple[str, int]) -> str:
-    return f"{100 * mean(row['chance'] for row in found['rows'] if (row['task'], row['length']) == key):.2f}"
+def _percents(found: Json, keys: Sequence[tuple[str, str]], digits: int = 1) -> list[str]:
+    return [f"{100 * found[task][length]:.{digits}f}" for task, length in keys]
 
 
 def _recall_lost(place: Place, rows: Sequence[Row]) -> dict[str, float]:
     """Of the control's induction at the training length, by row."""
-    key, found = [("induction", place.base.length)], {}
+    length, found = str(place.base.length), {}
     for row in rows:
-        for one in _found(place, "recall", row)[:1]:
-            cell = _accuracies(one, one["models"][-1]["label"], key)[0]
-            found[row.name] = float(cell)
+        for one in place.found("recall", row)[:1]:
+            found[row.name] = one["row"]["induction"][length]
     return {name: 1 - value / found["control"] for name, value in found.items() if found.get("control")}
 
 
 def _generation_table(place: Place, rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
-        for found in _found(place, "generation", row)[:1]:
-            one = found["summaries"][-1]
+        for one in place.found("generation", row)[:1]:
             cells = [f"{one['agreement']:.1f}", f"{one['kl']:.3f}", f"{100 * one['top1']:.1f} %"]
             body.append([told(row), *cells, f"{100 * one['repetition']:.1f} %"])
-            original = found["summaries"][0]
-    body.insert(0, ["original", "-", "-", "-", f"{100 * original['repetition']:.1f} %"])
+            original = f"{100 * one['original_repetition']:.1f} %"
+    body.insert(0, ["original", "-", "-", "-", original])
     heads = ["", "tokens agreed of 128", "KL, nats per token", "same first choice", "repetition"]
     return table(heads, body)
 
@@ -226,8 +200,8 @@ def _branches_table(place: Place) -> str:
 def _branches(place: Place) -> Iterator[tuple[Row, dict[str, float]]]:
     """Hybrids, and the perplexity of each branch."""
     for row in {row.name: row for row in (*LENGTHS, *STAGES)}.values():
-        for found in _found(place, "branches", row)[:1]:
-            yield row, {item["model"]: item["perplexity"] for item in found["rows"]}
+        for found in place.found("branches", row)[:1]:
+            yield row, found
 
 
 def _targets(place: Place) -> str:
@@ -236,13 +210,10 @@ def _targets(place: Place) -> str:
     first, last = place.base.length, 64 * place.base.length
     rows = [*rows_of(place.base, place.base.tables), *kept_rows(place).values()]
     curves = {row.name: found for row in rows if (found := _curves(place, row))}
-    at_first = {name: mean(curve[first]["perplexity"] for curve in found) for name, found in curves.items()}
+    at_first = {name: mean(curve[first] for curve in found) for name, found in curves.items()}
     ratios: dict[str, dict[str, float]] = {
         "alone": {row.name: values["linear"] / values["both"] for row, values in _branches(place)},
-        "flat": {
-            name: mean(curve[last]["perplexity"] / curve[first]["perplexity"] for curve in found)
-            for name, found in curves.items()
-        },
+        "flat": {name: mean(curve[last] / curve[first] for curve in found) for name, found in curves.items()},
         "control": {
             name: value / at_first["control"] for name, value in at_first.items() if "control" in at_first
         },
@@ -266,7 +237,7 @@ def _commands(place: Place) -> str:
     tables = [table for table in place.base.tables if place.base is first or table not in first.tables]
     lines = []
     for row in [*rows_of(place.base, tables), *kept_rows(place).values()]:
-        if row.how != "none" and _found(place, "perplexity", row):
+        if row.how != "none" and place.found("perplexity", row):
             words = training_words(place, row, 0)
             lines.append(" ".join(_quoted(_short(word, place)) for word in words))
     return "\n".join(lines)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from study_bases import Base
+
+Json = dict[str, Any]
 
 BLOCK, BATCH = 512, 8
 STEPS = 245
@@ -249,11 +251,18 @@ def slot(row: Row, seed: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a base's files are: the data folder, and the work folder."""
+    """Where a base's files are: the data folder, and the work folder.
+
+    Attributes:
+        base: the model to convert.
+        data, work: the folders.
+        figures: what was measured, as `study_figures` keeps it.
+    """
 
     base: Base
     data: Path
     work: Path
+    figures: Mapping[str, Json] = field(default_factory=dict, repr=False)
 
     @property
     def folder(self) -> Path:
@@ -279,9 +288,23 @@ class Place:
         """The folder that training a row leaves."""
         return self.folder / "runs" / slot(row, seed)
 
+    def key(self, what: str, row: Row, seed: int) -> str:
+        """The name of a measurement: its folder in the work folder."""
+        return f"{self.base.name}/{what}/{slot(row, seed)}"
+
     def measured(self, what: str, row: Row, seed: int) -> Path:
         """The folder of a measurement."""
-        return self.folder / what / slot(row, seed)
+        return self.work / self.key(what, row, seed)
+
+    @property
+    def layers(self) -> str:
+        """The name of the ranking of layers: its folder in the work folder."""
+        return f"{self.base.name}/layers"
+
+    def found(self, what: str, row: Row) -> list[Json]:
+        """The figures of a row, one per seed."""
+        keys = (self.key(what, row, seed) for seed in row.seeds(self.base))
+        return [self.figures[key] for key in keys if key in self.figures]
 
 
 def steps_of(row: Row) -> int:

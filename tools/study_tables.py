@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
-from typing import Any
 
 from study_plan import Row
-
-Json = dict[str, Any]
 
 
 def told(row: Row) -> str:
