@@ -110,7 +110,7 @@ class StatefulAttention(Attention):
 
     linear = True
     time = "O(n)"
-    counts: ClassVar[bool] = False
+    counts: bool = False
     packs: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:

@@ -110,6 +110,12 @@ class StateLayer(CacheLayerMixin):
         assert isinstance(self.seen, int)
         return self.seen - (0 if self.pending is None else self.pending.length)
 
+    def spare(self) -> bool:
+        """Whether the next state may be written over this one: nobody goes back to it or has its gradient."""
+        if self.record_past or torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.state:
+            return False
+        return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
+
     def shows(self, valid: Tensor | None) -> bool:
         """Whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
         if valid is None:

@@ -12,92 +12,163 @@ from hf_linattn.tokens import Tokens
 
 
 class Kept(NamedTuple):
-    """Keys `[B, Hkv, N, D]`, values `[B, Hkv, N, Dv]`, and a mark `[B, N]` for each that counts."""
+    """Keys `[B, Hkv, N, D]`, values `[B, Hkv, N, Dv]`, and a mark `[B, N]` for each that counts.
+
+    Where padding is not marked there may be anything finite, and it has no influence; NaN is not kept.
+    """
 
     key: Tensor
     value: Tensor
     marks: Tensor
 
-    def visible(self) -> Kept:
-        """Zeros in place of what does not count: it may hold NaN."""
-        hidden = ~self.marks[:, None, :, None]
-        return Kept(self.key.masked_fill(hidden, 0), self.value.masked_fill(hidden, 0), self.marks)
+    def columns(self, place: Tensor) -> Kept:
+        """Those at these places `[K]`."""
+        key, value = (x.index_select(2, place) for x in self[:2])
+        return Kept(key, value, self.marks.index_select(1, place))
+
+    def put(self, place: Tensor, new: Kept, in_place: bool) -> Kept:
+        """With other columns at these places."""
+        if in_place:
+            for axis, old, x in zip((2, 2, 1), self, new, strict=True):
+                old.index_copy_(axis, place, x)
+            return self
+        key, value = (old.index_copy(2, place, x) for old, x in zip(self[:2], new[:2], strict=True))
+        return Kept(key, value, self.marks.index_copy(1, place, new.marks))
 
 
 class Recent(NamedTuple):
-    """The state: the window's tokens and the first ones ("sinks")."""
+    """The state: the window's tokens, the first ones ("sinks"), and where the next token goes.
+
+    The window is a ring: a single token takes the place of the oldest, and nothing else is moved.
+
+    Attributes:
+        window: `size` columns.
+        sinks: one column each.
+        turn: column of the oldest token of the window, `[B]`, the same in all rows.
+    """
 
     window: Kept
     sinks: Kept
+    turn: Tensor
 
     @classmethod
     def of(cls, state: tuple[Tensor, ...]) -> Recent:
-        """From the first six tensors of a flat state."""
-        return cls(Kept(*state[:3]), Kept(*state[3:6]))
+        """From the first tensors of a flat state."""
+        return cls(Kept(*state[:3]), Kept(*state[3:6]), state[6])
 
     @classmethod
     def nothing(cls, like: Tokens, size: int, sinks: int) -> Recent:
         """Before the first token."""
+        (batch, heads), device = like.key.shape[:2], like.key.device
 
         def empty(length: int) -> Kept:
-            (batch, heads), device = like.key.shape[:2], like.key.device
             return Kept(
                 like.key.new_zeros(batch, heads, length, like.key.shape[3]),
                 like.value.new_zeros(batch, heads, length, like.value.shape[3]),
                 torch.zeros(batch, length, dtype=torch.bool, device=device),
             )
 
-        return cls(empty(size), empty(sinks))
+        return cls(empty(size), empty(sinks), torch.zeros(batch, dtype=torch.int64, device=device))
 
     def flat(self) -> tuple[Tensor, ...]:
         """As a state."""
-        return (*self.window, *self.sinks)
+        return (*self.window, *self.sinks, self.turn)
+
+    def in_order(self) -> Kept:
+        """The window, the oldest token first."""
+        if not torch.compiler.is_compiling() and int(self.turn[0]) == 0:
+            return self.window
+        size = self.window.marks.shape[1]
+        return self.window.columns((torch.arange(size, device=self.turn.device) + self.turn[0]) % size)
 
 
-def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Marks of tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each."""
+TENSORS = 7
+"""Of a flat state."""
+
+
+def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor | None]:
+    """Marks of tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each.
+
+    Without sinks nobody wants ranks.
+    """
     batch, length = tokens.key.shape[0], tokens.length
     valid = tokens.valid
     if valid is None:
         valid = torch.ones(batch, length, dtype=torch.bool, device=tokens.key.device)
+    if not sinks:
+        return valid, None
     count = tokens.count if causal else valid.cumsum(1)
     assert count is not None
     rank = torch.where(valid, count.expand(batch, -1).long() - 1, -1)
     return valid & (rank >= sinks), rank
 
 
-def with_sinks(tokens: Tokens, rank: Tensor, before: Kept) -> Kept:
+def own(tokens: Tokens, marks: Tensor) -> Kept:
+    """The tokens themselves, with zeros in place of padding."""
+    return Kept(tokens.hide(tokens.key), tokens.hide(tokens.value), marks)
+
+
+def with_sinks(new: Kept, rank: Tensor | None, before: Kept) -> Kept:
     """The first tokens, those among the new ones put in their places."""
     slots = before.marks.shape[1]
-    if not slots:
+    if rank is None:
         return before
     hit = rank[:, None] == torch.arange(slots, device=rank.device)[:, None]  # [B, slots, N]
-    place, new = hit.int().argmax(-1)[:, None, :, None], hit.any(-1)
+    place, found = hit.int().argmax(-1)[:, None, :, None], hit.any(-1)
 
     def put(x: Tensor, old: Tensor) -> Tensor:
-        found = x.gather(2, place.expand(-1, x.shape[1], -1, x.shape[3]))
-        return torch.where(new[:, None, :, None], found, old)
+        first = x.gather(2, place.expand(-1, x.shape[1], -1, x.shape[3]))
+        return torch.where(found[:, None, :, None], first, old)
 
-    return Kept(put(tokens.key, before.key), put(tokens.value, before.value), before.marks | new)
+    return Kept(put(new.key, before.key), put(new.value, before.value), before.marks | found)
 
 
-def advance(tokens: Tokens, before: Recent) -> tuple[Kept, Tensor, Tokens, Recent]:
+def advance(tokens: Tokens, before: Recent) -> tuple[Kept, Tensor | None, Tokens, Recent]:
     """Move the window over new tokens.
 
     Returns:
         What the new queries see, `[B, Hkv, size + N, D]`, token i the columns i < c <= i + size; their ranks
-        `[B, N]`; the tokens that leave the window, one as each comes; and what is kept after the last.
+        `[B, N]`, if there are sinks; the tokens that leave the window, one as each comes; and what is kept
+        after the last.
     """
     marks, ranks = ranked(tokens, before.sinks.marks.shape[1], causal=True)
+    new, old = own(tokens, marks), before.in_order()
     seen = Kept(
-        torch.cat([before.window.key, tokens.key], 2),
-        torch.cat([before.window.value, tokens.value], 2),
-        torch.cat([before.window.marks, marks], 1),
+        torch.cat([old.key, new.key], 2),
+        torch.cat([old.value, new.value], 2),
+        torch.cat([old.marks, marks], 1),
     )
     cut = tokens.length
-    leaving = Tokens(None, seen.key[:, :, :cut], seen.value[:, :, :cut], tokens.scaling, seen.marks[:, :cut])
+    leaving = Kept(seen.key[:, :, :cut], seen.value[:, :, :cut], seen.marks[:, :cut])
     window = Kept(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.marks[:, cut:])
-    return seen, ranks, leaving, Recent(window, with_sinks(tokens, ranks, before.sinks))
+    sinks = with_sinks(new, ranks, before.sinks)
+    after = Recent(window, sinks, torch.zeros_like(before.turn))
+    return seen, ranks, _as_tokens(leaving, tokens), after
+
+
+def steps(tokens: Tokens, before: Recent) -> bool:
+    """Whether `step` can take them: one token, of the kind that is kept, and no gradients."""
+    alike = tokens.key.dtype == before.window.key.dtype and tokens.value.dtype == before.window.value.dtype
+    return tokens.length == 1 and alike and not torch.is_grad_enabled()
+
+
+def step(tokens: Tokens, before: Recent) -> tuple[Tensor | None, Tokens, Recent]:
+    """`advance` by one token, which takes the place of the oldest; the query sees the window after it.
+
+    Returns:
+        Its rank `[B, 1]`, if there are sinks; the token that leaves; and what is kept, in the tensors from
+        before where `tokens.in_place`.
+    """
+    marks, rank = ranked(tokens, before.sinks.marks.shape[1], causal=True)
+    new, place = own(tokens, marks), before.turn[:1]
+    leaving = before.window.columns(place)
+    window = before.window.put(place, new, tokens.in_place)
+    turn = (before.turn + 1) % before.window.marks.shape[1]
+    return rank, _as_tokens(leaving, tokens), Recent(window, with_sinks(new, rank, before.sinks), turn)
+
+
+def _as_tokens(kept: Kept, like: Tokens) -> Tokens:
+    return Tokens(None, kept.key, kept.value, like.scaling, kept.marks, in_place=like.in_place)
 
 
 def padded(kept: Kept, before: int, behind: int) -> Kept:

@@ -50,7 +50,10 @@ def attend(attention: Any, call: Call) -> Tensor:
                 )
             output: Tensor = attention.both_ways(tokens)
             return output.to(query.dtype)
-        state = None if layer is None else _state_before(layer, attention, documents)
+        state = None
+        if layer is not None:
+            state = _state_before(layer, attention, documents)
+            tokens.in_place = layer.spare()
         if new is not None and _is_packed(new, past):
             tokens.documents = new.long().cummax(1).values
             if layer is not None and _holds_many(tokens.documents):

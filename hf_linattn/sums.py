@@ -20,7 +20,9 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     assert query is not None
     if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
-        numerator, total, after = linear.causal(phi_q, phi_k, value, state, documents, decay)
+        numerator, total, after = linear.causal(
+            phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
+        )
         return linear.normalised(numerator, total) if divide else numerator, total, after
     inputs = _inputs(attention, tokens, divide, state)
     found = kernels.attention(inputs, How(fused, attention.eps, divide), tokens.keep)

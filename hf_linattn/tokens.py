@@ -27,6 +27,7 @@ class Tokens:
         count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
         documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
         keep: the state after them is wanted; else none need be made.
+        in_place: nobody wants the state before them, so its tensors may be written over.
     """
 
     query: Tensor | None
@@ -37,6 +38,7 @@ class Tokens:
     count: Tensor | None = None
     documents: Tensor | None = None
     keep: bool = True
+    in_place: bool = False
 
     @property
     def length(self) -> int:

@@ -52,7 +52,6 @@ class Window(StatefulAttention):
     group = "hybrid"
     time = "O(n w)"
     cross = False
-    counts = True
     hosts = True
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 
@@ -74,6 +73,7 @@ class Window(StatefulAttention):
         turned = positions == "cache" or (positions == "auto" and is_rotated(site))
         self.rotary = Rotary(site) if sinks and turned else None
         self.turns = self.rotary is not None
+        self.counts = sinks > 0
         self.inner = ""
         self.heads = site.heads
 
@@ -85,6 +85,7 @@ class Window(StatefulAttention):
             )
         self.inner, self.branches = inner.name, "both"
         self.directions, self.why = inner.directions, inner.why  # type: ignore[misc]
+        self.counts = self.counts or inner.counts
         self.add_module("rest", inner)
         if self.mix == "learned":
             if self.heads is None:
@@ -97,8 +98,14 @@ class Window(StatefulAttention):
 
     def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
-        seen, ranks, leaving, after = recent.advance(tokens, self._before(tokens, state))
-        inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
+        before = self._before(tokens, state)
+        if state is not None and recent.steps(tokens, before):
+            ranks, leaving, after = recent.step(tokens, before)
+            seen, reach = after.window, None
+        else:
+            seen, ranks, leaving, after = recent.advance(tokens, before)
+            reach = self.size
+        inside = partial(self._inside, tokens, seen, ranks, after.sinks, reach)
         if not self.inner:
             return inside(None), after.flat()
         summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
@@ -117,14 +124,14 @@ class Window(StatefulAttention):
         return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
 
     def _inner_state(self, state: tuple[Tensor, ...] | None) -> linear.State | None:
-        return None if state is None else linear.State(*state[6:])
+        return None if state is None else linear.State(*state[recent.TENSORS :])
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """A window to both sides; the rest in two streams, one from each end."""
         assert tokens.query is not None
         marks, ranks = recent.ranked(tokens, self.sinks, causal=False)
-        first = recent.with_sinks(tokens, ranks, self._before(tokens, None).sinks)
-        own = Kept(tokens.key, tokens.value, marks)
+        own = recent.own(tokens, marks)
+        first = recent.with_sinks(own, ranks, self._before(tokens, None).sinks)
         reach = 2 * self.size - 1
         seen = recent.padded(own, self.size, self.size - 1)
         inside = partial(self._inside, tokens, seen, None, first, reach)
@@ -141,7 +148,8 @@ class Window(StatefulAttention):
         """Sums over the tokens that lie `size` or more before each query."""
         key, value, marks = recent.padded(own, self.size, 0)
         cut = tokens.length
-        stream = Tokens(tokens.query, key[:, :, :cut], value[:, :, :cut], tokens.scaling, marks[:, :cut])
+        key, value, marks = key[:, :, :cut], value[:, :, :cut], marks[:, :cut]
+        stream = Tokens(tokens.query, key, value, tokens.scaling, marks, keep=False)
         return self._linear().sums(stream, None)[:2]
 
     def _inside(
@@ -150,19 +158,24 @@ class Window(StatefulAttention):
         seen: Kept,
         ranks: Tensor | None,
         first: Kept,
-        reach: int,
+        reach: int | None,
         other: Sums | None,
     ) -> Tensor:
-        """Softmax over the window, the sinks and other tokens; a causal query sees sinks up to its rank."""
+        """Softmax over the window, the sinks and other tokens; a causal query sees sinks up to its rank.
+
+        Without a reach a single query sees all of `seen`.
+        """
         assert tokens.query is not None
-        query, key, value = upcast(tokens.query), *map(upcast, seen.visible()[:2])
+        query, key, value = map(upcast, (tokens.query, seen.key, seen.value))
         if self.sinks:
             sinks = self._sink_sums(tokens.scaling, query, ranks, first)
             other = sinks if other is None else band.added(sinks, other)
+        if reach is None:
+            return window.decode(query, key, value, seen.marks, tokens.scaling, other)
         return window.attention(band.Window(query, key, value, seen.marks, reach, tokens.scaling), other)
 
     def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> Sums:
-        key, value = map(upcast, first.visible()[:2])
+        key, value = upcast(first.key), upcast(first.value)
         visible = first.marks[:, None].expand(-1, query.shape[2], -1)
         if ranks is not None:
             visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
@@ -193,6 +206,6 @@ class Window(StatefulAttention):
         """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
-        own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1)
+        own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1) + 8
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         return None if inner is None else own + inner

@@ -333,6 +333,13 @@ def test_the_page_of_documentation(finished, model, tmp_path, capsys):
     assert bench.main(asked) == 0
     again = page.read_text()
     assert again == "Words before.\n" + text + "Words behind.\n"
+    shorter = json.loads((out / "results.json").read_text())
+    (out / "results.json").write_text(json.dumps({**shorter, "answers": ["measured again"]}))
+    assert bench.main(["--docs", str(page), str(out)]) == 0
+    one = page.read_text()
+    assert "* measured again\n" in one
+    assert one.partition("## A whole model")[0] == again.partition("## A whole model")[0]
+    assert one.count("\n## ") == again.count("\n## ")
     page.write_text("No place.")
     refused(asked, "has no lines {} and {}".format(*MARKS), capsys)
     assert page.read_text() == "No place."

@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
     add("--output-dir", type=Path, help="folder for the results; the same command resumes there")
     add("--explain", action="store_true", help="print which form of linear attention runs for which size")
-    add("--docs", type=Path, metavar="FILE", help="write a page from finished runs")
+    add("--docs", type=Path, metavar="FILE", help="write or renew the sections of finished runs in a page")
     return parser
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import DataError
-from hf_linattn.eval.marked import write_between
+from hf_linattn.eval.marked import between, write_between
 
 from . import tables
 from .run import FORMAT
@@ -25,13 +26,23 @@ PATHS = ("--model", "--output-dir")
 
 
 def write_page(path: Path, folders: Sequence[Path]) -> None:
-    """Put the tables into the page, and leave the words around them as they are.
+    """Put a section for each run into the page, and leave everything else as it is.
+
+    A section takes the place of that of a run with the same `--output-dir`; others stay, new ones come last.
 
     Raises:
         DataError: a folder holds no finished run, or the page has no place for the tables.
     """
-    text = "\n".join([INTRODUCTION, *(section(load(folder)) for folder in folders)])
+    new = [section(load(folder)) for folder in folders]
+    old = between(path, MARKS).split("\n## ")[1:]
+    sections = {_name(text): text for text in (*(f"## {text}" for text in old), *new)}
+    text = "\n".join([INTRODUCTION, *(text.strip() + "\n" for text in sections.values())])
     write_between(path, MARKS, text, HEAD)
+
+
+def _name(section: str) -> str:
+    found = re.search(r"--output-dir[= ](\S+)", section)
+    return found[1] if found else section
 
 
 def load(folder: Path) -> dict[str, Any]:

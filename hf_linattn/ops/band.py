@@ -77,7 +77,11 @@ def softmax_sums(scores: Tensor, value: Tensor) -> Sums:
 
 def attention(window: Window, other: Sums | None) -> Tensor:
     """Window and other tokens under one normaliser: `[B, H, N, Dv]`; 0 where nothing is seen."""
-    inside = _window_sums(window)
+    return joined(_window_sums(window), other)
+
+
+def joined(inside: Sums, other: Sums | None) -> Tensor:
+    """Both sums under one normaliser: `[B, H, N, Dv]`; 0 where nothing is seen."""
     sums = inside if other is None else added(inside, other)
     return linear.normalised(sums.values, sums.total)
 

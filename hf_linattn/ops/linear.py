@@ -75,17 +75,30 @@ def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
 
 
 def step(
-    phi_q: Tensor, phi_k: Tensor, value: Tensor, state: State | None, log_decay: Tensor | None
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None,
+    log_decay: Tensor | None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, State]:
-    """`causal` of one token: update and read, in few operations."""
+    """`causal` of one token: update and read, in few operations; `in_place` writes the state over."""
     if state is None:
         state = State(phi_k.mT * value, phi_k[:, :, 0])
+    elif in_place and state.S.dtype == value.dtype:
+        if log_decay is not None:
+            factor = log_decay[:, :, 0].exp().unsqueeze(-1)
+            state.S.mul_(factor.unsqueeze(-1))
+            state.z.mul_(factor)
+        state = State(state.S.addcmul_(phi_k.mT, value), state.z.add_(phi_k[:, :, 0]))
     else:
         state = state if log_decay is None else _scaled(state, log_decay[:, :, 0].exp())
         state = State(torch.addcmul(state.S, phi_k.mT, value), state.z + phi_k[:, :, 0])
-    query = grouped(phi_q, phi_k.shape[1])[:, :, :, 0]
-    numerator, total = query @ state.S, query @ state.z.unsqueeze(-1)
-    return numerator.flatten(1, 2).unsqueeze(2), total.flatten(1, 2), state
+    (batch, heads, _, size), kv_heads = phi_q.shape, phi_k.shape[1]
+    query = phi_q.reshape(batch * kv_heads, heads // kv_heads, size)  # bmm: a matmul of views takes longer
+    numerator = torch.bmm(query, state.S.flatten(0, 1))
+    total = torch.bmm(query, state.z.flatten(0, 1).unsqueeze(-1))
+    return numerator.view(batch, heads, 1, value.shape[3]), total.view(batch, heads, 1), state
 
 
 def causal(
@@ -95,6 +108,7 @@ def causal(
     state: State | None = None,
     documents: Tensor | None = None,
     log_decay: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, State]:
     """Causal attention, quadratic inside chunks of 64 tokens and through the state between them.
 
@@ -106,13 +120,14 @@ def causal(
         documents: `[B, N]` ascending; a new number starts from an empty state. `state` belongs to the first
             one.
         log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
+        in_place: a single token may write its state over the one before.
 
     Returns:
         Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
     """
     length = phi_k.shape[2]
     if length == 1:
-        return step(phi_q, phi_k, value, state, log_decay)
+        return step(phi_q, phi_k, value, state, log_decay, in_place)
     paired = documents is not None or log_decay is not None
     if not paired or length <= SPAN or torch.compiler.is_compiling():
         return _block(phi_q, phi_k, value, state, documents, log_decay)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_linattn.ops import band
 from hf_linattn.ops.band import Sums, Window
 from hf_linattn.ops.sink import BACKWARD, FORWARD, dense, fits
+from hf_linattn.ops.softmax import scores_of
 
 BLOCK = 32
 """Queries per row of the kernel: measured, from 32 to 256."""
@@ -38,6 +39,25 @@ def attention(window: Window, other: Sums | None) -> Tensor:
         return torch.ops.hf_linattn.softmax_of_window(*given)[0]  # type: ignore[no-any-return]
     output: Tensor = _Attention.apply(*given)  # type: ignore[no-untyped-call]
     return output
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, marks: Tensor, scaling: float, other: Sums | None
+) -> Tensor:
+    """A single query `[B, H, 1, D]` over all marked keys, `marks` `[B, N]`; no gradients."""
+    if torch.compiler.is_compiling() or not fits(query, key, value, None, 0.0):
+        scores = scores_of(query, key, scaling).masked_fill(~marks[:, None, None], float("-inf"))
+        return band.joined(band.softmax_sums(scores, value), other)
+    mask, some = None, None
+    if not marks.all():
+        mask = torch.zeros(marks.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill_(~marks, float("-inf"))[:, None, None]
+        some = marks.any(1)[:, None, None]
+    output: Tensor
+    output, lse = FORWARD(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
+    if other is not None:
+        return _join(output, lse, some, *other)[0]
+    return output if some is None else output.masked_fill_(~some.unsqueeze(-1), 0.0)
 
 
 class _Blocks:
@@ -153,11 +173,25 @@ def _forward(
         return output, lse
     count = F.pad(marks.cumsum(1), (1, 0))
     near = (count[:, 1 + reach :] > count[:, 1 : 1 + length])[:, None]
-    some = total > 0
-    rest = torch.where(some, log_scale + torch.where(some, total, 1.0).log(), float("-inf"))
-    joined = torch.logaddexp(lse.masked_fill(~near, float("-inf")), rest)
-    joined = joined.masked_fill(~(near | some), 0.0)
-    output.mul_((lse - joined).exp().masked_fill(~near, 0.0).unsqueeze(-1))
+    return _join(output, lse, near, values, total, log_scale)
+
+
+def _join(
+    output: Tensor, lse: Tensor, near: Tensor | None, values: Tensor, total: Tensor, log_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output, written over, and log-sum-exp of a window with other sums.
+
+    `near` tells where the window has any key; None: everywhere.
+    """
+    some, rest = total > 0, log_scale + total.log()
+    if near is None:
+        joined = torch.logaddexp(lse, rest)
+        share = (lse - joined).exp_()
+    else:
+        joined = torch.logaddexp(lse.masked_fill(~near, float("-inf")), rest)
+        joined = joined.masked_fill_(~(near | some), 0.0)
+        share = (lse - joined).exp_().masked_fill_(~near, 0.0)
+    output.mul_(share.unsqueeze(-1))
     output.add_(values * _share(some, log_scale, joined).unsqueeze(-1))
     return output, joined
 
