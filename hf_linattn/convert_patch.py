@@ -11,7 +11,7 @@ from hf_linattn.attention import LinearAttention
 from hf_linattn.convert import ConvertArguments
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune_model import first_line
-from hf_linattn.registry import find, names_in, parse
+from hf_linattn.registry import find, names_in, parse, signature
 from hf_linattn.seam import NAME
 
 
@@ -52,6 +52,8 @@ def fronted(spec: str) -> tuple[str, dict[str, Any]]:
 
     >>> fronted("window+elu1")
     ('window+linear', {'linear': {'feature_map': 'elu1', 'front': True}})
+    >>> fronted("gated")
+    ('gated', {'gated': {'front': True}})
 
     Raises:
         OptionError: it holds no feature map.
@@ -60,7 +62,8 @@ def fronted(spec: str) -> tuple[str, dict[str, Any]]:
     maps = [name for name in names if issubclass(find(name), LinearAttention)]
     if len(maps) != 1:
         raise OptionError(f"--learn-front: {spec!r} has no feature map that a layer could stand in front of")
-    options = {"linear": {"feature_map": maps[0], "front": True}}
-    composed = "+".join("linear" if name in maps else name for name in names)
+    own = "front" in signature(find(maps[0]))
+    options = {maps[0]: {"front": True}} if own else {"linear": {"feature_map": maps[0], "front": True}}
+    composed = spec if own else "+".join("linear" if name in maps else name for name in names)
     parse(composed, options)
     return composed, options

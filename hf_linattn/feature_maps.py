@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
+
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import patches
@@ -39,3 +42,48 @@ def named_map(option: str, name: str, site: Site) -> LinearAttention:
             f"{', '.join(fitting)}"
         )
     return fitting[name](site)
+
+
+def fronts(site: Site) -> nn.ParameterDict:
+    """A learned layer for queries, W_q `[H, D, D]`, and one for keys, W_k `[Hkv, D, D]`: the identity.
+
+    Raises:
+        OptionError: its sizes cannot be told.
+    """
+    if site.head_dim is None or site.heads is None or site.kv_heads is None:
+        raise OptionError(f"{site.name}: its sizes cannot be told, so nothing can be learned in front")
+    sides = (("query_map", site.heads), ("key_map", site.kv_heads))
+    return nn.ParameterDict(
+        [(side, nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))) for side, heads in sides]
+    )
+
+
+def fronted(learned: nn.ParameterDict, side: str, x: Tensor) -> Tensor:
+    """W x for queries or keys `[B, H, N, D]`; x itself where nothing is learned."""
+    return torch.einsum("bhnd,hfd->bhnf", x, learned[side].to(x)) if side in learned else x
+
+
+class NamedMapAttention(LinearAttention):
+    """Linear attention over the map of another patch, with a learned layer in front of it where wanted."""
+
+    def take(self, name: str, front: bool, site: Site) -> None:
+        """The map of the patch of this name.
+
+        Raises:
+            OptionError: there is no such map, or nothing can be learned in front of it.
+        """
+        self.map = named_map("feature_map", name, site)
+        self.features = self.map.features
+        self.fronts = fronts(site) if front else nn.ParameterDict()
+
+    def query_map(self, query: Tensor) -> Tensor:
+        """phi_q."""
+        return self.map.query_map(fronted(self.fronts, "query_map", query))
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """phi_k."""
+        return self.map.key_map(fronted(self.fronts, "key_map", key))
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """What the map of the query leaves out."""
+        return self.map.left_out(fronted(self.fronts, "query_map", query))

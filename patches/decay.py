@@ -6,9 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import named_map
+from hf_linattn.feature_maps import NamedMapAttention
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -16,7 +15,7 @@ RATES = ("retnet", "lightning")
 
 
 @register("decay")
-class Decay(LinearAttention):
+class Decay(NamedMapAttention):
     """Linear attention with a fixed decay per head, so that old tokens fade.
 
     o_i = sum_{j<=i} g_h^(i-j) (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} g_h^(i-j) phi(q_i) . phi(k_j)
@@ -27,6 +26,8 @@ class Decay(LinearAttention):
     Options:
         feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
             options and its learned weights; default "elu1".
+        front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
+            `[Hkv, D, D]`, the identity at the start; default False.
         rates: "retnet" (default), g_h = 1 - 2^(-5 - h), heads spread over 2^-5 .. 2^-12; or "lightning",
             g_h = exp(-2^(-8 (h + 1) / H)), ALiBi's slopes.
         half_life: tokens after which a past token counts half, the same for all heads; any number above 0,
@@ -48,6 +49,7 @@ class Decay(LinearAttention):
         site: Site,
         *,
         feature_map: str = "elu1",
+        front: bool = False,
         rates: Literal["retnet", "lightning"] = "retnet",
         half_life: float | None = None,
     ) -> None:
@@ -58,8 +60,7 @@ class Decay(LinearAttention):
             raise OptionError("rates and half_life say the same thing twice: give one of them")
         if site.kv_heads is None:
             raise OptionError(f"{site.name}: the number of its heads cannot be told, so there are no rates")
-        self.map = named_map("feature_map", feature_map, site)
-        self.features = self.map.features
+        self.take(feature_map, front, site)
         heads = site.kv_heads
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
@@ -68,18 +69,6 @@ class Decay(LinearAttention):
             self.log_rates = [math.log1p(-(2**power)) for power in spread]
         else:
             self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
-
-    def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
-        return self.map.query_map(query)
-
-    def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
-        return self.map.key_map(key)
-
-    def left_out(self, query: Tensor) -> Tensor | None:
-        """What the map of the query leaves out."""
-        return self.map.left_out(query)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """The same at every token."""

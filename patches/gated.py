@@ -5,9 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import named_map
+from hf_linattn.feature_maps import NamedMapAttention
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -15,7 +14,7 @@ TEMPERATURE = 16.0
 
 
 @register("gated")
-class Gated(LinearAttention):
+class Gated(NamedMapAttention):
     """Linear attention with a learned gate on its state, open at the start.
 
     o_i = sum_{j<=i} a_ij (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} a_ij phi(q_i) . phi(k_j)
@@ -28,6 +27,8 @@ class Gated(LinearAttention):
     Options:
         feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
             options and its learned weights; default "elu1".
+        front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
+            `[Hkv, D, D]`, the identity at the start; default False.
         half_life: tokens, at the start; any number of at least 1, default 16384.
         shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
             ratios; at least 1, default None for the same in all heads.
@@ -50,6 +51,7 @@ class Gated(LinearAttention):
         site: Site,
         *,
         feature_map: str = "elu1",
+        front: bool = False,
         half_life: float = 16384.0,
         shortest: float | None = None,
     ) -> None:
@@ -62,24 +64,11 @@ class Gated(LinearAttention):
             )
         if site.kv_heads is None or site.value_dim is None:
             raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no gates")
-        self.map = named_map("feature_map", feature_map, site)
-        self.features = self.map.features
+        self.take(feature_map, front, site)
         gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(site.kv_heads, shortest, half_life)]
         self.weight = nn.Parameter(torch.zeros(site.kv_heads, site.value_dim))
         # log sigmoid(b) is the gate
         self.bias = nn.Parameter(torch.tensor([gate - math.log(-math.expm1(gate)) for gate in gates]))
-
-    def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
-        return self.map.query_map(query)
-
-    def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
-        return self.map.key_map(key)
-
-    def left_out(self, query: Tensor) -> Tensor | None:
-        """What the map of the query leaves out."""
-        return self.map.left_out(query)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """The logarithm of g_t, `[B, Hkv, N]`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import feature_maps
+from hf_linattn.feature_maps import feature_maps, fronted, fronts
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 from hf_linattn.tokens import upcast
@@ -83,14 +83,7 @@ class Linear(LinearAttention):
         front: bool = False,
     ) -> None:
         super().__init__(site)
-        self.fronts = nn.ParameterDict()
-        if front:
-            if site.head_dim is None or site.heads is None or site.kv_heads is None:
-                raise OptionError(
-                    f"{site.name}: its sizes cannot be told, so nothing can be learned in front"
-                )
-            for side, heads in (("query_map", site.heads), ("key_map", site.kv_heads)):
-                self.fronts[side] = nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))
+        self.fronts = fronts(site) if front else nn.ParameterDict()
         self.normalise, self.summed = normalise, normalise == "sum"
         self.maps = nn.ModuleDict()
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -183,15 +176,10 @@ class Linear(LinearAttention):
         source = self.maps[option] if option in self.maps else None  # noqa: SIM401 (ModuleDict has no get)
         if not isinstance(source, LinearAttention):
             return None
-        return source.left_out(self._fronted("query_map", query))
-
-    def _fronted(self, side: str, x: Tensor) -> Tensor:
-        if side not in self.fronts:
-            return x
-        return torch.einsum("bhnd,hfd->bhnf", x, self.fronts[side].to(x))
+        return source.left_out(fronted(self.fronts, "query_map", query))
 
     def _mapped(self, side: str, x: Tensor) -> Tensor:
-        x = self._fronted(side, x)
+        x = fronted(self.fronts, side, x)
         option = self.options[side]
         if option in self.functions:
             return self.functions[option](x)

@@ -1,7 +1,7 @@
 """Formulas of the linear attentions by feature map: quadratic, float64, one function each."""
 
 import torch
-from oracle import Case, Inputs, elu_plus_one, formula, hedgehog_weights, over_its_sum
+from oracle import Case, Inputs, elu_plus_one, formula, fronted, hedgehog_weights, over_its_sum
 from torch import Tensor
 
 CASES: dict[str, Case] = {
@@ -116,8 +116,7 @@ def linear_map(x: Inputs) -> Tensor:
     if x.options.get("normalise") == "n":
         return over_n(x.query @ x.key.mT, x) @ x.value
     if x.options.get("front"):
-        query = x.query @ x.parameter("linear.fronts.query_map").mT
-        key = x.key @ x.per_head(x.parameter("linear.fronts.key_map")).mT
+        query, key = fronted(x, "linear")
         weights = elu_plus_one(query) @ elu_plus_one(key).mT
     elif "key_map" in x.options:
         weights = elu_plus_one(x.query) @ t2r_map(x, x.key, "linear.maps.key_map.").mT

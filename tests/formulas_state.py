@@ -3,7 +3,16 @@
 import math
 
 import torch
-from oracle import Case, Inputs, elu_plus_one, formula, hedgehog_weights, over_its_sum, softmax_weights
+from oracle import (
+    Case,
+    Inputs,
+    elu_plus_one,
+    formula,
+    fronted,
+    hedgehog_weights,
+    over_its_sum,
+    softmax_weights,
+)
 from torch import Tensor
 
 CASES: dict[str, Case] = {
@@ -11,6 +20,7 @@ CASES: dict[str, Case] = {
     "decay, lightning": Case("decay", {"rates": "lightning"}),
     "decay, half_life": Case("decay", {"half_life": 20.0}),
     "decay, hedgehog": Case("decay", {"feature_map": "hedgehog"}),
+    "decay, front": Case("decay", {"front": True}),
     "window": Case("window", {"size": 24}),
     "window, sinks": Case("window", {"size": 13, "sinks": 3, "positions": "text"}),
     "window+elu1": Case("window+elu1", {"size": 24}),
@@ -21,6 +31,7 @@ CASES: dict[str, Case] = {
     "nope+window+elu1, small": Case("nope+window+elu1", {"size": 16}),
     "efficient": Case("efficient"),
     "gated": Case("gated", {"half_life": 50.0}),
+    "gated, front": Case("gated", {"front": True, "half_life": 50.0}),
     "gated, hedgehog": Case("gated", {"feature_map": "hedgehog", "shortest": 4.0, "half_life": 50.0}),
 }
 
@@ -31,11 +42,12 @@ def age(x: Inputs) -> Tensor:
     return (query[:, :, None] - key[:, None]).clamp(min=0)
 
 
-def mapped(x: Inputs, prefix: str) -> Tensor:
+def mapped(x: Inputs, patch: str) -> Tensor:
     """phi(q_i) . phi(k_j) of the map that the options name."""
     if x.options.get("feature_map") == "hedgehog":
-        return hedgehog_weights(x, prefix)
-    return elu_plus_one(x.query) @ elu_plus_one(x.key).mT
+        return hedgehog_weights(x, f"{patch}.map.")
+    query, key = fronted(x, patch) if x.options.get("front") else (x.query, x.key)
+    return elu_plus_one(query) @ elu_plus_one(key).mT
 
 
 @formula("decay", scores=False)
@@ -52,7 +64,7 @@ def decay(x: Inputs) -> Tensor:
             else [1 - 2**-5]
         )
     rate = x.per_head(torch.tensor(rates, dtype=torch.float64))[None, :, None, None]
-    weights = mapped(x, "decay.map.") * rate ** age(x)[:, None]
+    weights = mapped(x, "decay") * rate ** age(x)[:, None]
     return over_its_sum(weights, x.visible) @ x.value
 
 
@@ -60,7 +72,7 @@ def decay(x: Inputs) -> Tensor:
 def gated(x: Inputs) -> Tensor:
     weight, bias = x.per_head(x.parameter("gated.weight")), x.per_head(x.parameter("gated.bias"))
     gate = ((x.value * weight[None, :, None]).sum(-1) + bias[None, :, None]).sigmoid() ** (1 / 16)
-    weights = mapped(x, "gated.map.")
+    weights = mapped(x, "gated")
     valid = x.visible[:, 0].any(1)  # padding does not close the gate
     closed = torch.where(valid[:, None], gate.log(), 0.0).cumsum(-1)
     product = (closed[..., :, None] - closed[..., None, :]).tril().exp()

@@ -195,6 +195,12 @@ def hedgehog_weights(x: Inputs, prefix: str) -> Tensor:
     return query @ phi(x.key, x.per_head(x.parameter(prefix + "key_weight"))).mT
 
 
+def fronted(x: Inputs, patch: str) -> tuple[Tensor, Tensor]:
+    """Queries and keys through the learned layers in front of a map."""
+    key = x.per_head(x.parameter(f"{patch}.fronts.key_map"))
+    return x.query @ x.parameter(f"{patch}.fronts.query_map").mT, x.key @ key.mT
+
+
 def visible_keys(
     module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool | None
 ) -> Tensor:

@@ -11,9 +11,10 @@ from finetune_workplace import surroundings, workplace
 from test_convert import BASE, STAGES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_linattn.convert import ConvertArguments, convert, learning_rate_for, main
-from hf_linattn.convert_patch import fronted
+from hf_linattn.convert import ConvertArguments, build_parser, convert, learning_rate_for, main
+from hf_linattn.convert_patch import fronted, with_patch
 from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.registry import parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -84,6 +85,12 @@ def test_presets_and_rates():
     assert learning_rate_for("distill", 2_000_000_000, 0) == 1e-4
     assert learning_rate_for("distill", 10**13, 0) == 1e-5
     assert fronted("window+elu1+logn")[0] == "window+linear+logn"
+    assert fronted("window+gated") == ("window+gated", {"gated": {"front": True}})
+    asked = ["--patch", "window+gated", "--options", '{"size": 8, "feature_map": "taylor2"}', "--learn-front"]
+    given = vars(build_parser().parse_args([*BASE, *asked, "--output-dir", "out"]))
+    told = with_patch(ConvertArguments(**given))
+    parts = parse(told.patch, told.options).options
+    assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
     with pytest.raises(OptionError, match="no feature map"):
         fronted("softmax1")
 
