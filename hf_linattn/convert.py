@@ -26,16 +26,21 @@ stages:
              the mean squared error of the attention's outputs over their variance (0 is perfect, 1 no better
              than the mean), or with --target weights the divergence of the attention weights. Hybrids of a
              window train their linear part alone, as if there were no window.
-  distill    the whole model learns the next-token probabilities of the unpatched one: Kullback-Leibler
+  distill    the whole model learns the token probabilities of the unpatched one: Kullback-Leibler
              divergence in nats per token. All weights for plans that are linear everywhere; LoRA (and the
              patch's parameters) for hybrids, whose teacher is then the model itself without patch and LoRA.
-  finetune   next-token prediction on the text itself, on rows of --finetune-length tokens.
+  finetune   prediction of the text itself, on rows of --finetune-length tokens.
 
 presets: tokens of each stage; --transfer-tokens and its like change one, 0 leaves a stage out
                 transfer    distill    finetune
   quick             200k       800k           0    minutes for a model of a million parameters on a CPU
   full               10M        60M         10M    finetune rows of 4 x --block-size
   lora                5M        15M           0    LoRA also where all weights would train
+
+objective:
+  Causal models predict the next token; encoders with a masked-LM head (--objective auto tells them) the
+  masked ones: rows are masked as by hf_linattn.finetune, both models see the masks, and stage distill
+  compares the predictions of every token.
 
 learning rates:
   Small models need higher ones. Unless given, stage distill takes 1e-4 x (2e9 / parameters)^0.32, between
@@ -77,7 +82,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ConvertArguments:
     """Everything `convert` is told; each field is an option of the command."""
 
-    model: str = field(metadata={"help": "folder or Hub name of a causal language model"})
+    model: str = field(metadata={"help": "folder or Hub name of a language model"})
     data: str = field(metadata={"help": "text, as hf_linattn.finetune takes it; or self: see below"})
     output_dir: str = field(metadata={"help": "where everything is written"})
     patch: str | dict[str, Any] | None = field(
@@ -93,6 +98,9 @@ class ConvertArguments:
     )
     sliding: Literal["keep", "global", "refuse"] = option(
         "keep", "sliding-window layers: see patch_model", choices=("keep", "global", "refuse")
+    )
+    objective: Literal["auto", "causal", "mlm"] = option(
+        "auto", "what the model predicts (see below)", choices=("auto", "causal", "mlm")
     )
     preset: Literal["quick", "full", "lora"] = option(
         "quick", "how much of each stage (see below)", choices=tuple(PRESETS)
@@ -203,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's parser, one option per field of `ConvertArguments`."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.convert",
-        description="Convert a pretrained causal language model to another attention, in stages.",
+        description="Convert a pretrained language model to another attention, in stages.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -89,13 +89,14 @@ def saved_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str 
 def summary(out: Path) -> str:
     """Perplexities after each stage, in words."""
     values: dict[str, float] = json.loads((out / VALIDATION).read_text(encoding="utf-8"))
-    lines = []
+    plan, lines = json.loads((out / PLAN).read_text(encoding="utf-8")), []
     if values:
+        what = "perplexity of masked tokens" if plan.get("objective") == "mlm" else "perplexity"
         first = values["original"]
         lines = [
-            f"{name:10} perplexity {math.exp(loss):10.4g}   {math.exp(loss - first):7.3f} x the original"
+            f"{name:10} {what} {math.exp(loss):10.4g}   {math.exp(loss - first):7.3f} x the original"
             for name, loss in values.items()
         ]
-    last = json.loads((out / PLAN).read_text(encoding="utf-8"))["stages"][-1]
+    last = plan["stages"][-1]
     lines.append(f"the model is in {out / last}, everything about it in {out / 'report.html'}")
     return "\n".join(lines) + "\n"

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from hf_linattn import from_pretrained, is_linear, patch_model
 from hf_linattn.branches import hybrids
@@ -20,13 +22,12 @@ from hf_linattn.convert import PRESETS, ConvertArguments, learning_rate_for
 from hf_linattn.convert_folder import PLAN, VALIDATION, check_folder
 from hf_linattn.convert_patch import with_patch
 from hf_linattn.convert_stages import Distill, Transfer, original
-from hf_linattn.data import load_blocks
 from hf_linattn.errors import LinattnError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
 from hf_linattn.finetune_model import check_fit, first_line
-from hf_linattn.finetune_run import load_tokenizer, make_accelerator, train
+from hf_linattn.finetune_run import chosen_objective, load_tokenizer, make_accelerator, train
 from hf_linattn.method import Method
-from hf_linattn.objectives import objective
+from hf_linattn.objectives import Objective
 from hf_linattn.training import evaluate
 
 SELF = "self"
@@ -45,16 +46,19 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
     arguments = with_patch(arguments)
     if accelerator.is_main_process:
         check_folder(out, arguments)
-        _write_own_text(out, arguments, accelerator)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    task = _task(arguments, tokenizer)
+    if accelerator.is_main_process:
+        _write_own_text(out, arguments, accelerator, tokenizer, task)
     accelerator.wait_for_everyone()
-    held_out = _held_out(out, arguments)
-    plan = _plan(out, arguments, accelerator, held_out, command)
+    held_out = _held_out(out, arguments, task)
+    plan = _plan(out, arguments, accelerator, task, held_out, command)
     source = arguments.model
     for stage in arguments.chosen_stages():
-        told = _stage_arguments(arguments, stage, source, plan, out, accelerator)
+        told = _stage_arguments(arguments, stage, source, plan, out, accelerator, task)
         train(told, command, accelerator, _method(arguments, stage, plan), data)
         source = told.output_dir
-        _validate(out, stage, source, arguments, accelerator, held_out)
+        _validate(out, stage, source, arguments, accelerator, task, held_out)
     if accelerator.is_main_process:
         from hf_linattn.convert_page import write_page
 
@@ -64,12 +68,37 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
     return Path(source)
 
 
+def _task(arguments: ConvertArguments, tokenizer: Any) -> Objective:
+    """What the model predicts.
+
+    Raises:
+        TrainingError: an encoder whose checkpoint has nothing that predicts, or that should write text.
+    """
+    task = chosen_objective(arguments, tokenizer)
+    if task.name == "causal":
+        return task
+    name = arguments.teacher or arguments.model
+    config = AutoConfig.from_pretrained(name)
+    head = MODEL_FOR_MASKED_LM_MAPPING_NAMES[config.model_type]
+    if (config.architectures or [head])[0] != head:
+        raise TrainingError(
+            f"{name} was saved as {config.architectures[0]}, without a head that predicts masked tokens, so "
+            "there is nothing to learn from: give it one with hf_linattn.finetune --objective mlm, or see "
+            "examples/distill_encoder.py"
+        )
+    if SELF in (arguments.data, arguments.eval_data):
+        raise TrainingError(f"{name} predicts masked tokens and writes no text: give --data a text of yours")
+    return task
+
+
 def _text(out: Path, name: str, *, held_out: bool = False) -> str:
     """What to read for --data or --eval-data."""
     return name if name != SELF else str(out / ("self-eval.jsonl" if held_out else "self.jsonl"))
 
 
-def _write_own_text(out: Path, arguments: ConvertArguments, accelerator: Accelerator) -> None:
+def _write_own_text(
+    out: Path, arguments: ConvertArguments, accelerator: Accelerator, tokenizer: Any, task: Objective
+) -> None:
     """The text of `--data self`, and of `--eval-data self` by another seed."""
     wanted = {
         "self.jsonl": max(map(arguments.tokens, arguments.chosen_stages())) * (arguments.data == SELF),
@@ -79,22 +108,20 @@ def _write_own_text(out: Path, arguments: ConvertArguments, accelerator: Acceler
         return
     from hf_linattn.self_text import write_self_text
 
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    model = _load(arguments.teacher or arguments.model, arguments, unpatched=True).to(accelerator.device)
+    model = _load(arguments.teacher or arguments.model, arguments, task, unpatched=True)
+    model.to(accelerator.device)
     length = max(map(arguments.length, arguments.chosen_stages()))
     for number, (name, tokens) in enumerate(wanted.items()):
         seed = 2 * arguments.seed + number
         write_self_text(model, tokenizer, out / name, tokens=tokens, length=length, seed=seed)
 
 
-def _held_out(out: Path, arguments: ConvertArguments) -> NDArray[np.int32] | None:
+def _held_out(out: Path, arguments: ConvertArguments, task: Objective) -> NDArray[np.int32] | None:
     """The validation rows."""
     if arguments.eval_data is None:
         return None
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    column, split = arguments.text_column, arguments.eval_split
     source = _text(out, arguments.eval_data, held_out=True)
-    blocks = load_blocks(source, tokenizer, arguments.block_size, column=column, split=split)
+    blocks = task.load_blocks(source, column=arguments.text_column, split=arguments.eval_split)
     return blocks[: arguments.eval_blocks]
 
 
@@ -102,6 +129,7 @@ def _plan(
     out: Path,
     arguments: ConvertArguments,
     accelerator: Accelerator,
+    task: Objective,
     held_out: NDArray[np.int32] | None,
     command: str,
 ) -> dict[str, Any]:
@@ -110,20 +138,18 @@ def _plan(
     if path.exists():
         plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return plan
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    task = objective("causal", tokenizer, arguments.block_size, arguments.seed)
-    model = _load(arguments.teacher or arguments.model, arguments, unpatched=True)
+    model = _load(arguments.teacher or arguments.model, arguments, task, unpatched=True)
     check_fit(model, task, held_out)
     values = {}
     if held_out is not None:
-        values["original"] = _loss(model, arguments, accelerator, held_out)
+        values["original"] = _loss(model, arguments, accelerator, task, held_out)
     if arguments.patch is None:
-        model = _load(arguments.model, arguments)
+        model = _load(arguments.model, arguments, task)
     else:
         torch.manual_seed(arguments.seed)
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     if held_out is not None:
-        values["swapped"] = _loss(model, arguments, accelerator, held_out)
+        values["swapped"] = _loss(model, arguments, accelerator, task, held_out)
     hybrid = not is_linear(model) or bool(hybrids(model))
     lora = arguments.lora
     if lora is None:
@@ -135,6 +161,7 @@ def _plan(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "hybrid": hybrid,
         "lora": lora,
+        "objective": task.name,
     }
     accelerator.wait_for_everyone()  # nobody may find the file while others still look for it
     if accelerator.is_main_process:
@@ -144,11 +171,11 @@ def _plan(
     return plan
 
 
-def _load(name: str, arguments: ConvertArguments, *, unpatched: bool = False) -> Any:
+def _load(name: str, arguments: ConvertArguments, task: Objective, *, unpatched: bool = False) -> Any:
     try:
         if unpatched:
-            return original(name, arguments.dtype)
-        return from_pretrained(name, dtype=getattr(torch, arguments.dtype))
+            return original(name, arguments.dtype, task)
+        return from_pretrained(name, auto_class=task.auto_class, dtype=getattr(torch, arguments.dtype))
     except LinattnError:
         raise
     except (OSError, ValueError) as error:
@@ -156,11 +183,15 @@ def _load(name: str, arguments: ConvertArguments, *, unpatched: bool = False) ->
 
 
 def _loss(
-    model: Any, arguments: ConvertArguments, accelerator: Accelerator, held_out: NDArray[np.int32]
+    model: Any,
+    arguments: ConvertArguments,
+    accelerator: Accelerator,
+    task: Objective,
+    held_out: NDArray[np.int32],
 ) -> float:
-    """Negative log-likelihood in nats per token."""
+    """Negative log-likelihood in nats per token that is predicted."""
     model.to(accelerator.device).eval()
-    loss = evaluate(accelerator, model, held_out, arguments.batch_size)
+    loss = evaluate(accelerator, model, held_out, arguments.batch_size, task.losses, task.prepare)
     if not math.isfinite(loss):
         raise TrainingError(
             f"the validation loss of {arguments.model} is {loss}: nothing can be learned from it"
@@ -175,6 +206,7 @@ def _stage_arguments(
     plan: dict[str, Any],
     out: Path,
     accelerator: Accelerator,
+    task: Objective,
 ) -> FinetuneArguments:
     """The options of one stage's run."""
     first = source == arguments.model
@@ -195,7 +227,7 @@ def _stage_arguments(
         output_dir=str(out / stage),
         patch=arguments.patch if first else None,
         options=arguments.options if first and arguments.patch is not None else None,
-        objective="causal",
+        objective=task.name,
         tokenizer=arguments.tokenizer or arguments.model,
         block_size=length,
         max_steps=math.ceil(arguments.tokens(stage) / (length * rows)),
@@ -223,6 +255,7 @@ def _validate(
     folder: str,
     arguments: ConvertArguments,
     accelerator: Accelerator,
+    task: Objective,
     held_out: NDArray[np.int32] | None,
 ) -> None:
     """Validation loss of the model that a stage has left, unless it is known."""
@@ -230,7 +263,7 @@ def _validate(
     values = json.loads(path.read_text(encoding="utf-8"))
     if held_out is None or stage in values:
         return
-    values[stage] = _loss(_load(folder, arguments), arguments, accelerator, held_out)
+    values[stage] = _loss(_load(folder, arguments, task), arguments, accelerator, task, held_out)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(path, values)

@@ -53,7 +53,9 @@ class Transfer(Method):
         Raises:
             TrainingError: the patch has no parameters.
         """
-        transfer = AttentionTransfer(base, self.target, projections=self.projections).to(accelerator.device)
+        transfer = AttentionTransfer(
+            base, self.target, projections=self.projections, keywords=task.keywords
+        ).to(accelerator.device)
         row = torch.from_numpy(blocks[:1]).to(accelerator.device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
             raise TrainingError(
@@ -61,7 +63,7 @@ class Transfer(Method):
                 f"{arguments.patch or 'that of ' + arguments.model} has none. Give --learn-front (a learned "
                 "layer in front of its map), --train-projections, or leave the stage out (--stages distill)"
             )
-        self.losses = lambda module, ids: module(ids)
+        self.losses, self.prepare = lambda module, batch: module(task.seen(batch)), task.prepare
         self.module, self.row = transfer, row
         return transfer
 
@@ -106,18 +108,19 @@ class Distill(Method):
         """All weights, or LoRA; and the teacher beside or inside."""
         module = super().trained(base, arguments, task, blocks, accelerator)
         if self.teacher is None:
-            logits = teacher_inside(module)
+            logits = teacher_inside(module, task.keywords)
         else:
-            logits = frozen_teacher(shard_frozen(accelerator, original(self.teacher, arguments.dtype)))
-        loss = DistillationLoss(logits, self.drop_window, arguments.seed)
+            teacher = shard_frozen(accelerator, original(self.teacher, arguments.dtype, task))
+            logits = frozen_teacher(teacher, task.keywords)
+        loss = DistillationLoss(logits, self.drop_window, arguments.seed, task)
         self.losses, self.prepare = loss, loss.prepare
         self.skips = bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
 
 
-def original(name: str, dtype: str) -> Any:
+def original(name: str, dtype: str, task: Objective) -> Any:
     """The model as it was before any patch, without dropout."""
-    model = from_pretrained(name, dtype=getattr(torch, dtype)).eval()
+    model = from_pretrained(name, auto_class=task.auto_class, dtype=getattr(torch, dtype)).eval()
     switch_off_dropout(model)
     return unpatch_model(model) if is_patched(model) else model
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_linattn.branches import hybrids, use_branches
 from hf_linattn.bypass import bypassed
+from hf_linattn.objectives import CACHELESS, Objective
 
 
 def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -22,25 +23,33 @@ def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
 
 
-def frozen_teacher(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Logits of another model, which is frozen here."""
+def frozen_teacher(model: nn.Module, keywords: dict[str, bool] | None = None) -> Callable[[Tensor], Tensor]:
+    """Logits of another model, which is frozen here.
+
+    Args:
+        model: the original.
+        keywords: of its forward, by default those of a model that predicts the next token.
+    """
     model.eval().requires_grad_(False)
-    return lambda input_ids: model(input_ids=input_ids, use_cache=False).logits
+    given = CACHELESS if keywords is None else keywords
+    return lambda input_ids: model(input_ids=input_ids, **given).logits
 
 
-def teacher_inside(model: Any) -> Callable[[Tensor], Tensor]:
+def teacher_inside(model: Any, keywords: dict[str, bool] | None = None) -> Callable[[Tensor], Tensor]:
     """Logits of the same weights without patch and without LoRA: no second copy of the model.
 
     Args:
         model: patched, with LoRA (a `peft` model), whose own weights are frozen.
+        keywords: as for `frozen_teacher`.
     """
+    given = CACHELESS if keywords is None else keywords
 
     def logits(input_ids: Tensor) -> Tensor:
         training = model.training
         model.eval()
         try:
             with model.disable_adapter(), bypassed(model):
-                output: Tensor = model(input_ids=input_ids, use_cache=False).logits
+                output: Tensor = model(input_ids=input_ids, **given).logits
         finally:
             model.train(training)
         return output
@@ -55,23 +64,34 @@ class DistillationLoss:
         teacher: token ids `[B, N]` -> logits `[B, N, V]`, on the same device.
         drop_window: probability that a step trains the linear branch of hybrids alone, without their window.
         seed: of that choice, which is the same in all processes.
+        task: what the model predicts; with masked tokens both models see the masks, and every token of a row
+            is compared. None: the next token.
     """
 
-    def __init__(self, teacher: Callable[[Tensor], Tensor], drop_window: float = 0.0, seed: int = 0) -> None:
-        self.teacher, self.drop_window, self.seed = teacher, drop_window, seed
+    def __init__(
+        self,
+        teacher: Callable[[Tensor], Tensor],
+        drop_window: float = 0.0,
+        seed: int = 0,
+        task: Objective | None = None,
+    ) -> None:
+        self.teacher, self.drop_window, self.seed, self.task = teacher, drop_window, seed, task
+        self.keywords = CACHELESS if task is None else task.keywords
         self.step = 0
 
     def prepare(self, blocks: NDArray[np.int32], numbers: NDArray[np.int64], step: int) -> NDArray[np.int32]:
-        """Remember the step; 0 is the validation."""
+        """Remember the step, 0 is the validation; and prepare the blocks as the task wants."""
         self.step = step
-        return blocks
+        prepare = None if self.task is None else self.task.prepare
+        return blocks if prepare is None else prepare(blocks, numbers, step)
 
-    def __call__(self, model: nn.Module, input_ids: Tensor) -> Tensor:
-        """Mean divergence of each row: `[B, N]` -> `[B]`."""
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Mean divergence of each row: `[B, N]`, or what `prepare` made of it, -> `[B]`."""
+        input_ids = batch if self.task is None else self.task.seen(batch)
         with torch.no_grad():
             wanted = self.teacher(input_ids)
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
-            given = model(input_ids=input_ids, use_cache=False).logits
+            given = model(input_ids=input_ids, **self.keywords).logits
         return token_divergence(given, wanted).mean(1)
 
     def _drops(self, model: nn.Module) -> bool:

@@ -75,7 +75,7 @@ def train(
         finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return finished
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    task = _objective(arguments, tokenizer)
+    task = chosen_objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
         blocks, eval_blocks = _load_data(arguments, task, data)
     base = method.load(arguments, task)
@@ -218,7 +218,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase) -> Objective:
+def chosen_objective(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Objective:
+    """What the run trains for, by its `model`, `objective`, `block_size` and `seed`.
+
+    Raises:
+        TrainingError: there is no such model, or it cannot be trained so.
+        DataError: the tokenizer cannot mask.
+    """
     try:
         config = AutoConfig.from_pretrained(arguments.model)
     except (OSError, ValueError) as error:

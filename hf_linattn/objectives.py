@@ -24,6 +24,8 @@ from hf_linattn.training import LossFunction, Preparation, next_token_losses
 
 Name = Literal["causal", "mlm"]
 
+CACHELESS = {"use_cache": False}
+"""For models that predict the next token; encoders may not know the word."""
 PROBE = 16
 """Tokens that tell whether a model sees later ones."""
 
@@ -50,6 +52,15 @@ class Objective:
     highest: int = 0
     auto_class: Any = None
     peft_task: str | None = None
+
+    def seen(self, batch: Tensor) -> Tensor:
+        """The token ids that the model reads, `[B, N]`, of a batch as `prepare` leaves it."""
+        return batch if self.name == "causal" else batch[:, 0]
+
+    @property
+    def keywords(self) -> dict[str, bool]:
+        """What a forward is given besides token ids."""
+        return dict(CACHELESS) if self.name == "causal" else {}
 
 
 def choose(wanted: str, config: PreTrainedConfig) -> Name:

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from hf_linattn.branches import hybrids, use_branches
 from hf_linattn.bypass import bypassed
+from hf_linattn.objectives import CACHELESS
 from hf_linattn.patched import PatchedAttention
 from hf_linattn.plan import sites_of, transformers_model
 from hf_linattn.seam import NAME, own_attention
@@ -41,14 +42,23 @@ class AttentionTransfer(nn.Module):
             numbers per layer.
         projections: train copies of the module's other weights (query, key, value, output) too; `finish`
             puts them into the model.
+        keywords: of the model's forward, by default those of a model that predicts the next token.
     """
 
     in_one_piece = True
     """FSDP must not split it by layers: the losses leave inside of them, out of reach of a layer's hooks."""
 
-    def __init__(self, model: Any, target: Target = "output", *, projections: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        target: Target = "output",
+        *,
+        projections: bool = False,
+        keywords: dict[str, bool] | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.target = model, target
+        self.keywords = CACHELESS if keywords is None else keywords
         self.sites = [site for site in sites_of(transformers_model(model)) if NAME in site.module._modules]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(f".{NAME}." in name)
@@ -77,7 +87,7 @@ class AttentionTransfer(nn.Module):
             stack.enter_context(bypassed(self.model))
             if hybrids(self.model):
                 stack.enter_context(use_branches(self.model, "linear"))
-            self.model.base_model(input_ids=input_ids, use_cache=False)
+            self.model.base_model(input_ids=input_ids, **self.keywords)
         self.layer_losses = {name: float(losses.detach().mean()) for name, losses in compared.items()}
         return torch.stack(list(compared.values())).mean(0)
 

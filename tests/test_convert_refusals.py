@@ -1,5 +1,5 @@
 """The conversion command: what it refuses, each in one line, and what its options mean."""
-# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
+# ruff: noqa: F401  fixtures are imported, and then named as arguments
 
 import math
 import shutil
@@ -93,13 +93,6 @@ def test_presets_and_rates():
     assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
     with pytest.raises(OptionError, match="no feature map"):
         fronted("softmax1")
-
-
-def test_encoders_are_refused(workplace, capsys):
-    tiny.build("BertForMaskedLM", vocab_size=257).float().save_pretrained("encoder")
-    AutoTokenizer.from_pretrained("model").save_pretrained("encoder")
-    assert main(["--model", "encoder", *BASE[2:], "--output-dir", "encoded"]) == 1
-    assert "sees later tokens" in capsys.readouterr().err
 
 
 def test_error_types():
