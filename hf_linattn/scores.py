@@ -26,7 +26,8 @@ def attend(attention: Any, call: Call, fused: bool) -> tuple[Tensor, Tensor | No
     fused = fused and call.softcap is None and not call.output_attentions
     causal = visibility.plain and visibility.causal and query.shape[2] > 1
     mask: Tensor | None = None
-    if not visibility.plain or (causal and (bias is not None or chosen is not None or not fused)):
+    whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
+    if not whole or (causal and (bias is not None or chosen is not None or not fused)):
         mask, causal = call.mask(), False
     if chosen is not None:
         mask = chosen if mask is None else mask & chosen

@@ -43,6 +43,14 @@ class Visibility:
         compact = self.documents is None and self.window is None and self.dense is None and self.bias is None
         return compact and (not self.causal or self.queries == self.keys)
 
+    def sees_all(self) -> bool:
+        """Whether a single query sees all keys, as in decoding; False where telling would take long."""
+        if self.queries != 1 or self.documents is not None or self.window is not None:
+            return False
+        if self.relative is None or self.relative.device.type != "cpu" or torch.compiler.is_compiling():
+            return False
+        return int(self.relative[-1]) <= 0  # a static cache has keys that are still to come
+
     def without_window(self) -> Visibility:
         """The same with windows and chunks dropped."""
         if self.dense is not None and self.window is None:

@@ -100,6 +100,9 @@ def test_masks_with_a_cache(kind, padding, queries, static):
     got, want = torch.broadcast_tensors(visibility.mask(full.device), full)
     assert torch.equal(got, want)
     assert torch.equal(*torch.broadcast_tensors(visibility.count(full.device), want.sum(-1).float()))
+    plain = kind == "causal" and padding == "none" and queries == 1
+    assert visibility.sees_all() == (plain and not static)  # the static cache has 8 keys to come
+    assert not visibility.sees_all() or bool(full.all())
 
 
 def test_a_mask_reader_that_drops_padding_is_noticed(monkeypatch):

@@ -59,8 +59,17 @@ def attention(
     """
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_with_sink(query, key, value, mask, sink, is_causal, scale)[0]  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        found, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return _over(found, lse, sink)
     output: Tensor = _Attention.apply(query, key, value, mask, sink, is_causal, scale)  # type: ignore[no-untyped-call]
     return output
+
+
+def _over(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """The kernel's output with a sink, written over."""
+    share: Tensor = torch.sigmoid(lse - sink.to(lse.dtype).squeeze(-1))
+    return output.mul_(share.unsqueeze(-1))
 
 
 def _forward(
@@ -75,8 +84,7 @@ def _forward(
     """Output, and lse' `[B, H, N]`."""
     output, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     logit = sink.to(lse.dtype).squeeze(-1)
-    output.mul_(torch.sigmoid(lse - logit).unsqueeze(-1))
-    return output, torch.logaddexp(lse, logit).contiguous()
+    return _over(output, lse, sink), torch.logaddexp(lse, logit).contiguous()
 
 
 def _backward(
