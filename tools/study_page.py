@@ -31,7 +31,7 @@ training length.
 LINEAR = frozenset(
     (
         *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
-        *("gated-hedgehog", "gated-taylor2"),
+        *("gated-hedgehog", "gated-taylor2", "gated-taylor2-front"),
     )
 )
 

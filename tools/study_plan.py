@@ -79,6 +79,13 @@ LENGTHS: tuple[Row, ...] = (
         ALL_WEIGHTS,
     ),
     Row("gated-taylor2", "convert", "gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
+    Row(
+        "gated-taylor2-front",
+        "convert",
+        "gated",
+        {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True},
+        ALL_WEIGHTS,
+    ),
     Row("zero", "convert", "zero", extra=ALONE, told="`zero`: no attention at all (floor)"),
     Row("random", "convert", "t2r", {"frozen": True}, extra=ALONE, told="`t2r` (frozen): random map (floor)"),
     Row("logn-config", "finetune", "logn", {"train_length": "config"}),
@@ -171,6 +178,14 @@ STAGES: tuple[Row, ...] = (
         WINDOW_AND_FAR,
         (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+gated` (64, hedgehog), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-gated-taylor2-finetune",
+        "convert",
+        "window+gated",
+        {**WINDOW_AND_FAR, "feature_map": "taylor2"},
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, taylor2), all weights, fine-tuned in the last 0.4 M",
     ),
     Row(
         "window-gated-hedgehog-drop",
