@@ -9,7 +9,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from hf_linattn.errors import CheckpointError, LinattnError, OptionError
 from hf_linattn.patching import FORMAT, Sliding, patch_model
@@ -47,7 +47,8 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     where = str(name_or_path)
     raw = _read(where, kwargs)
     if NAME not in raw:
-        loader = auto_class or _saved_class(raw) or AutoModelForCausalLM
+        # not imported with this module: it takes as long as all of this package
+        loader = auto_class or _saved_class(raw) or transformers.AutoModelForCausalLM
         return loader.from_pretrained(name_or_path, **kwargs)
     if "config" in kwargs:
         raise OptionError(
