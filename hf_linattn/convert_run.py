@@ -242,11 +242,12 @@ def _method(arguments: ConvertArguments, stage: str, plan: dict[str, Any]) -> Me
     if stage == "transfer":
         return Transfer(arguments.target, arguments.train_projections)
     if stage == "finetune":
-        return Method()
+        return Method(arguments.patch_rate)
     apart = arguments.teacher is not None or arguments.patch is None
     projections = arguments.train_projections and "transfer" in arguments.chosen_stages()
     inside = plan["lora"] and not projections and not apart
-    return Distill(None if inside else arguments.teacher or arguments.model, arguments.drop_window)
+    teacher = None if inside else arguments.teacher or arguments.model
+    return Distill(teacher, arguments.drop_window, arguments.patch_rate)
 
 
 def _validate(

@@ -88,13 +88,14 @@ class Distill(Method):
     Args:
         teacher: folder or Hub name of the original; None where it is the model itself without patch and LoRA.
         drop_window: see `DistillationLoss`.
+        patch_rate: see `Method`.
     """
 
     label = "divergence from the original (nats per token)"
 
-    def __init__(self, teacher: str | None, drop_window: float) -> None:
-        super().__init__()
-        self.settings = {"stage": "distill", "teacher": teacher, "drop_window": drop_window}
+    def __init__(self, teacher: str | None, drop_window: float, patch_rate: float = 1.0) -> None:
+        super().__init__(patch_rate)
+        self.settings |= {"stage": "distill", "teacher": teacher, "drop_window": drop_window}
         self.teacher, self.drop_window = teacher, drop_window
 
     def trained(

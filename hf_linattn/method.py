@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn.finetune_model import choose_trained, load_model
+from hf_linattn.finetune_model import PATCH_PART, choose_trained, load_model
 from hf_linattn.objectives import Objective
 from hf_linattn.training import LossFunction, Preparation
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 class Method:
     """Fine-tuning on the text itself; other methods override parts.
+
+    Args:
+        patch_rate: factor of the learning rate for the patch's parameters.
 
     Attributes:
         settings: what decides the trained weights besides the arguments; a resumed run must have the same.
@@ -34,8 +37,9 @@ class Method:
     prepare: Preparation | None = None
     skips = False
 
-    def __init__(self) -> None:
-        self.settings = {}
+    def __init__(self, patch_rate: float = 1.0) -> None:
+        self.patch_rate = patch_rate
+        self.settings = {} if patch_rate == 1 else {"patch_rate": patch_rate}
 
     def load(self, arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
         """The model, patched."""
@@ -55,7 +59,7 @@ class Method:
 
     def rate(self, name: str) -> float:
         """Factor of the learning rate for the parameter of this name."""
-        return 1.0
+        return self.patch_rate if PATCH_PART in name else 1.0
 
     def saved(self, module: Any) -> Any:
         """The model to save, from what went through the loop."""

@@ -32,6 +32,7 @@ from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import ConvertArguments, convert, learning_rate_for, main
 from hf_linattn.convert_patch import fronted
 from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.method import Method
 from hf_linattn.training import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -178,6 +179,19 @@ def test_lora_is_the_default_where_softmax_stays():
     assert sorted(path.name for path in Path("part").iterdir()) == [
         "distill", "plan.json", "report.html", "validation.json",
     ]  # fmt: skip
+
+
+def test_the_patch_learns_at_a_rate_of_its_own():
+    assert [Method(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")] == [
+        10,
+        1,
+    ]
+    argv = [*BASE, "--stages", "transfer,distill", "--transfer-tokens", str(TOKENS)]
+    argv += ["--distill-tokens", str(TOKENS), "--patch-rate", "0", "--output-dir", "still"]
+    assert main(argv) == 0
+    before, after = (dict(from_pretrained(f"still/{stage}").named_parameters()) for stage in STAGES[:2])
+    same = {name for name, weight in before.items() if torch.equal(weight, after[name])}
+    assert same == {name for name in before if ".linattn." in name}
 
 
 def test_a_map_without_parameters_takes_a_layer_in_front():

@@ -180,6 +180,14 @@ STAGES: tuple[Row, ...] = (
         told="`window+gated` (64, hedgehog), all weights, fine-tuned in the last 0.4 M",
     ),
     Row(
+        "window-hedgehog-rate",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate",
+    ),
+    Row(
         "window-gated-taylor2-finetune",
         "convert",
         "window+gated",
