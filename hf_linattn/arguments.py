@@ -72,3 +72,22 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _patch(text: str) -> str | dict[str, Any]:
     return _json_object(text) if text.lstrip().startswith("{") else text
+
+
+def differences(cls: Any, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Settings that a resumed run gives otherwise, in words, as JSON holds them.
+
+    What an older version of this package did not know counts as its default.
+
+    Args:
+        cls: dataclass of the options.
+        before: what the run began with.
+        now: what it is given, all of which must be the same.
+    """
+    defaults = {item.name: item.default for item in dataclasses.fields(cls)}
+    known = {**defaults, **before}
+    return [
+        f"{name} ({known.get(name)!r} then, {value!r} now)"
+        for name, value in json.loads(json.dumps(now)).items()
+        if known.get(name) != value
+    ]

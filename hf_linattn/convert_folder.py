@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.arguments import differences
 from hf_linattn.checkpointing import writing
 from hf_linattn.convert import STAGES, ConvertArguments
 from hf_linattn.errors import OptionError, TrainingError
@@ -39,13 +40,8 @@ def check_folder(out: Path, arguments: ConvertArguments) -> None:
             )
     elif arguments.resume:
         before = json.loads((out / PLAN).read_text(encoding="utf-8"))["arguments"]
-        now = json.loads(json.dumps(asdict(arguments)))
-        changed = [
-            f"{name} ({before.get(name)!r} then, {value!r} now)"
-            for name, value in now.items()
-            if name not in FREE_TO_CHANGE and before.get(name) != value
-        ]
-        if changed:
+        now = {name: value for name, value in asdict(arguments).items() if name not in FREE_TO_CHANGE}
+        if changed := differences(ConvertArguments, before, now):
             raise TrainingError(
                 f"cannot resume the conversion in {out}: it began with other {', '.join(changed)}"
             )

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from hf_linattn.arguments import differences
 from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
 from hf_linattn.errors import DataError, OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
@@ -181,13 +182,7 @@ def _check_folder(folder: Path, arguments: FinetuneArguments, settings: dict[str
 
 def _check_same_settings(folder: Path, settings: dict[str, Any]) -> None:
     before = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(settings))
-    changed = [
-        f"{name} ({before.get(name)!r} then, {value!r} now)"
-        for name, value in now.items()
-        if before.get(name) != value
-    ]
-    if changed:
+    if changed := differences(FinetuneArguments, before, settings):
         raise TrainingError(f"cannot resume the run in {folder}: it began with other {', '.join(changed)}")
 
 

@@ -267,6 +267,18 @@ def test_early_stop(monkeypatch):
     assert read("patient/transfer/results.json")["steps"] == 2
 
 
+def test_options_that_an_older_version_did_not_know_are_at_their_defaults(converted, capsys):
+    path = converted / "plan.json"
+    plan, text = read(path), path.read_text()
+    for name in ("objective", "patch_rate"):
+        del plan["arguments"][name]
+    path.write_text(json.dumps(plan))
+    assert main([*THREE, "--output-dir", "converted", "--resume"]) == 0
+    assert main([*THREE, "--patch-rate", "2", "--output-dir", "converted", "--resume"]) == 1
+    assert "it began with other patch_rate (1.0 then, 2.0 now)" in capsys.readouterr().err
+    path.write_text(text)
+
+
 def test_another_plan_is_not_resumed(converted, capsys):
     assert main([*THREE, "--patch", "t2r", "--output-dir", "converted", "--resume"]) == 1
     assert "it began with other patch ('hedgehog' then, 't2r' now)" in capsys.readouterr().err
