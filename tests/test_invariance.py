@@ -119,7 +119,7 @@ def lost_documents(monkeypatch):
 
 
 def backwards(monkeypatch):
-    def whole(phi_q, phi_k, value, *others):
+    def whole(phi_q, phi_k, value, *others, in_place):
         state = linear.state_of(phi_k, value)
         return *linear.read(phi_q, state), state
 
@@ -137,7 +137,9 @@ def mixed_rows(monkeypatch):
 
 def lost_state(monkeypatch):
     plain = linear.causal
-    monkeypatch.setattr(linear, "causal", lambda q, k, v, state, *others: plain(q, k, v, None, *others))
+    monkeypatch.setattr(
+        linear, "causal", lambda q, k, v, state, *others, **more: plain(q, k, v, None, *others)
+    )
 
 
 def half_state(monkeypatch):

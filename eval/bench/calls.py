@@ -226,16 +226,33 @@ def _decoding(model: BareModel, setting: Setting, given: Inputs) -> Callable[[],
         else:
             cache.update(old[1], old[2], 0)
         mask = model.mask(batch, 1, given.query, cache)
-    layer: Any = cache.layers[0]
-    before = dict(vars(layer))
+    back = put_back(cache)
 
     def step() -> Tensor:
         with torch.no_grad():
             output: Tensor = model.attention(*new, mask, cache)
-        vars(layer).update(before)  # references alone: the tensors before are still there
+            back()
         return output
 
     return step
+
+
+def put_back(cache: Any) -> Callable[[], None]:
+    """What makes a cache again what it is now.
+
+    Keys are put back by reference. States are copied, since decoding writes over them: a few microseconds
+    for a linear one, more for a window's keys.
+    """
+    before = [dict(vars(layer)) for layer in cache.layers]
+    states = [(x, x.clone()) for values in before for x in values.get("state") or ()]
+
+    def back() -> None:
+        for layer, values in zip(cache.layers, before, strict=True):
+            vars(layer).update(values)
+        for x, saved in states:
+            x.copy_(saved)
+
+    return back
 
 
 def in_place(model: BareModel, setting: Setting, given: Inputs) -> Candidate:

@@ -18,6 +18,7 @@ from hf_linattn.eval.cost_measure import PATCHED, UNPATCHED, Growth
 from hf_linattn.eval.nats import forward, scoring
 
 from . import memory
+from .calls import put_back
 from .crossing import Crossing
 from .forecast import FIRST, PROBES, Forecast
 from .micro import EMPTY, Limits, Row
@@ -155,12 +156,11 @@ class Whole:
         size = cost_measure.cache_bytes(cache)
         if kind == "prefill":
             return lambda: cost_measure._read(self.model, ids[:, :length])[0], size
-        before = [dict(vars(layer)) for layer in cache.layers]
+        back = put_back(cache)
 
         def step() -> Tensor:
             out = forward(self.model, ids[:, length:], 1, past_key_values=cache, use_cache=True)
-            for layer, values in zip(cache.layers, before, strict=True):
-                vars(layer).update(values)  # references alone: the tensors before are still there
+            back()
             logits: Tensor = out.logits
             return logits
 
