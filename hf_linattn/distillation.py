@@ -23,7 +23,7 @@ def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
 
 
-def frozen_teacher(model: nn.Module, keywords: dict[str, bool] | None = None) -> Callable[[Tensor], Tensor]:
+def frozen_teacher(model: nn.Module, keywords: dict[str, bool] = CACHELESS) -> Callable[[Tensor], Tensor]:
     """Logits of another model, which is frozen here.
 
     Args:
@@ -31,25 +31,23 @@ def frozen_teacher(model: nn.Module, keywords: dict[str, bool] | None = None) ->
         keywords: of its forward, by default those of a model that predicts the next token.
     """
     model.eval().requires_grad_(False)
-    given = CACHELESS if keywords is None else keywords
-    return lambda input_ids: model(input_ids=input_ids, **given).logits
+    return lambda input_ids: model(input_ids=input_ids, **keywords).logits
 
 
-def teacher_inside(model: Any, keywords: dict[str, bool] | None = None) -> Callable[[Tensor], Tensor]:
+def teacher_inside(model: Any, keywords: dict[str, bool] = CACHELESS) -> Callable[[Tensor], Tensor]:
     """Logits of the same weights without patch and without LoRA: no second copy of the model.
 
     Args:
         model: patched, with LoRA (a `peft` model), whose own weights are frozen.
         keywords: as for `frozen_teacher`.
     """
-    given = CACHELESS if keywords is None else keywords
 
     def logits(input_ids: Tensor) -> Tensor:
         training = model.training
         model.eval()
         try:
             with model.disable_adapter(), bypassed(model):
-                output: Tensor = model(input_ids=input_ids, **given).logits
+                output: Tensor = model(input_ids=input_ids, **keywords).logits
         finally:
             model.train(training)
         return output

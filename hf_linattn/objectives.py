@@ -60,7 +60,7 @@ class Objective:
     @property
     def keywords(self) -> dict[str, bool]:
         """What a forward is given besides token ids."""
-        return dict(CACHELESS) if self.name == "causal" else {}
+        return CACHELESS if self.name == "causal" else {}
 
 
 def choose(wanted: str, config: PreTrainedConfig) -> Name:

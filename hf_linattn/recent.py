@@ -28,12 +28,8 @@ class Kept(NamedTuple):
 
     def put(self, place: Tensor, new: Kept, in_place: bool) -> Kept:
         """With other columns at these places."""
-        if in_place:
-            for axis, old, x in zip((2, 2, 1), self, new, strict=True):
-                old.index_copy_(axis, place, x)
-            return self
-        key, value = (old.index_copy(2, place, x) for old, x in zip(self[:2], new[:2], strict=True))
-        return Kept(key, value, self.marks.index_copy(1, place, new.marks))
+        put = Tensor.index_copy_ if in_place else Tensor.index_copy
+        return Kept(*(put(old, axis, place, x) for axis, old, x in zip((2, 2, 1), self, new, strict=True)))
 
 
 class Recent(NamedTuple):

@@ -54,11 +54,11 @@ class AttentionTransfer(nn.Module):
         target: Target = "output",
         *,
         projections: bool = False,
-        keywords: dict[str, bool] | None = None,
+        keywords: dict[str, bool] = CACHELESS,
     ) -> None:
         super().__init__()
         self.model, self.target = model, target
-        self.keywords = CACHELESS if keywords is None else keywords
+        self.keywords = keywords
         self.sites = [site for site in sites_of(transformers_model(model)) if NAME in site.module._modules]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(f".{NAME}." in name)

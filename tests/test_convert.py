@@ -182,10 +182,8 @@ def test_lora_is_the_default_where_softmax_stays():
 
 
 def test_the_patch_learns_at_a_rate_of_its_own():
-    assert [Method(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")] == [
-        10,
-        1,
-    ]
+    rates = [Method(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")]
+    assert rates == [10, 1]
     argv = [*BASE, "--stages", "transfer,distill", "--transfer-tokens", str(TOKENS)]
     argv += ["--distill-tokens", str(TOKENS), "--patch-rate", "0", "--output-dir", "still"]
     assert main(argv) == 0

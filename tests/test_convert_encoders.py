@@ -50,22 +50,8 @@ def sharp(workplace):
 
 
 def test_stages_train_an_encoder_on_masked_rows(sharp, masking, capsys):
-    assert (
-        main(
-            [
-                "--model",
-                sharp,
-                *THREE,
-                "--patch",
-                "hedgehog",
-                "--distill-lr",
-                "1e-4",
-                "--output-dir",
-                "converted",
-            ]
-        )
-        == 0
-    )
+    argv = ["--model", sharp, *THREE, "--patch", "hedgehog", "--distill-lr", "1e-4"]
+    assert main([*argv, "--output-dir", "converted"]) == 0
     assert "perplexity of masked tokens" in capsys.readouterr().out
     plan, validation = read("converted/plan.json"), read("converted/validation.json")
     assert plan["objective"] == "mlm"

@@ -46,19 +46,23 @@ def write(path: Path, figures: dict[str, Json]) -> None:
 def collect(figures: dict[str, Json], work: Path) -> dict[str, Json]:
     """Add what was measured in a work folder since, and give the figures back."""
     for key in _keys(work):
-        if measured(work, key):
-            content = json.loads((work / key / KINDS[_kind(key)][0]).read_text(encoding="utf-8"))
+        if (content := _complete(work, key)) is not None:
             figures[key] = _rounded(KINDS[_kind(key)][1](content))
     return figures
 
 
 def measured(work: Path, key: str) -> bool:
     """Whether a measurement lies complete in the work folder."""
+    return _complete(work, key) is not None
+
+
+def _complete(work: Path, key: str) -> Json | None:
+    """What a command has left, None before its end."""
     try:
-        content = json.loads((work / key / KINDS[_kind(key)][0]).read_text(encoding="utf-8"))
+        content: Json = json.loads((work / key / KINDS[_kind(key)][0]).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not begun
-        return False
-    return bool(content.get("complete", True))
+        return None
+    return content if content.get("complete", True) else None
 
 
 def _kind(key: str) -> str:
