@@ -72,7 +72,7 @@ def attend(attention: Any, call: Call) -> Tensor:
         output, state = attention.causal(tokens, state)
         if layer is not None:
             layer.write(state, tokens)
-    return output.to(query.dtype)
+    return output if output.dtype == query.dtype else output.to(query.dtype)
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

@@ -23,6 +23,8 @@ KEPT = "_linattn_kept"
 CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
 KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
 USED = "used"
+_note = object.__setattr__
+"""What a call leaves in a child: nn.Module's own way of setting attributes takes as long as an operation."""
 
 
 def attention(
@@ -74,7 +76,7 @@ def attention(
             raise UnsupportedCallError(
                 f"{type(module).__name__} calls its attention more than once per forward"
             )
-        child.layer = USED
+        _note(child, "layer", USED)
     own = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(own) and not child.cross
     # never the module itself: offloading moves every argument of a call to the device
@@ -157,15 +159,14 @@ def find_state(
             f"the attention implementation was set to {implementation!r} after patch_model, which would "
             "undo half of it: call unpatch_model first, or set it back to 'linattn'."
         )
-    child.layer = None
+    _note(child, "layer", None)
     if child.bypass is not None:
         return args, kwargs
     if child.drops_rope:
         args, kwargs = _without_rope(child, args, kwargs)
-    child.cross = (
-        any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
-    )
-    if child.cross or not (child.keeps_state or child.drops_window or child.drops_rope):
+    cross = any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
+    _note(child, "cross", cross)
+    if cross or not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.source
     cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
@@ -190,7 +191,7 @@ def find_state(
         return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
     layer.armed = True
-    child.layer = layer
+    _note(child, "layer", layer)
     return args, kwargs
 
 

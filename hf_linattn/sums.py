@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_linattn.ops import kernels, linear
+from hf_linattn.ops import kernels, linear, native
 from hf_linattn.ops.chunks import How
-from hf_linattn.ops.dispatch import has_kernels
+from hf_linattn.ops.dispatch import has_kernels, has_step
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.loop import Inputs
 from hf_linattn.tokens import Tokens, upcast
@@ -18,6 +18,10 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     """As `LinearAttention.sums`."""
     query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
+    if tokens.length == 1 and has_step(query, tokens.key, tokens.value, state):
+        inputs = _inputs(attention, tokens, divide, state)
+        found = native.step(inputs, How(fused, attention.eps, divide), tokens.in_place)
+        return found.output, found.total, State(found.S, found.z)
     if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(

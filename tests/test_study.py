@@ -30,7 +30,8 @@ from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows, layers_words
 from study_page import MARKS, page, write_page
-from study_plan import TABLES, Place, last_stage, rows_of, slot, steps_of
+from study_place import Place, slot
+from study_plan import TABLES, last_stage, rows_of, steps_of
 from study_recalling import lone_tokens, recalling
 from study_scale import measured, scores
 from study_tables import spread

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from study_plan import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Place, Row
+from study_place import Place
+from study_plan import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""

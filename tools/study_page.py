@@ -9,7 +9,8 @@ from statistics import mean
 from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows
-from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Json, Place, Row, rows_of
+from study_place import Place
+from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Json, Row, rows_of
 from study_softmax import activations, diagnosed_rows, entropies, scale
 from study_tables import number, spread, table, told
 

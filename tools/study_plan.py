@@ -1,10 +1,9 @@
-"""What docs/results.md measures: rows, and where their files are."""
+"""What docs/results.md measures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from study_bases import Base
@@ -51,6 +50,7 @@ ALONE = ("--stages", "distill", "--distill-tokens", "1000000")
 """All tokens in the distillation: for maps that have nothing to transfer."""
 ALL_WEIGHTS = ("--lora", "0")
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
+AT_A_LOW_RATE = ("--distill-tokens", "400000", "--distill-lr", "3e-4")
 NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
 WINDOW_AND_FAR = {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024}
 """A gated state whose heads begin where the window ends."""
@@ -187,6 +187,18 @@ STAGES: tuple[Row, ...] = (
         (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate",
     ),
+    *(
+        Row(
+            f"window-{patch}-low",
+            "convert",
+            f"window+{patch}",
+            WINDOW,
+            (*ALL_WEIGHTS, "--patch-rate", "30", *AT_A_LOW_RATE, *FINETUNED_LAST),
+            told=f"`window+{patch}` (64), fine-tuned likewise, at a rate of 3e-4, "
+            "its own parameters at 30 times that",
+        )
+        for patch in ("hedgehog", "taylor2")
+    ),
     Row(
         "window-gated-taylor2-finetune",
         "convert",
@@ -265,69 +277,6 @@ def rows_of(base: Base, tables: Iterable[str]) -> list[Row]:
             if not base.mains_only or row.main or row.name == "original":
                 found.setdefault(row.name, row)
     return list(found.values())
-
-
-def slot(row: Row, seed: int) -> str:
-    """The name of a row's folder for a seed."""
-    return row.name if row.how == "none" else f"{row.name}-{seed}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a base's files are: the data folder, and the work folder.
-
-    Attributes:
-        base: the model to convert.
-        data, work: the folders.
-        figures: what was measured, as `study_figures` keeps it.
-    """
-
-    base: Base
-    data: Path
-    work: Path
-    figures: Mapping[str, Json] = field(default_factory=dict, repr=False)
-
-    @property
-    def folder(self) -> Path:
-        """Everything that is made for this base."""
-        return self.work / self.base.name
-
-    @property
-    def model(self) -> Path:
-        """The model as it comes."""
-        return self.path(self.base.model)
-
-    def path(self, given: str) -> Path:
-        """A path of the base."""
-        if given.startswith("repo:"):
-            return Path(__file__).resolve().parent.parent / given[5:]
-        return self.work / given[5:] if given.startswith("work:") else self.data / given
-
-    def text(self, which: str) -> Path:
-        """The documents "train" or "held_out", as `study_texts` writes them."""
-        return self.folder / f"{which}.jsonl"
-
-    def trained(self, row: Row, seed: int) -> Path:
-        """The folder that training a row leaves."""
-        return self.folder / "runs" / slot(row, seed)
-
-    def key(self, what: str, row: Row, seed: int) -> str:
-        """The name of a measurement: its folder in the work folder."""
-        return f"{self.base.name}/{what}/{slot(row, seed)}"
-
-    def measured(self, what: str, row: Row, seed: int) -> Path:
-        """The folder of a measurement."""
-        return self.work / self.key(what, row, seed)
-
-    @property
-    def layers(self) -> str:
-        """The name of the ranking of layers: its folder in the work folder."""
-        return f"{self.base.name}/layers"
-
-    def found(self, what: str, row: Row) -> list[Json]:
-        """The figures of a row, one per seed."""
-        keys = (self.key(what, row, seed) for seed in row.seeds(self.base))
-        return [self.figures[key] for key in keys if key in self.figures]
 
 
 def steps_of(row: Row) -> int:

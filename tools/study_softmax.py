@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from study_plan import Json, Place, Row, rows_of
+from study_place import Place
+from study_plan import Json, Row, rows_of
 from study_tables import spread, table, told
 
 COLUMNS = {

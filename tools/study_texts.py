@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from catalogue_measure import STORY
 from study_bases import BOOKS, Base
-from study_plan import BLOCK, Place
+from study_place import Place
+from study_plan import BLOCK
 from study_recalling import recalling
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

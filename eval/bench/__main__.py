@@ -6,6 +6,7 @@ python -m hf_linattn.bench --patches elu1,softmax1 --lengths 256,...,4096 --thre
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -94,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     budget_help = "seconds of one call beyond which it is not run (default: %(default)s)"
     add("--budget", type=positive, default=10.0, metavar="S", help=budget_help)
+    cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"
+    add("--cpp", action="store_true", help=cpp_help)
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
     add("--output-dir", type=Path, help="folder for the results; the same command resumes there")
     add("--explain", action="store_true", help="print which form of linear attention runs for which size")
@@ -174,9 +177,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str) -> None:
+    from hf_linattn.ops.native_library import CPP, asked
+
     from .run import Run
     from .tables import aligned, refusals, speeds, tokens_per_second
 
+    if args.cpp:
+        os.environ[CPP] = "1"
+    elif asked():
+        args.cpp, command = True, f"{command} --cpp"
     results = Run(args, command).work()
     told = results["run"]
     lines = ["times as fast as softmax"]

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_linattn.ops import triton_linear
+from hf_linattn.ops import native, native_library, triton_linear
 from hf_linattn.ops.chunks import How
 from hf_linattn.ops.loop import Inputs
 
@@ -47,10 +47,19 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
     return allowed and kind == "elu1" and not packed and triton_linear.supports(query, key, value)
 
 
-def form(inputs: Inputs, how: How) -> Literal["triton", "quadratic", "loop", "both ways"]:
+def has_step(query: Tensor, key: Tensor, value: Tensor, state: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether one decoded token goes through a kernel: in C++, where nobody wants gradients."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return native.takes(Inputs(query, key, value, None, *(state or ())))
+
+
+def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
     """Of the forms that `ops.kernels` has."""
     if inputs.query.device.type == "cuda":
         return "triton"
+    if native.takes(inputs):
+        return "native"
     if not how.causal:
         longest = max(inputs.query.shape[2], inputs.key.shape[2])
         return "quadratic" if longest <= SHORT_BOTH_WAYS else "both ways"
@@ -78,6 +87,9 @@ def explain() -> str:
     return f"""\
 causal linear attention, first line that fits:
   torch.export                       vectorised torch operations
+  CPU with {native_library.CPP}=1, at most 32 bits
+                                     kernels in C++, in chunks of {CHUNK} tokens (ops/native.py); one token
+                                     too, where nobody wants gradients
   CPU, one token                     update of the state and read (ops/linear.py)
   CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
   the start, neither decay nor packed documents
@@ -90,6 +102,8 @@ causal linear attention, first line that fits:
                                      Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
 bidirectional and cross-attention:
+  CPU with {native_library.CPP}=1, at most 32 bits
+                                     kernels in C++ (ops/native.py)
   CPU, at most {SHORT_BOTH_WAYS} queries and keys
                                      all scores at once (ops/quadratic.py)
   CPU                                a sum over all keys that every query reads, in chunks whose buffers

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.ops import both_ways, dispatch, loop, loop_backward, quadratic, triton_linear
+from hf_linattn.ops import both_ways, dispatch, loop, loop_backward, native, quadratic, triton_linear
 from hf_linattn.ops.chunks import How, accumulator
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
@@ -31,7 +31,8 @@ def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
         return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
     if not torch.is_grad_enabled():
         return _forward(inputs, how, keep)
-    keep = keep or dispatch.form(inputs, how) == "both ways"  # whose backward reads the sums
+    # the backward of forms over all keys reads the sums, that of all scores at once does not
+    keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
     found = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
     return Outputs(*found)
 
@@ -40,6 +41,8 @@ def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
     form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton(inputs, how, keep)
+    if form == "native":
+        return native.forward(inputs, how, keep, dispatch.CHUNK)
     if form == "quadratic":
         return quadratic.forward(inputs, how, keep)
     if form == "both ways":
@@ -51,6 +54,9 @@ def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradi
     form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton_backward(inputs, outputs, given, how)
+    if form == "native":
+        found = native.backward(inputs, outputs, given, how, dispatch.CHUNK)
+        return loop_backward.decayed(found, outputs, given)
     if form == "quadratic":
         return quadratic.backward(inputs, outputs, given, how)
     if form == "both ways":

@@ -69,6 +69,11 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
         sums = loop.by_keys(found.key[rows, some], found.value[rows, some], d_decay, Sums(loop, *after))
         if found.S is not None and found.z is not None:
             sums.write(found.S[rows, some], found.z[rows, some])
+    return decayed(found, outputs, given)
+
+
+def decayed(found: Gradients, outputs: Outputs, given: Given) -> Gradients:
+    """The loss by the logarithms of decay, where `found` has it by their running sums."""
     if found.log_decay is None:
         return found
     if given.S is not None and given.z is not None:  # the state after ends with all of G

@@ -1,0 +1,277 @@
+// What forward and backward share: the problem, a thread's memory, and the chunks of one key head.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "numbers.h"
+#include "tiles.h"
+
+enum Map : int64_t { NONE, ELU1, RELU };
+
+// Filled in by ops/native.py, in this order.
+struct Problem {
+    int64_t batch, heads, kv_heads, length, keys, size, wide;  // `keys` as many as queries where causal
+    int64_t map, normalise, causal, keep, chunk, threads;
+    Array query, key, value, output;
+    int64_t hidden, hidden_row;  // bool [B, N], True at keys that do not count; 0 for none
+    int64_t S, z;                // float32 [B, Hkv, D, Dv] and [B, Hkv, D], dense: the state before; 0 for none
+    int64_t log_decay;           // float32 [B, Hkv, N], dense, at most 0; 0 for none
+    int64_t documents;           // int64 [B, N], dense, ascending; 0 for one
+    int64_t total;               // float32 [B, H, N], dense
+    int64_t S_after, z_after;    // as S and z
+    // of the backward: the loss by what the forward gave, 0 for none, and by what it was given
+    Array d_output, d_query, d_key, d_value;
+    int64_t d_total, d_S_after, d_z_after, d_S, d_z;
+    int64_t d_decay;             // float32 [B, Hkv, N]: the loss by the running sums of log_decay
+};
+
+// phi of one row, in place; `slope`, if wanted, gets its derivative. Columns behind `size` become 0.
+inline void feature_map(int64_t map, float eps, bool query, float* x, float* slope, int size) {
+    if (map == NONE) return;
+    int end = padded(size);
+    if (map == RELU) {
+        for (int i = 0; i < size; ++i) {
+            if (slope) slope[i] = x[i] > 0;
+            x[i] = (x[i] < 0 ? 0 : x[i]) + eps;
+        }
+        return;
+    }
+    float most = 0;
+    if (query) {  // over exp(max_d q_d) where all of q is negative: it divides away, and nothing underflows
+        const Ints behind = lanes() >= size - (end - WIDTH);
+        Floats found = all(-__builtin_huge_valf());
+        for (int i = 0; i < end; i += WIDTH) {
+            Floats given = load(x + i);
+            if (i + WIDTH > size) given = behind ? found : given;
+            found = given > found ? given : found;
+        }
+        most = std::min(greatest(found), 0.0f);
+    }
+    for (int i = 0; i < end; i += WIDTH) {
+        Floats given = load(x + i), zero = {};
+        Floats power = exp_of((given > 0 ? zero : given) - most);
+        store(x + i, (given < 0 ? zero : given) + power);
+        if (slope) store(slope + i, power);
+    }
+    for (int i = size; i < end; ++i) x[i] = 0;
+}
+
+// Memory of a thread, kept from call to call: fresh pages would take longer than a small attention.
+class Memory {
+    std::vector<float> kept_;
+    int64_t used_ = 0;
+
+public:
+    void reserve(int64_t count) {
+        used_ = 0;
+        if (static_cast<int64_t>(kept_.size()) < count) kept_.resize(count);
+    }
+    float* take(int64_t count) {
+        used_ += count;
+        return kept_.data() + used_ - count;
+    }
+    static Memory& own() {
+        static thread_local Memory one;
+        return one;
+    }
+};
+
+// The sums over keys before a chunk, S [D, Dv] (or its transpose) and z [D].
+struct State {
+    float *S, *z;
+    bool empty;
+};
+
+// What decay and borders between documents do to one chunk, as `Links` of ops/chunks.py.
+struct Links {
+    bool any;
+    float *running;   // log decay, summed from the start of the chunk
+    float *document;  // small whole numbers
+    float *reading;   // what each query takes of the state before the chunk
+    float *entering;  // what the state after the chunk takes of each key
+    float surviving;  // and of the state before
+};
+
+// One key head of one row, and the queries that share it.
+class Head {
+protected:
+    const Problem& p_;
+    const float eps_;
+    const int64_t row_, head_, shared_, pair_;
+    const int size_, wide_, chunk_, size_row_, wide_row_, chunk_row_;
+    float *query_, *key_, *value_;
+    Links links_;
+
+    Head(const Problem& p, float eps, int64_t pair, int64_t more_memory)
+        : p_(p), eps_(eps), row_(pair / p.kv_heads), head_(pair % p.kv_heads), shared_(p.heads / p.kv_heads),
+          pair_(pair), size_(p.size), wide_(p.wide), chunk_(longest(p)), size_row_(padded(size_)),
+          wide_row_(padded(wide_)), chunk_row_(chunk_row(p)) {
+        const int64_t n = chunk_row_;
+        Memory::own().reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory);
+        query_ = matrix(n, size_row_);
+        key_ = matrix(n, size_row_);
+        value_ = matrix(n, wide_row_);
+        float* rows = matrix(4, n);
+        memset(rows, 0, 4 * n * sizeof(float));
+        links_ = {p.log_decay || p.documents, rows, rows + n, rows + 2 * n, rows + 3 * n, 1};
+    }
+
+    static int64_t longest(const Problem& p) { return std::min(p.chunk, std::max(p.length, p.keys)); }
+    static int64_t chunk_row(const Problem& p) { return padded(longest(p)); }
+    static float* matrix(int64_t rows, int64_t columns) { return Memory::own().take(rows * columns); }
+
+    // What lies at these addresses, or nothing.
+    State state(int64_t S, int64_t z) {
+        State found{matrix(size_row_, wide_row_), matrix(size_row_, 1), true};
+        fill(found, S, z);
+        return found;
+    }
+
+    void fill(State& state, int64_t S, int64_t z) const {
+        state.empty = !S;
+        if (S || size_ != size_row_) {  // else the first sums are written over whatever is there
+            memset(state.S, 0, size_row_ * wide_row_ * sizeof(float));
+            memset(state.z, 0, size_row_ * sizeof(float));
+        }
+        if (!S) return;
+        memcpy(state.z, at<float>(z) + pair_ * size_, size_ * sizeof(float));
+        for (int d = 0; d < size_; ++d)
+            memcpy(state.S + d * wide_row_, at<float>(S) + (pair_ * size_ + d) * wide_, wide_ * sizeof(float));
+    }
+
+    void keep(const State& state, int64_t S, int64_t z) const {
+        memcpy(at<float>(z) + pair_ * size_, state.z, size_ * sizeof(float));
+        for (int d = 0; d < size_; ++d)
+            memcpy(at<float>(S) + (pair_ * size_ + d) * wide_, state.S + d * wide_row_, wide_ * sizeof(float));
+    }
+
+    void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
+        read(x, x.at(row_, head, token), count, to);
+        for (int i = count; i < row; ++i) to[i] = 0;
+    }
+
+    bool hidden(int64_t token) const {
+        return p_.hidden && at<uint8_t>(p_.hidden)[row_ * p_.hidden_row + token];
+    }
+
+    // Features of keys, and values, 0 where hidden and behind the chunk; slopes too where wanted.
+    void read_keys(int64_t start, int count, float* slopes = nullptr) {
+        for (int j = 0; j < count; ++j) {
+            float *key = key_ + j * size_row_, *value = value_ + j * wide_row_;
+            if (hidden(start + j)) {  // not a product: there may be NaN
+                memset(key, 0, size_row_ * sizeof(float));
+                memset(value, 0, wide_row_ * sizeof(float));
+                continue;
+            }
+            read_row(p_.key, head_, start + j, key, size_, size_row_);
+            feature_map(p_.map, eps_, false, key, slopes ? slopes + j * size_row_ : nullptr, size_);
+            read_row(p_.value, head_, start + j, value, wide_, wide_row_);
+        }
+        const int behind = padded(count) - count;
+        memset(key_ + count * size_row_, 0, behind * size_row_ * sizeof(float));
+        memset(value_ + count * wide_row_, 0, behind * wide_row_ * sizeof(float));
+    }
+
+    void read_queries(int64_t head, int64_t start, int count, float* slopes = nullptr) {
+        for (int i = 0; i < count; ++i) {
+            float* query = query_ + i * size_row_;
+            read_row(p_.query, head, start + i, query, size_, size_row_);
+            feature_map(p_.map, eps_, true, query, slopes ? slopes + i * size_row_ : nullptr, size_);
+        }
+    }
+
+    int64_t first_query() const { return head_ * shared_; }
+    int64_t last_query() const { return (head_ + 1) * shared_; }
+    int64_t totals(int64_t head, int64_t token) const { return (row_ * p_.heads + head) * p_.length + token; }
+
+    void read_links(int64_t start, int count) {
+        if (!links_.any) return;
+        const float* decay = p_.log_decay ? at<float>(p_.log_decay) + pair_ * p_.length + start : nullptr;
+        const int64_t* labels = p_.documents ? at<int64_t>(p_.documents) + row_ * p_.length + start : nullptr;
+        const int64_t before = labels ? labels[start ? -1 : 0] : 0;
+        float running = 0;
+        for (int i = 0; i < count; ++i) {
+            links_.running[i] = running += decay ? decay[i] : 0;
+            links_.document[i] = labels ? labels[i] - before : 0;
+        }
+        const float last = links_.document[count - 1];
+        for (int i = 0; i < count; ++i) {
+            links_.reading[i] = links_.document[i] ? 0 : std::exp(links_.running[i]);
+            links_.entering[i] = links_.document[i] == last ? std::exp(running - links_.running[i]) : 0;
+        }
+        links_.surviving = last ? 0 : std::exp(running);
+    }
+
+    // Row `row` of scores, in whole vectors: what the query takes of each key, and nothing of later ones.
+    void link(float* scores, int row, int columns) const {
+        if (links_.any)
+            for (int j = 0; j < columns; j += WIDTH) {
+                const Floats later = links_.running[row] - load(links_.running + j), zero = {};
+                const Floats own = load(links_.document + j) - links_.document[row];
+                const Floats share = exp_of(later > 0 ? zero : later);
+                store(scores + j, load(scores + j) * (own == 0 ? share : zero));
+            }
+        hide_later(scores, row, columns);
+    }
+
+    static void scale(float* x, float factor, int64_t count) {
+        for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
+    }
+
+    // What is left of sums behind the chunk, before its own keys or queries are added.
+    void outlive(float* S, float* z, bool empty) const {
+        if (!links_.any || empty) return;
+        scale(S, links_.surviving, size_row_ * wide_row_);
+        scale(z, links_.surviving, size_row_);
+    }
+
+    // Keys as the state behind the chunk takes them.
+    void enter(int count) {
+        if (links_.any)
+            for (int j = 0; j < count; ++j) scale(key_ + j * size_row_, links_.entering[j], size_row_);
+    }
+
+    // Row `row` of scores of a chunk without those of later keys, in whole vectors.
+    static void hide_later(float* scores, int row, int columns) {
+        int j = row / WIDTH * WIDTH;
+        const Floats zero = {};
+        store(scores + j, lanes() > row - j ? zero : load(scores + j));
+        for (j += WIDTH; j < columns; j += WIDTH) store(scores + j, zero);
+    }
+
+    // z = sum_j phi(k_j), or z += that.
+    void add_keys(float* z, int count, bool add) const {
+        for (int d = 0; d < size_row_; d += WIDTH) {
+            Floats total = add ? load(z + d) : Floats{};
+            for (int j = 0; j < count; ++j) total += load(key_ + j * size_row_ + d);
+            store(z + d, total);
+        }
+    }
+
+    // S = sum_j phi(k_j) v_j^T and z, or more of them.
+    void add_pairs(State& state, int count) const {
+        const Left keys{key_, 1, size_row_};
+        product(keys, size_, count, value_, wide_row_, state.S, wide_row_, wide_row_, !state.empty);
+        add_keys(state.z, count, !state.empty);
+        state.empty = false;
+    }
+
+    // One row of output from its numerator.
+    void write_output(int64_t head, int64_t token, float* numerator, float total) const {
+        if (p_.normalise) {  // rows that see nothing give 0, as their numerator
+            const float tiny = std::numeric_limits<float>::min();
+            const float divisor = p_.map != NONE ? std::max(total, tiny) : total <= 0 ? 1 : total;
+            for (int e = 0; e < wide_row_; e += WIDTH) store(numerator + e, load(numerator + e) / divisor);
+        }
+        write(p_.output, p_.output.at(row_, head, token), wide_, numerator);
+    }
+
+    static float dot(const float* x, const float* y, int columns) {
+        Floats total = {};
+        for (int i = 0; i < columns; i += WIDTH) total += load(x + i) * load(y + i);
+        return sum(total);
+    }
+};

@@ -1,0 +1,154 @@
+// Products of small matrices that lie in cache, their transposes, and exponentials, in vectors of any width.
+//
+// All matrices are float32, row by row, their rows padded with zeros to whole vectors.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+// ROWS x WIDE vectors of sums stay in registers, beside WIDE more and one
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16, ROWS = 6, WIDE = 4;
+#elif defined(__AVX__)
+constexpr int WIDTH = 8, ROWS = 6, WIDE = 2;
+#else
+constexpr int WIDTH = 4, ROWS = 4, WIDE = 2;
+#endif
+
+typedef float Floats __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t Ints __attribute__((vector_size(WIDTH * 4)));
+typedef float Unaligned __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+inline Floats load(const float* x) { return *reinterpret_cast<const Unaligned*>(x); }
+inline void store(float* x, Floats y) { *reinterpret_cast<Unaligned*>(x) = y; }
+inline Floats all(float x) { return x - Floats{}; }
+inline int padded(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
+
+template <class Join>
+inline float joined(Floats x, Join join) {  // lanes in pairs, and pairs of pairs
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int lane = 0; lane < half; ++lane) x[lane] = join(x[lane], x[lane + half]);
+    return x[0];
+}
+
+inline float sum(Floats x) {
+    return joined(x, [](float a, float b) { return a + b; });
+}
+
+inline float greatest(Floats x) {
+    return joined(x, [](float a, float b) { return a > b ? a : b; });
+}
+
+inline Ints lanes() {
+    Ints found;
+    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = lane;
+    return found;
+}
+
+// e^x for x <= 0, to 2 units in the last place; 0 below -87, NaN for NaN. After Cephes' expf.
+inline Floats exp_of(Floats x) {
+    Ints gone = x < -87.0f;
+    x = gone ? all(-87.0f) : x;
+    const float shift = 12582912.0f;  // adding it rounds to whole numbers
+    Floats n = (x * 1.44269504088896341f + shift) - shift;
+    Floats r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Floats scale;
+    memcpy(&scale, &power, sizeof scale);
+    return gone ? Floats{} : p * scale;
+}
+
+// A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns].
+struct Left {
+    const float* data;
+    int64_t along_rows, along_columns;
+};
+
+template <int M, int V>
+inline void tile(const Left& a, int row, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
+                 bool add) {
+    Floats sums[M][V];
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) sums[m][v] = add ? load(c + m * c_row + v * WIDTH) : Floats{};
+    const float* left = a.data + row * a.along_rows;
+    for (int k = 0; k < inner; ++k) {
+        Floats right[V];
+        for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * WIDTH);
+        for (int m = 0; m < M; ++m) {
+            Floats x = all(left[m * a.along_rows + k * a.along_columns]);
+            for (int v = 0; v < V; ++v) sums[m][v] += x * right[v];
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) store(c + m * c_row + v * WIDTH, sums[m][v]);
+}
+
+template <int M>
+inline void strip(const Left& a, int row, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
+                  int columns, bool add) {
+    int v = 0, vectors = columns / WIDTH;
+    for (; v + WIDE <= vectors; v += WIDE)
+        tile<M, WIDE>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
+    if constexpr (WIDE == 4)
+        for (; v + 2 <= vectors; v += 2)
+            tile<M, 2>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
+    for (; v < vectors; ++v) tile<M, 1>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
+}
+
+// Rows `row` to `row + count` (at most ROWS) of C = A B, or C += A B; `columns` in whole vectors.
+inline void rows_of_product(const Left& a, int row, int count, int inner, const float* b, int64_t b_row,
+                            float* c, int64_t c_row, int columns, bool add) {
+    c += row * c_row;
+    if (count == ROWS) return strip<ROWS>(a, row, inner, b, b_row, c, c_row, columns, add);
+    int m = 0;
+    for (; m + 2 <= count; m += 2) strip<2>(a, row + m, inner, b, b_row, c + m * c_row, c_row, columns, add);
+    if (m < count) strip<1>(a, row + m, inner, b, b_row, c + m * c_row, c_row, columns, add);
+}
+
+// C = A B, or C += A B: A [rows, inner], B [inner, columns].
+inline void product(const Left& a, int rows, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
+                    int columns, bool add) {
+    for (int row = 0; row < rows; row += ROWS)
+        rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);
+}
+
+inline Floats interleaved(Floats a, Floats b, bool high) {
+    Ints order;
+    for (int lane = 0; lane < WIDTH; ++lane)
+        order[lane] = lane / 2 + (high ? WIDTH / 2 : 0) + (lane % 2 ? WIDTH : 0);
+#if defined(__clang__)
+    Floats found;
+    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = order[lane] < WIDTH ? a[order[lane]] : b[order[lane] - WIDTH];
+    return found;
+#else
+    return __builtin_shuffle(a, b, order);
+#endif
+}
+
+// B = A^T, by perfect shuffles of square blocks: A [rows, columns], both in whole vectors.
+inline void transposed(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
+    for (int row = 0; row < rows; row += WIDTH)
+        for (int column = 0; column < columns; column += WIDTH) {
+            Floats now[WIDTH], next[WIDTH];
+            for (int i = 0; i < WIDTH; ++i) now[i] = load(a + (row + i) * a_row + column);
+            for (int stage = 1; stage < WIDTH; stage *= 2) {
+                for (int i = 0; i < WIDTH / 2; ++i) {
+                    next[2 * i] = interleaved(now[i], now[i + WIDTH / 2], false);
+                    next[2 * i + 1] = interleaved(now[i], now[i + WIDTH / 2], true);
+                }
+                for (int i = 0; i < WIDTH; ++i) now[i] = next[i];
+            }
+            for (int i = 0; i < WIDTH; ++i) store(b + (column + i) * b_row + row, now[i]);
+        }
+}

@@ -1,0 +1,112 @@
+"""Linear attention by the C++ kernels of `ops/cpp`: what `loop` and `both_ways` compute, in one call."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import native_library
+from hf_linattn.ops.chunks import FEATURE_MAPS, How
+from hf_linattn.ops.loop import Inputs, Outputs
+from hf_linattn.ops.loop_backward import Given, Gradients
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
+"""`Problem` of ops/cpp/head.h; a forward reads the first part of it."""
+
+
+def takes(inputs: Inputs) -> bool:
+    """Whether they were asked for and can: on a CPU, of at most 32 bits, and not of nothing."""
+    query, key, value, _, S, z, log_decay, _ = inputs
+    if not native_library.asked() or query.device.type != "cpu":
+        return False
+    if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
+        return False
+    sums = all(x is None or x.dtype == torch.float32 for x in (S, z, log_decay))
+    return sums and bool(query.numel() and key.numel() and value.numel())
+
+
+def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
+    """As `loop.causal` or `both_ways.forward`.
+
+    Raises:
+        UnsupportedCallError: they cannot be compiled.
+    """
+    return _run(_dense(inputs), Outputs.empty(inputs, keep), how, keep, chunk)
+
+
+def step(inputs: Inputs, how: How, in_place: bool) -> Outputs:
+    """`forward` of one token; `in_place`: the state after it is written over the one before."""
+    S, z, inputs = inputs.S, inputs.z, _dense(inputs)
+    if in_place and S is not None and z is not None and inputs.S is S and inputs.z is z:
+        outputs = Outputs.empty(inputs, keep=False)._replace(S=S, z=z)
+    else:
+        outputs = Outputs.empty(inputs, keep=True)
+    return _run(inputs, outputs, how, True, 1)
+
+
+def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> Outputs:
+    after = (_address(outputs.S), _address(outputs.z))
+    problem = _FORWARD(*_numbers(inputs, outputs, how, keep, chunk), *after)
+    native_library.library().linattn_forward(problem, how.eps)
+    return outputs
+
+
+def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: int) -> Gradients:
+    """As `loop_backward.backward`, but for decay: the loss by its running sums; or `both_ways.backward`."""
+    if not how.causal:
+        if outputs.S is None or not outputs.S.numel():
+            raise UnsupportedCallError(f"{native_library.CPP} was set between forward and backward")
+        inputs = inputs._replace(S=outputs.S, z=outputs.z)
+    inputs = _dense(inputs)
+    given = Given(_rows(given.output), *(None if x is None else x.contiguous() for x in given[1:]))
+    outputs = outputs._replace(output=_rows(outputs.output), total=outputs.total.contiguous())
+    learned = inputs.learned if how.causal else inputs[:3]
+    found = Gradients(*(None if x is None else torch.empty_like(x) for x in learned))  # type: ignore[arg-type]
+    if found.log_decay is not None:
+        found.log_decay.zero_()
+    numbers = _numbers(inputs, outputs, how, False, chunk)
+    arrays = (x for y in (given.output, *found[:3]) for x in _array(y))
+    rest = (given.total, given.S, given.z, *found[3:])
+    problem = _BACKWARD(*numbers, 0, 0, *arrays, *map(_address, rest))
+    native_library.library().linattn_backward(problem, how.eps)
+    return found
+
+
+def _numbers(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> tuple[int, ...]:
+    """`Problem` up to `total`."""
+    query, key, value, hidden, S, z, log_decay, documents = inputs
+    (batch, heads, length, size), (_, kv_heads, keys, wide) = query.shape, value.shape
+    kind, threads = FEATURE_MAPS.index(how.kind), torch.get_num_threads()
+    by_row = (0, 0) if hidden is None else (hidden.data_ptr(), hidden.stride(0))
+    sizes = (batch, heads, kv_heads, length, keys, size, wide)
+    options = (kind, how.normalise, how.causal, keep, chunk, threads)
+    arrays = (*_array(query), *_array(key), *_array(value), *_array(outputs.output))
+    rest = (_address(S), _address(z), _address(log_decay), _address(documents), _address(outputs.total))
+    return (*sizes, *options, *arrays, *by_row, *rest)
+
+
+def _array(x: Tensor) -> tuple[int, ...]:
+    batch, head, token, _ = x.stride()
+    return x.data_ptr(), DTYPES[x.dtype], batch, head, token
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None or not x.numel() else x.data_ptr()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With a dense last axis."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _dense(inputs: Inputs) -> Inputs:
+    """As the kernels read them."""
+    query, key, value, hidden, S, z, log_decay, documents = inputs
+    if hidden is not None and hidden.stride(1) != 1:
+        hidden = hidden.contiguous()
+    S, z, log_decay, documents = (None if x is None else x.contiguous() for x in (S, z, log_decay, documents))
+    return Inputs(_rows(query), _rows(key), _rows(value), hidden, S, z, log_decay, documents)

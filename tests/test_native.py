@@ -1,0 +1,188 @@
+"""The C++ kernels, against the formula in float64 and beside torch's operations in models."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+
+import pytest
+import test_both_ways
+import torch
+from test_kernels import HOWS, SHAPES, definition, random_inputs
+from test_ops import relative_error
+
+from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import dispatch, kernels, native, native_library
+from hf_linattn.ops.chunks import How
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, native_library.COMPILERS)), reason="no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def compiled(folder, monkeypatch):
+    """The kernels are asked for; they are compiled once for this page."""
+    monkeypatch.setenv(native_library.CPP, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+def single(inputs, dtype=torch.float32):
+    """The same numbers in single precision, and in double as they were rounded."""
+    found = {}
+    for name, x in inputs._asdict().items():
+        if x is not None and x.is_floating_point():
+            x = x.detach().to(dtype if name in ("query", "key", "value") else torch.float32).requires_grad_()
+        found[name] = x
+    fewer = inputs._replace(**found)
+    more = {
+        name: x.detach().double().requires_grad_() if x is not None and x.is_floating_point() else x
+        for name, x in found.items()
+    }
+    return fewer, inputs._replace(**more)
+
+
+def everything(outputs, weights, inputs):
+    """Outputs, and gradients of all that has some."""
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
+    fewer, more = single(inputs, dtype)
+    assert dispatch.form(fewer, how) == "native"
+    got = kernels.attention(fewer, how, keep=how.causal)
+    got, want = (
+        (got, definition(more, how)) if how.causal else (got[:2], test_both_ways.definition(more, how))
+    )
+    weights = [torch.randn_like(x) for x in want]
+    pairs = zip(everything(got, weights, fewer), everything(want, weights, more), strict=True)
+    for place, (a, b) in enumerate(pairs):
+        assert a.shape == b.shape
+        b = b.nan_to_num(0)
+        assert (a - b).abs().max() < tolerance * b.abs().max().clamp_min(10), place
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37), (1, 2, 2, 1, 16, 16)], ids=str)
+def test_outputs_and_gradients_are_the_formula(how, shape, compiled):
+    for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
+        if decay and how.kind != "none":
+            continue
+        given = random_inputs(
+            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
+        )
+        compare(given, how)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37)], ids=str)
+def test_over_all_keys_too(how, shape, compiled):
+    how = how._replace(causal=False)
+    for hidden, dense, few in itertools.product((False, True), repeat=3):
+        given = random_inputs(shape, how, hidden=hidden, dense=dense)
+        compare(test_both_ways.fewer_queries(given, 21) if few else given, how)
+
+
+def test_switched_on_between_forward_and_backward_is_one_clear_error(compiled, monkeypatch):
+    monkeypatch.setenv(native_library.CPP, "0")
+    query, key, value = torch.randn(3, 1, 2, 9, 8, requires_grad=True)
+    output = kernels.attention(kernels.Inputs(query, key, value), How("elu1", causal=False), False).output
+    monkeypatch.setenv(native_library.CPP, "1")
+    with pytest.raises(UnsupportedCallError, match="between forward and backward"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
+    how = How("elu1")
+    compare(random_inputs((2, 4, 2, 300, 24, 16), how, state=True), how, dtype, tolerance)
+    query, key, value = (torch.randn(1, 2, 300, 16).to(dtype) for _ in range(3))
+    inputs = kernels.Inputs(query, key, value)
+    exact = definition(kernels.Inputs(*(x.double() for x in inputs[:3])), how)
+    assert relative_error(kernels.attention(inputs, how, True).total.double(), exact[1]) < 1e-5
+
+
+def test_what_they_do_not_take_goes_to_torch(compiled):
+    how = How("elu1")
+    double = random_inputs((1, 2, 2, 8, 4, 4), how)
+    assert dispatch.form(double, how) == "quadratic"
+    fewer, _ = single(double)
+    assert not native.takes(fewer._replace(key=fewer.key[:, :, :0]))
+
+
+def test_nan_is_not_hidden(compiled):
+    query, key, value = torch.randn(3, 1, 1, 40, 8)
+    query[0, 0, 7, 3] = torch.nan
+    key[0, 0, 30, 2] = torch.nan
+    output = kernels.attention(kernels.Inputs(query, key, value), How("elu1"), False).output
+    assert output.isnan().any(-1)[0, 0].tolist() == [row == 7 or row >= 30 for row in range(40)]
+
+
+def test_a_query_far_below_zero_does_not_underflow(compiled):
+    query, key, value = torch.randn(3, 1, 2, 70, 8)
+    inputs = kernels.Inputs(query - 200, key, value)
+    want = definition(kernels.Inputs(*(x.double() for x in inputs[:3])), How("elu1"))[0]
+    assert relative_error(kernels.attention(inputs, How("elu1"), False).output.double(), want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["none", "elu1"])
+def test_totals_below_the_smallest_normal_number_divide_to_something_finite(kind, compiled):
+    query, key, value = (
+        torch.full((1, 1, 9, 8), 1e-20),
+        torch.full((1, 1, 9, 8), 1e-20),
+        torch.ones(1, 1, 9, 8),
+    )
+    if kind == "elu1":
+        query, key = torch.full_like(query, -3.0), torch.full_like(key, -86.0)
+    output = kernels.attention(kernels.Inputs(query, key, value), How(kind), False).output
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_twice_is_bit_for_bit_the_same(threads, compiled):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        query, key, value = torch.randn(3, 2, 4, 300, 16)
+        inputs = kernels.Inputs(query, key, value)
+        one, two = (kernels.attention(inputs, How("elu1"), True) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
+    assert native_library.library().linattn_problem_size() == len(native._BACKWARD(*[0] * 68)) // 8
+
+
+def test_without_a_compiler_one_clear_error(monkeypatch, tmp_path):
+    monkeypatch.setenv(native_library.CPP, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UnsupportedCallError, match=r"no compiler \(no-such-compiler\).*unset HF_LINATTN_CPP"):
+        native_library.library.__wrapped__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'import sys; sys.exit(\"out of order\")'")
+    with pytest.raises(UnsupportedCallError, match="out of order"):
+        native_library.library.__wrapped__()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_second_process_finds_the_library_compiled(compiled, folder):
+    native_library.library.__wrapped__()
+    made = {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")}
+    code = "from hf_linattn.ops.native_library import library; library()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")} == made
+    assert len(made) == 1
