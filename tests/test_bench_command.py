@@ -20,6 +20,8 @@ from hf_linattn import patch_model
 from hf_linattn.eval.bench import __main__ as bench
 from hf_linattn.eval.bench import micro, output, peers, whole
 from hf_linattn.eval.bench.setting import KINDS
+from hf_linattn.ops import native
+from hf_linattn.ops.native_library import CPP, asked
 
 QUICK = ["--rounds", "2", "--min-time", "0.01", "--threads", "1", "--device", "cpu"]
 
@@ -212,6 +214,20 @@ def test_what_is_beyond_the_budget_is_not_run_and_said(tmp_path, capsys):
         "note: elu1, prefill, 1x4/2x8, float32, 16 tokens: not run: one call took" in capsys.readouterr().out
     )
     assert "Not run" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
+    monkeypatch.setenv(CPP, "1" if by == "environment" else "0")
+    used = []
+    monkeypatch.setattr(native, "takes", lambda inputs: used.append(asked()))  # none is compiled here
+    extra = ["--cpp"] if by == "option" else []
+    assert bench.main(arguments(tmp_path, "--kinds", "prefill", *extra, lengths="16")) == 0
+    assert used
+    assert all(used)
+    results = results_of(tmp_path)
+    assert results["arguments"]["cpp"]
+    assert results["command"].count("--cpp") == 1
 
 
 def test_explain_prints_the_rule(monkeypatch, capsys):

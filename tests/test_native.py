@@ -12,6 +12,7 @@ from test_kernels import HOWS, SHAPES, definition, random_inputs
 from test_ops import relative_error
 
 from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.eval.bench.rounds import Clock, Timed, measure
 from hf_linattn.ops import dispatch, kernels, native, native_library
 from hf_linattn.ops.chunks import How
 
@@ -156,6 +157,25 @@ def test_twice_is_bit_for_bit_the_same(threads, compiled):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_they_are_faster_than_torch_operations(compiled, monkeypatch):
+    inputs = kernels.Inputs(*torch.randn(3, 1, 8, 512, 64))
+
+    def by(asked):
+        def call():
+            monkeypatch.setenv(native_library.CPP, asked)
+            return kernels.attention(inputs, How("elu1"), False).output
+
+        return call
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found, _ = measure([Timed("torch", by("0")), Timed("C++", by("1"))], Clock(), rounds=3)
+    finally:
+        torch.set_num_threads(before)
+    assert found["C++"].speed > 1  # 1.7 to 2 were measured
 
 
 def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):

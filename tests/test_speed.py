@@ -63,6 +63,14 @@ def test_memory_of_elu1_grows_with_the_length_alone(kind):
     assert growth["relu2"] > 10  # what holds all scores: the test can tell
 
 
+def test_training_elu1_takes_little_more_memory_than_its_results():
+    candidates = build(Setting(parse_shape(SMALL), "train", 4096), ["elu1", "gated"])
+    size = 8 * 4096 * 64 * 4  # of the queries; the output and three gradients are 4 of them
+    peaks = {each.name: memory.peak(each.call) / size for each in candidates}
+    assert peaks["elu1"] < 4.5
+    assert peaks["gated"] > 4.5  # its features lie in memory: the test can tell
+
+
 def test_memory_of_a_decoded_token_does_not_grow():
     sizes = [
         memory.peak(build(Setting(parse_shape(SMALL), "decode", length), ["elu1"])[-1].call)
