@@ -156,6 +156,14 @@ STAGES: tuple[Row, ...] = (
         told="`window+hedgehog` (64), LoRA of rank 16",
     ),
     Row(
+        "window-hedgehog-lora-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        ("--lora", "16", "--distill-tokens", "400000", "--finetune-tokens", "400000", "--finetune-lr", "1.5e-3"),
+        told="`window+hedgehog` (64), LoRA of rank 16, fine-tuned in the last 0.4 M",
+    ),
+    Row(
         "window-hedgehog-drop",
         "convert",
         "window+hedgehog",
