@@ -95,6 +95,16 @@ def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=
     )
 
 
+def every_input(shape, how):
+    """With and without padding, a state before, decay and documents; dense and strided."""
+    for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
+        if decay and how.kind != "none":
+            continue
+        yield random_inputs(
+            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
+        )
+
+
 def compare(inputs, how, tolerance=1e-11):
     got, want = kernels.attention(inputs, how, keep=True), definition(inputs, how)
     weights = [torch.randn_like(x) for x in want]
@@ -118,12 +128,7 @@ HOWS = [
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_forms_and_their_gradients_are_the_formula(how, shape):
-    for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
-        if decay and how.kind != "none":
-            continue
-        given = random_inputs(
-            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
-        )
+    for given in every_input(shape, how):
         compare(given, how)
 
 

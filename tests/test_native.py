@@ -8,7 +8,7 @@ import sys
 import pytest
 import test_both_ways
 import torch
-from test_kernels import HOWS, SHAPES, definition, random_inputs
+from test_kernels import HOWS, SHAPES, definition, every_input, random_inputs
 from test_ops import relative_error
 
 from hf_linattn.errors import UnsupportedCallError
@@ -62,7 +62,10 @@ def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
     got, want = (
         (got, definition(more, how)) if how.causal else (got[:2], test_both_ways.definition(more, how))
     )
+    torch.manual_seed(0)
     weights = [torch.randn_like(x) for x in want]
+    if how.kind == "relu":
+        tolerance *= 10  # a row whose features are all EPS is divided by some 1e-6
     pairs = zip(everything(got, weights, fewer), everything(want, weights, more), strict=True)
     for place, (a, b) in enumerate(pairs):
         assert a.shape == b.shape
@@ -73,12 +76,7 @@ def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37), (1, 2, 2, 1, 16, 16)], ids=str)
 def test_outputs_and_gradients_are_the_formula(how, shape, compiled):
-    for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
-        if decay and how.kind != "none":
-            continue
-        given = random_inputs(
-            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
-        )
+    for given in every_input(shape, how):
         compare(given, how)
 
 

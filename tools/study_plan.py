@@ -160,7 +160,16 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+hedgehog",
         WINDOW,
-        ("--lora", "16", "--distill-tokens", "400000", "--finetune-tokens", "400000", "--finetune-lr", "1.5e-3"),
+        (
+            "--lora",
+            "16",
+            "--distill-tokens",
+            "400000",
+            "--finetune-tokens",
+            "400000",
+            "--finetune-lr",
+            "1.5e-3",
+        ),
         told="`window+hedgehog` (64), LoRA of rank 16, fine-tuned in the last 0.4 M",
     ),
     Row(

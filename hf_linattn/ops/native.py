@@ -21,8 +21,8 @@ _FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
 def takes(inputs: Inputs) -> bool:
     """Whether they were asked for and can: on a CPU, of at most 32 bits, and not of nothing."""
     query, key, value, _, S, z, log_decay, _ = inputs
-    if not native_library.asked() or query.device.type != "cpu":
-        return False
+    if not native_library.asked() or query.device.type != "cpu" or type(query) is not Tensor:
+        return False  # a tensor of another class may have no memory to read
     if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
         return False
     sums = all(x is None or x.dtype == torch.float32 for x in (S, z, log_decay))

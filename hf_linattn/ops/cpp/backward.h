@@ -1,4 +1,5 @@
-// Gradients of the forward, recomputed chunk by chunk in two sweeps: the formulas are in ops/loop_backward.py.
+// Gradients of the forward, recomputed chunk by chunk in two sweeps: the formulas are in
+// ops/loop_backward.py.
 
 #pragma once
 
@@ -11,11 +12,16 @@ protected:
     State sums_;
 
     Gradients(const Problem& p, float eps, int64_t pair, int64_t more_memory)
-        : Head(p, eps, pair, memory(p) + more_memory), g_(matrix(chunk_row_, wide_row_)),
-          row_of_output_(matrix(1, wide_row_)), slopes_(matrix(chunk_row_, size_row_)),
-          d_query_(matrix(chunk_row_, size_row_)), d_key_(matrix(chunk_row_, size_row_)),
-          d_value_(matrix(chunk_row_, wide_row_)), turned_(matrix(wide_row_, size_row_)),
-          t_(matrix(shared_, p.length)), sums_(state(p.S, p.z)) {}
+        : Head(p, eps, pair, memory(p) + more_memory),
+          g_(matrix(chunk_row_, wide_row_)),
+          row_of_output_(matrix(1, wide_row_)),
+          slopes_(matrix(chunk_row_, size_row_)),
+          d_query_(matrix(chunk_row_, size_row_)),
+          d_key_(matrix(chunk_row_, size_row_)),
+          d_value_(matrix(chunk_row_, wide_row_)),
+          turned_(matrix(wide_row_, size_row_)),
+          t_(matrix(shared_, p.length)),
+          sums_(state(p.S, p.z)) {}
 
     static int64_t memory(const Problem& p) {
         const int64_t n = chunk_row(p), size = padded(p.size), wide = padded(p.wide);
@@ -66,8 +72,10 @@ protected:
         }
         transposed(sums_.S, wide_row_, size_row_, wide_row_, turned_, size_row_);
         for (int j = 0; j < count; ++j) memcpy(d_key_ + j * size_row_, sums_.z, size_row_ * sizeof(float));
-        product(Left{value_, wide_row_, 1}, count, wide_, turned_, size_row_, d_key_, size_row_, size_row_, true);
-        product(Left{key_, size_row_, 1}, count, size_, sums_.S, wide_row_, d_value_, wide_row_, wide_row_, false);
+        product(Left{value_, wide_row_, 1}, count, wide_, turned_, size_row_, d_key_, size_row_, size_row_,
+                true);
+        product(Left{key_, size_row_, 1}, count, size_, sums_.S, wide_row_, d_value_, wide_row_, wide_row_,
+                false);
     }
 
     void write_keys(int64_t start, int count) {
@@ -87,7 +95,8 @@ protected:
 
     void write_by_slope(const Array& to, int64_t head, int64_t start, int row, float* found) const {
         if (const float* slope = slopes())
-            for (int d = 0; d < size_row_; d += WIDTH) store(found + d, load(found + d) * load(slope + row * size_row_ + d));
+            for (int d = 0; d < size_row_; d += WIDTH)
+                store(found + d, load(found + d) * load(slope + row * size_row_ + d));
         write(to, to.at(row_, head, start + row), size_, found);
     }
 };
@@ -102,8 +111,10 @@ class Backward : Gradients {
 
 public:
     Backward(const Problem& p, float eps, int64_t pair)
-        : Gradients(p, eps, pair, memory(p)), across_(matrix(size_row_, chunk_row_)),
-          value_across_(matrix(wide_row_, chunk_row_)), scores_(matrix(chunk_row_, chunk_row_)),
+        : Gradients(p, eps, pair, memory(p)),
+          across_(matrix(size_row_, chunk_row_)),
+          value_across_(matrix(wide_row_, chunk_row_)),
+          scores_(matrix(chunk_row_, chunk_row_)),
           d_scores_(matrix(chunk_row_, chunk_row_)) {}
 
     void run() {
@@ -125,7 +136,8 @@ private:
             const bool add = !sums_.empty;
             outlive(turned_, sums_.z, sums_.empty);
             enter(count);
-            product(Left{value_, 1, wide_row_}, wide_, count, key_, size_row_, turned_, size_row_, size_row_, add);
+            const Left values{value_, 1, wide_row_};
+            product(values, wide_, count, key_, size_row_, turned_, size_row_, size_row_, add);
             add_keys(sums_.z, count, add);
             sums_.empty = false;
         }
@@ -138,10 +150,12 @@ private:
         const Left loss{g_, wide_row_, 1}, d_scores{d_scores_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(loss, i, rows, wide_, value_across_, chunk_row_, d_scores_, chunk_row_, columns, false);
+            rows_of_product(loss, i, rows, wide_, value_across_, chunk_row_, d_scores_, chunk_row_, columns,
+                            false);
             for (int m = i; m < seen; ++m) shifted(d_scores_ + m * chunk_row_, shift[m], m, columns);
             if (!sums_.empty) {
-                rows_of_product(loss, i, rows, wide_, turned_, size_row_, d_query_, size_row_, size_row_, false);
+                rows_of_product(loss, i, rows, wide_, turned_, size_row_, d_query_, size_row_, size_row_,
+                                false);
                 for (int m = i; m < seen; ++m) {
                     float* row = d_query_ + m * size_row_;
                     const float share = links_.any ? links_.reading[m] : 1;
@@ -149,7 +163,8 @@ private:
                         store(row + d, (load(row + d) + load(sums_.z + d) * shift[m]) * share);
                 }
             }
-            rows_of_product(d_scores, i, rows, seen, key_, size_row_, d_query_, size_row_, size_row_, !sums_.empty);
+            rows_of_product(d_scores, i, rows, seen, key_, size_row_, d_query_, size_row_, size_row_,
+                            !sums_.empty);
             for (int m = i; m < seen; ++m) {
                 float* row = d_query_ + m * size_row_;
                 if (p_.d_decay) d_decay(start)[m] += dot(row, query_ + m * size_row_, size_row_);
@@ -187,8 +202,10 @@ private:
         const Left queries{query_, size_row_, 1}, loss{g_, wide_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(queries, i, rows, size_, across_, chunk_row_, scores_, chunk_row_, columns, false);
-            rows_of_product(loss, i, rows, wide_, value_across_, chunk_row_, d_scores_, chunk_row_, columns, false);
+            rows_of_product(queries, i, rows, size_, across_, chunk_row_, scores_, chunk_row_, columns,
+                            false);
+            rows_of_product(loss, i, rows, wide_, value_across_, chunk_row_, d_scores_, chunk_row_, columns,
+                            false);
             for (int m = i; m < seen; ++m) {
                 link(scores_ + m * chunk_row_, m, columns);
                 shifted(d_scores_ + m * chunk_row_, shift[m], m, columns);
@@ -196,9 +213,11 @@ private:
         }
         for (int j = 0; j < count; j += ROWS) {  // the queries from its first key on
             const int rows = std::min(ROWS, count - j), seen_by = count - j;
-            const Left scores{scores_ + j * chunk_row_, 1, chunk_row_}, d_scores{d_scores_ + j * chunk_row_, 1, chunk_row_};
-            rows_of_product(scores, j, rows, seen_by, g_ + j * wide_row_, wide_row_, d_value_, wide_row_, wide_row_, true);
-            rows_of_product(d_scores, j, rows, seen_by, query_ + j * size_row_, size_row_, d_key_, size_row_, size_row_, true);
+            const Left scores{scores_ + j * chunk_row_, 1, chunk_row_};
+            const Left d_scores{d_scores_ + j * chunk_row_, 1, chunk_row_};
+            const float *g = g_ + j * wide_row_, *query = query_ + j * size_row_;
+            rows_of_product(scores, j, rows, seen_by, g, wide_row_, d_value_, wide_row_, wide_row_, true);
+            rows_of_product(d_scores, j, rows, seen_by, query, size_row_, d_key_, size_row_, size_row_, true);
         }
         if (links_.any)
             for (int i = 0; i < count; ++i) scale(query_ + i * size_row_, links_.reading[i], size_row_);

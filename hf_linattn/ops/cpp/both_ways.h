@@ -72,7 +72,8 @@ private:
         product(loss, count, wide_, turned_, size_row_, d_query_, size_row_, size_row_, false);
         for (int i = 0; i < count; ++i) {
             float* row = d_query_ + i * size_row_;
-            for (int d = 0; d < size_row_; d += WIDTH) store(row + d, load(row + d) + load(all_.z + d) * shift[i]);
+            for (int d = 0; d < size_row_; d += WIDTH)
+                store(row + d, load(row + d) + load(all_.z + d) * shift[i]);
             write_by_slope(p_.d_query, head, start, i, row);
         }
     }

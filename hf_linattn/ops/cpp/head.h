@@ -17,15 +17,15 @@ struct Problem {
     int64_t map, normalise, causal, keep, chunk, threads;
     Array query, key, value, output;
     int64_t hidden, hidden_row;  // bool [B, N], True at keys that do not count; 0 for none
-    int64_t S, z;                // float32 [B, Hkv, D, Dv] and [B, Hkv, D], dense: the state before; 0 for none
-    int64_t log_decay;           // float32 [B, Hkv, N], dense, at most 0; 0 for none
-    int64_t documents;           // int64 [B, N], dense, ascending; 0 for one
-    int64_t total;               // float32 [B, H, N], dense
-    int64_t S_after, z_after;    // as S and z
+    int64_t S, z;              // float32 [B, Hkv, D, Dv] and [B, Hkv, D], dense: the state before; 0 for none
+    int64_t log_decay;         // float32 [B, Hkv, N], dense, at most 0; 0 for none
+    int64_t documents;         // int64 [B, N], dense, ascending; 0 for one
+    int64_t total;             // float32 [B, H, N], dense
+    int64_t S_after, z_after;  // as S and z
     // of the backward: the loss by what the forward gave, 0 for none, and by what it was given
     Array d_output, d_query, d_key, d_value;
     int64_t d_total, d_S_after, d_z_after, d_S, d_z;
-    int64_t d_decay;             // float32 [B, Hkv, N]: the loss by the running sums of log_decay
+    int64_t d_decay;  // float32 [B, Hkv, N]: the loss by the running sums of log_decay
 };
 
 // phi of one row, in place; `slope`, if wanted, gets its derivative. Columns behind `size` become 0.
@@ -88,10 +88,10 @@ struct State {
 // What decay and borders between documents do to one chunk, as `Links` of ops/chunks.py.
 struct Links {
     bool any;
-    float *running;   // log decay, summed from the start of the chunk
-    float *document;  // small whole numbers
-    float *reading;   // what each query takes of the state before the chunk
-    float *entering;  // what the state after the chunk takes of each key
+    float* running;   // log decay, summed from the start of the chunk
+    float* document;  // small whole numbers
+    float* reading;   // what each query takes of the state before the chunk
+    float* entering;  // what the state after the chunk takes of each key
     float surviving;  // and of the state before
 };
 
@@ -106,9 +106,18 @@ protected:
     Links links_;
 
     Head(const Problem& p, float eps, int64_t pair, int64_t more_memory)
-        : p_(p), eps_(eps), row_(pair / p.kv_heads), head_(pair % p.kv_heads), shared_(p.heads / p.kv_heads),
-          pair_(pair), size_(p.size), wide_(p.wide), chunk_(longest(p)), size_row_(padded(size_)),
-          wide_row_(padded(wide_)), chunk_row_(chunk_row(p)) {
+        : p_(p),
+          eps_(eps),
+          row_(pair / p.kv_heads),
+          head_(pair % p.kv_heads),
+          shared_(p.heads / p.kv_heads),
+          pair_(pair),
+          size_(p.size),
+          wide_(p.wide),
+          chunk_(longest(p)),
+          size_row_(padded(size_)),
+          wide_row_(padded(wide_)),
+          chunk_row_(chunk_row(p)) {
         const int64_t n = chunk_row_;
         Memory::own().reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory);
         query_ = matrix(n, size_row_);
@@ -139,13 +148,15 @@ protected:
         if (!S) return;
         memcpy(state.z, at<float>(z) + pair_ * size_, size_ * sizeof(float));
         for (int d = 0; d < size_; ++d)
-            memcpy(state.S + d * wide_row_, at<float>(S) + (pair_ * size_ + d) * wide_, wide_ * sizeof(float));
+            memcpy(state.S + d * wide_row_, at<float>(S) + (pair_ * size_ + d) * wide_,
+                   wide_ * sizeof(float));
     }
 
     void keep(const State& state, int64_t S, int64_t z) const {
         memcpy(at<float>(z) + pair_ * size_, state.z, size_ * sizeof(float));
         for (int d = 0; d < size_; ++d)
-            memcpy(at<float>(S) + (pair_ * size_ + d) * wide_, state.S + d * wide_row_, wide_ * sizeof(float));
+            memcpy(at<float>(S) + (pair_ * size_ + d) * wide_, state.S + d * wide_row_,
+                   wide_ * sizeof(float));
     }
 
     void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {

@@ -22,8 +22,10 @@ class Forward : Head {
 
 public:
     Forward(const Problem& p, float eps, int64_t pair)
-        : Head(p, eps, pair, memory(p)), key_across_(matrix(size_row_, chunk_row_)),
-          scores_(matrix(chunk_row_, chunk_row_)), numerator_(matrix(chunk_row_, wide_row_)),
+        : Head(p, eps, pair, memory(p)),
+          key_across_(matrix(size_row_, chunk_row_)),
+          scores_(matrix(chunk_row_, chunk_row_)),
+          numerator_(matrix(chunk_row_, wide_row_)),
           before_(state(p.S, p.z)) {}
 
     void run() {
@@ -45,7 +47,8 @@ private:
         const Left queries{query_, size_row_, 1}, scores{scores_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(queries, i, rows, size_, key_across_, chunk_row_, scores_, chunk_row_, columns, false);
+            rows_of_product(queries, i, rows, size_, key_across_, chunk_row_, scores_, chunk_row_, columns,
+                            false);
             for (int m = i; m < seen; ++m) {
                 float* row = scores_ + m * chunk_row_;
                 link(row, m, columns);
@@ -58,10 +61,13 @@ private:
                 }
                 total[m] = sum(sums);
             }
-            rows_of_product(scores, i, rows, seen, value_, wide_row_, numerator_, wide_row_, wide_row_, false);
+            rows_of_product(scores, i, rows, seen, value_, wide_row_, numerator_, wide_row_, wide_row_,
+                            false);
             if (!before_.empty)
-                rows_of_product(queries, i, rows, size_, before_.S, wide_row_, numerator_, wide_row_, wide_row_, true);
-            for (int m = i; m < seen; ++m) write_output(head, start + m, numerator_ + m * wide_row_, total[m]);
+                rows_of_product(queries, i, rows, size_, before_.S, wide_row_, numerator_, wide_row_,
+                                wide_row_, true);
+            for (int m = i; m < seen; ++m)
+                write_output(head, start + m, numerator_ + m * wide_row_, total[m]);
         }
     }
 

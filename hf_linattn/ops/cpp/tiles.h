@@ -117,8 +117,8 @@ inline void rows_of_product(const Left& a, int row, int count, int inner, const 
 }
 
 // C = A B, or C += A B: A [rows, inner], B [inner, columns].
-inline void product(const Left& a, int rows, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
-                    int columns, bool add) {
+inline void product(const Left& a, int rows, int inner, const float* b, int64_t b_row, float* c,
+                    int64_t c_row, int columns, bool add) {
     for (int row = 0; row < rows; row += ROWS)
         rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);
 }
@@ -129,7 +129,8 @@ inline Floats interleaved(Floats a, Floats b, bool high) {
         order[lane] = lane / 2 + (high ? WIDTH / 2 : 0) + (lane % 2 ? WIDTH : 0);
 #if defined(__clang__)
     Floats found;
-    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = order[lane] < WIDTH ? a[order[lane]] : b[order[lane] - WIDTH];
+    for (int lane = 0; lane < WIDTH; ++lane)
+        found[lane] = order[lane] < WIDTH ? a[order[lane]] : b[order[lane] - WIDTH];
     return found;
 #else
     return __builtin_shuffle(a, b, order);
