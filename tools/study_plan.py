@@ -173,6 +173,17 @@ STAGES: tuple[Row, ...] = (
         told="`window+hedgehog` (64), LoRA of rank 16, fine-tuned in the last 0.4 M",
     ),
     Row(
+        "window-hedgehog-lora-64",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (
+            *("--lora", "64", "--distill-tokens", "200000"),
+            *("--finetune-tokens", "600000", "--finetune-lr", "1.5e-3"),
+        ),
+        told="`window+hedgehog` (64), LoRA of rank 64, fine-tuned in the last 0.6 M",
+    ),
+    Row(
         "window-hedgehog-drop",
         "convert",
         "window+hedgehog",
