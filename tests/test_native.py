@@ -11,7 +11,7 @@ import torch
 from test_kernels import HOWS, SHAPES, definition, every_input, random_inputs
 from test_ops import relative_error
 
-from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval.bench.rounds import Clock, Timed, measure
 from hf_linattn.ops import dispatch, kernels, native, native_library
 from hf_linattn.ops.chunks import How
@@ -187,6 +187,30 @@ def test_without_a_compiler_one_clear_error(monkeypatch, tmp_path):
     with pytest.raises(UnsupportedCallError, match=r"no compiler \(no-such-compiler\).*unset HF_LINATTN_CPP"):
         native_library.library.__wrapped__()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedCallError, match=r"cannot be written.*XDG_CACHE_HOME"):
+        native_library.library.__wrapped__()
+
+
+def test_a_damaged_library_is_one_clear_error(compiled, folder, monkeypatch, tmp_path):
+    native_library.library.__wrapped__()
+    (built,) = folder.rglob("*.so")
+    (tmp_path / "hf_linattn").mkdir()
+    (tmp_path / "hf_linattn" / built.name).write_bytes(built.read_bytes()[:100])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UnsupportedCallError, match=r"cannot be loaded.*delete it"):
+        native_library.library.__wrapped__()
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2"])
+def test_only_0_and_1_are_understood(value, monkeypatch):
+    monkeypatch.setenv(native_library.CPP, value)
+    with pytest.raises(OptionError, match=f"HF_LINATTN_CPP='{value}': 1 .* 0"):
+        kernels.attention(kernels.Inputs(*torch.randn(3, 1, 2, 9, 8)), How("elu1"), False)
 
 
 def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):

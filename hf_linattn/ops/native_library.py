@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.errors import OptionError, UnsupportedCallError
 
 CPP = "HF_LINATTN_CPP"
 """Environment variable that asks for the C++ kernels."""
@@ -29,8 +29,15 @@ THREADED = "-fopenmp"
 
 
 def asked() -> bool:
-    """Whether the user wants them."""
-    return os.environ.get(CPP) == "1"
+    """Whether the user wants them.
+
+    Raises:
+        OptionError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(CPP, "")
+    if value not in ("", "0", "1"):
+        raise OptionError(f"{CPP}={value!r}: 1 asks for kernels in C++, 0 does not")
+    return value == "1"
 
 
 @functools.cache
@@ -38,12 +45,18 @@ def library() -> ctypes.CDLL:
     """The library, from the cache or compiled.
 
     Raises:
-        UnsupportedCallError: no compiler, or it fails; with what it said.
+        UnsupportedCallError: no compiler, or it fails, with what it said; or the cache cannot be used.
     """
     compiler = _compiler()
     built = _folder() / f"native-{_digest(compiler)}.so"
     if not built.exists():
-        _compile(compiler, built)
+        try:
+            _compile(compiler, built)
+        except OSError as error:
+            raise UnsupportedCallError(
+                f"{built.parent}, where compiled kernels go, cannot be written ({error}): name another folder "
+                f"by XDG_CACHE_HOME. {_without()}"
+            ) from error
     try:
         found = ctypes.CDLL(str(built))
     except OSError as error:
