@@ -54,8 +54,8 @@ def library() -> ctypes.CDLL:
             _compile(compiler, built)
         except OSError as error:
             raise UnsupportedCallError(
-                f"{built.parent}, where compiled kernels go, cannot be written ({error}): name another folder "
-                f"by XDG_CACHE_HOME. {_without()}"
+                f"{built.parent}, where compiled kernels go, cannot be written ({error}): name another "
+                f"folder by XDG_CACHE_HOME. {_without()}"
             ) from error
     try:
         found = ctypes.CDLL(str(built))
