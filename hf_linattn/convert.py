@@ -124,6 +124,11 @@ class ConvertArguments:
         1.0, "factor of the learning rate for the patch's parameters in distill and finetune", minimum=0
     )
     teacher: str | None = option(None, "the original, where --model is converted in part (default: --model)")
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
+        "adamw; or muon for the weights of linear layers and AdamW for the rest, at the same rates",
+        choices=("adamw", "muon"),
+    )
     lora: int | None = option(
         None,
         "rank of LoRA in distill and finetune; 0 trains all weights (default: see below)",

@@ -215,7 +215,7 @@ def _stage_arguments(
     length = arguments.length(stage)
     given = getattr(arguments, f"{stage}_lr")
     names = (
-        *("text_column", "data_split", "batch_size", "grad_accum", "eval_split"),
+        *("text_column", "data_split", "batch_size", "grad_accum", "optimizer", "eval_split"),
         *("eval_every", "eval_blocks", "patience", "no_dropout", "mixed_precision", "dtype", "seed"),
         *("checkpoint_every", "cpu", "sliding"),
     )

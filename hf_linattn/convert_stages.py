@@ -15,9 +15,10 @@ from hf_linattn import from_pretrained, is_patched, unpatch_model
 from hf_linattn.branches import hybrids
 from hf_linattn.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.errors import TrainingError
-from hf_linattn.finetune_model import PATCH_PART, switch_off_dropout
+from hf_linattn.finetune_model import switch_off_dropout
 from hf_linattn.method import Method
 from hf_linattn.objectives import Objective
+from hf_linattn.seam import PATCH_PART
 from hf_linattn.sharding import shard_frozen
 from hf_linattn.transfer import AttentionTransfer, Target
 

@@ -95,7 +95,12 @@ class FinetuneArguments:
     warmup: int | None = option(None, "steps of linear warm-up (default: 3 %% of --max-steps)", minimum=0)
     batch_size: int = option(8, "rows per process and forward pass", minimum=1)
     grad_accum: int = option(1, "forward passes per update", minimum=1)
-    weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
+        "adamw; or muon for the weights of linear layers and AdamW for the rest, at the same --lr",
+        choices=("adamw", "muon"),
+    )
+    weight_decay: float = option(0.0, "the optimizer's weight decay", minimum=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm; 0 does not clip", minimum=0)
     lora: int = option(
         0, "rank of LoRA on all linear layers; the patch's own parameters train in full", minimum=0

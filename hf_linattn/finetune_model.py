@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_linattn import from_pretrained, patch_model
+from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, LinattnError, TrainingError
 from hf_linattn.objectives import Objective, require_causal
 from hf_linattn.registry import patches
+from hf_linattn.seam import PATCH_PART
 from hf_linattn.sites import find_sites
 
 if TYPE_CHECKING:
     from hf_linattn.finetune import FinetuneArguments
-
-PATCH_PART = ".linattn."
-"""In the name of every parameter that belongs to a patch."""
 
 
 def load_model(arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
@@ -99,11 +97,12 @@ def _add_lora(
 ) -> nn.Module:
     import peft  # takes seconds, and few runs need it
 
+    in_a_patch = rf".*{re.escape(PATCH_PART.rstrip('.'))}(\..*)?"
     config = peft.LoraConfig(
         r=arguments.lora,
         lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
         target_modules="all-linear",
-        exclude_modules=rf".*{re.escape(PATCH_PART.rstrip('.'))}(\..*)?",
+        exclude_modules=in_a_patch if is_patched(model) else None,  # peft warns of one that matches nothing
         modules_to_save=[PATCH_PART.strip(".")] if with_patch else None,
         # GPT-2 keeps its weights transposed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),

@@ -22,10 +22,11 @@ from hf_linattn.arguments import differences
 from hf_linattn.checkpointing import Checkpoint, filling, replacing, write_json, writing
 from hf_linattn.errors import DataError, OptionError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
-from hf_linattn.finetune_model import PATCH_PART, check_fit, first_line
+from hf_linattn.finetune_model import check_fit, first_line
 from hf_linattn.method import Method
 from hf_linattn.objectives import Objective, choose, objective
 from hf_linattn.plots import save_loss_curve
+from hf_linattn.seam import PATCH_PART
 from hf_linattn.sharding import accelerator_options, set_up
 from hf_linattn.training import LoopSettings, TrainingLoop
 

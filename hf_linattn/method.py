@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn.finetune_model import PATCH_PART, choose_trained, load_model
+from hf_linattn.finetune_model import choose_trained, load_model
 from hf_linattn.objectives import Objective
+from hf_linattn.seam import PATCH_PART
 from hf_linattn.training import LossFunction, Preparation
 
 if TYPE_CHECKING:

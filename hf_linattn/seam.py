@@ -18,6 +18,8 @@ from hf_linattn.visibility import read_visibility
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
+PATCH_PART = f".{NAME}."
+"""In the name of every parameter that belongs to a patch."""
 KEPT = "_linattn_kept"
 """Attribute of attention modules that keep their own implementation in a patched model: its name."""
 CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")

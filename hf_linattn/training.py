@@ -1,4 +1,4 @@
-"""The training loop: AdamW, cosine schedule with warm-up, validation, checkpoints; one or many processes.
+"""The training loop: cosine schedule with warm-up, validation, checkpoints; one or many processes.
 
 What step k does depends only on the settings and k: the rows of its batch, its learning rate and its random
 numbers are computed from them, never carried along. So a run that is killed and resumed repeats the
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from hf_linattn import optimizers
 from hf_linattn.checkpointing import Checkpoint, TrainLog
 from hf_linattn.early_stop import EarlyStop
 from hf_linattn.errors import TrainingError
@@ -56,6 +57,7 @@ class LoopSettings:
     warmup: int
     batch_size: int
     grad_accum: int = 1
+    optimizer: optimizers.Name = "adamw"
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     seed: int = 0
@@ -168,16 +170,7 @@ class TrainingLoop:
         if not sharded:  # otherwise each part goes there by itself
             model.to(accelerator.device)
         self.bare_model = model
-        groups: dict[float, list[nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                groups.setdefault(rate(name), []).append(parameter)
-        optimizer = torch.optim.AdamW(
-            [{"params": members, "factor": factor} for factor, members in groups.items()],
-            lr=settings.lr,
-            betas=(0.9, 0.95),
-            weight_decay=settings.weight_decay,
-        )
+        optimizer = optimizers.build(settings.optimizer, model, rate, settings.lr, settings.weight_decay)
         main = accelerator.is_main_process
         self._blueprint = Blueprint(model, main) if sharded else None
         self.model: Any

@@ -49,6 +49,7 @@ KILLED = (*CONVERT, *TWO, "--output-dir", "killed", "--resume")
 JOBS = {
     "tuned": ("finetune", (*TUNE, "--batch-size", "1", "--grad-accum", "2", "--output-dir", "tuned"), None),
     "moved": ("finetune", (*TUNE, *TWO, "--output-dir", "moved"), ("moved", 4)),
+    "muon": ("finetune", (*TUNE, *TWO, "--optimizer", "muon", "--output-dir", "muon"), None),
     "converted": ("convert", (*CONVERT, *TWO, "--output-dir", "converted"), None),
     **{stage: ("convert", KILLED, (f"killed/{stage}", 4)) for stage in STAGES},
     "resumed": ("convert", KILLED, None),
@@ -135,6 +136,16 @@ def test_finetuning_gives_the_result_of_one_process(ended):
     assert {row.patch for row in describe(model)} == {"elu1"}
     assert Path("tuned/config.json").read_text() == Path("tuned-alone/config.json").read_text()
     assert not Path("tuned/checkpoint").exists()
+
+
+def test_muon_sees_whole_matrices(ended):
+    complete(ended, "muon")
+    single(finetune, *TUNE, "--optimizer", "muon", "--output-dir", "muon-alone")
+    # its iteration runs in bfloat16
+    largest, mean = distances("muon", "muon-alone")
+    assert largest < 2e-3
+    assert mean < 1e-4
+    assert distances("muon", "tuned")[1] > 1e-3
 
 
 def test_a_killed_run_is_finished_by_one_process(ended):

@@ -31,8 +31,9 @@ from study_commands import training_words
 from study_kept import kept_rows, layers_words
 from study_page import MARKS, page, write_page
 from study_place import Place, slot
-from study_plan import TABLES, last_stage, rows_of, steps_of
+from study_plan import TABLES, rows_of
 from study_recalling import lone_tokens, recalling
+from study_row import last_stage, steps_of
 from study_scale import measured, scores
 from study_tables import spread
 from study_texts import prepare
@@ -220,7 +221,10 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     path.write_text(json.dumps(found))
     place = replace(place, figures=study_figures.collect({}, place.work))
     rows = kept_rows(place)
-    assert [*rows] == ["kept-2", "kept-2-tuned", "kept-2-gated", "kept-2-window", "kept-3", "kept-1-4"]
+    better = [f"kept-2-{name}" for name in ("tuned", "gated", "window", "nope", "nope-logn")]
+    assert [*rows] == ["kept-2", *better, "kept-3", "kept-1-4"]
+    words = training_words(place, rows["kept-2-nope-logn"], 0)[3:]
+    assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch["2"] == "nope+logn"
     assert rows["kept-2-window"].told == "softmax in 2, `window+gated` (hedgehog) elsewhere"
     words = training_words(place, rows["kept-2-gated"], 0)[3:]
     plan = ConvertArguments(**vars(convert_parser().parse_args(words))).patch

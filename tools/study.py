@@ -26,7 +26,8 @@ from study_figures import collect, load, measured, write
 from study_kept import TRANSFERRED, kept_rows, layers_words
 from study_page import page, write_page
 from study_place import Place, slot
-from study_plan import DIAGNOSED, SEEDS, TABLES, Row, last_stage, rows_of, steps_of
+from study_plan import DIAGNOSED, TABLES, rows_of
+from study_row import SEEDS, Row, last_stage, steps_of
 from study_texts import prepare
 
 from hf_linattn.errors import LinattnError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from study_place import Place
-from study_plan import BATCH, BLOCK, RECALL_LENGTHS, STEPS, Row, last_stage
+from study_row import BATCH, BLOCK, RECALL_LENGTHS, STEPS, Row, last_stage
 
 
 def training_words(place: Place, row: Row, seed: int) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study_plan import Json
+from study_row import Json
 
 from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import DataError

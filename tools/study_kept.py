@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from study_place import Place
-from study_plan import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Row
+from study_row import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
@@ -13,10 +14,34 @@ MAP = "hedgehog"
 TRANSFERRED = Row(MAP, "convert", MAP, main=True)
 """The row whose stage `transfer` is ranked; the one with no softmax layer kept too."""
 TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)
-BETTER: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
-    "tuned": ("window+gated", WINDOW_AND_FAR, TUNED, ", fine-tuned in the last 0.4 M"),
-    "gated": ("gated", {"feature_map": "taylor2", **NEAR_AND_FAR}, ALL_WEIGHTS, ""),
-    "window": ("window+gated", WINDOW_AND_FAR, ALL_WEIGHTS, ""),
+
+
+@dataclass(frozen=True)
+class Better:
+    """What stands beside the kept layers.
+
+    Attributes:
+        patch, options: of the other layers.
+        kept: of the kept ones; None leaves them as they are.
+        extra: more words for the training command.
+        also: more words for the page.
+    """
+
+    patch: str
+    options: dict[str, Any]
+    kept: str | None = None
+    extra: tuple[str, ...] = ALL_WEIGHTS
+    also: str = ""
+
+
+BETTER = {
+    "tuned": Better("window+gated", WINDOW_AND_FAR, extra=TUNED, also=", fine-tuned in the last 0.4 M"),
+    "gated": Better("gated", {"feature_map": "taylor2", **NEAR_AND_FAR}),
+    "window": Better("window+gated", WINDOW_AND_FAR),
+    "nope": Better("window+gated", WINDOW_AND_FAR, "nope", also=", no RoPE in the kept layer"),
+    "nope-logn": Better(
+        "window+gated", WINDOW_AND_FAR, "nope+logn", also=", no RoPE but log-n in the kept layer"
+    ),
 }
 """The best of table 1 in the other layers,"""
 CHOSEN_BY = {"kl", "recall_over_perplexity"}
@@ -49,8 +74,13 @@ def kept_rows(place: Place) -> dict[str, Row]:
         told = f"softmax in {', '.join(map(str, own))}"
         by = f"{told}: {', '.join(sorted(set(methods)))}"
         rows[name] = Row(name, "convert", {linear: MAP}, extra=ALL_WEIGHTS, told=by)
-        for short, (patch, options, extra, also) in BETTER.items() if CHOSEN_BY & set(methods) else ():
+        for short, better in BETTER.items() if CHOSEN_BY & set(methods) else ():
+            if better.kept and len(own) > 1:
+                continue
             other = f"{name}-{short}"
-            named = f"{told}, `{patch}` ({options['feature_map']}) elsewhere{also}"
-            rows[other] = Row(other, "convert", {linear: [patch, options]}, extra=extra, told=named)
+            plan: dict[str, Any] = {linear: [better.patch, better.options]}
+            if better.kept:
+                plan[",".join(map(str, own))] = better.kept
+            named = f"{told}, `{better.patch}` ({better.options['feature_map']}) elsewhere{better.also}"
+            rows[other] = Row(other, "convert", plan, extra=better.extra, told=named)
     return rows

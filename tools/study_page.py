@@ -10,8 +10,10 @@ from study_bases import BASES
 from study_commands import training_words
 from study_kept import kept_rows
 from study_place import Place
-from study_plan import BLOCK, KEPT, LENGTHS, STAGES, STEPS, Json, Row, rows_of
+from study_plan import KEPT, LENGTHS, rows_of
+from study_row import BLOCK, STEPS, Json, Row
 from study_softmax import activations, diagnosed_rows, entropies, scale
+from study_stages import STAGES
 from study_tables import number, spread, table, told
 
 from hf_linattn.eval.marked import write_between

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from study_bases import Base
-from study_plan import Json, Row
+from study_row import Json, Row
 
 
 def slot(row: Row, seed: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from study_place import Place
-from study_plan import Json, Row, rows_of
+from study_plan import rows_of
+from study_row import Json, Row
 from study_tables import spread, table, told
 
 COLUMNS = {

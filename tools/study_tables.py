@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from study_plan import Row
+from study_row import Row
 
 
 def told(row: Row) -> str:

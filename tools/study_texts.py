@@ -9,8 +9,8 @@ import torch
 from catalogue_measure import STORY
 from study_bases import BOOKS, Base
 from study_place import Place
-from study_plan import BLOCK
 from study_recalling import recalling
+from study_row import BLOCK
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn.checkpointing import replacing

@@ -1,0 +1,201 @@
+"""What docs/results.md says of stages, LoRA, hybrids and learning rates."""
+
+from __future__ import annotations
+
+from study_row import (
+    ALL_WEIGHTS,
+    ALONE,
+    AT_A_LOW_RATE,
+    FINETUNED_LAST,
+    MUON,
+    NEAR_AND_FAR,
+    WINDOW,
+    WINDOW_AND_FAR,
+    Row,
+)
+
+STAGES: tuple[Row, ...] = (
+    Row("hedgehog", "convert", "hedgehog", main=True, told="transfer 0.2 M, distill 0.8 M (as above)"),
+    Row("hedgehog-distill", "convert", "hedgehog", extra=ALONE, told="distill 1 M"),
+    Row(
+        "hedgehog-long-transfer",
+        "convert",
+        "hedgehog",
+        extra=("--transfer-tokens", "500000", "--distill-tokens", "500000"),
+        told="transfer 0.5 M, distill 0.5 M",
+    ),
+    Row(
+        "hedgehog-transfer",
+        "convert",
+        "hedgehog",
+        extra=("--stages", "transfer", "--transfer-tokens", "1000000"),
+        told="transfer 1 M alone",
+    ),
+    Row(
+        "hedgehog-transfer-finetune",
+        "convert",
+        "hedgehog",
+        extra=("--distill-tokens", "0", "--finetune-tokens", "800000", "--finetune-lr", "1e-3"),
+        told="transfer 0.2 M, fine-tune 0.8 M",
+    ),
+    Row(
+        "hedgehog-finetune", "finetune", "hedgehog", extra=("--lr", "1e-3"), told="fine-tune 1 M (no teacher)"
+    ),
+    Row("nope-hedgehog", "convert", "nope+hedgehog", told="`nope+hedgehog`: as the first, without RoPE"),
+    Row(
+        "hedgehog-2048",
+        "convert",
+        "hedgehog",
+        extra=(
+            *("--distill-tokens", "400000", "--finetune-tokens", "400000"),
+            *("--finetune-length", "2048", "--finetune-lr", "1e-3"),
+        ),
+        told="transfer 0.2 M, distill 0.4 M, fine-tune 0.4 M on rows of 2,048",
+    ),
+    Row("hedgehog-lora", "convert", "hedgehog", extra=("--lora", "16"), told="as the first, LoRA of rank 16"),
+    Row(
+        "window-hedgehog",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        ALL_WEIGHTS,
+        main=True,
+        told="`window+hedgehog` (64), all weights",
+    ),
+    Row(
+        "window-hedgehog-lora",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        ("--lora", "16"),
+        told="`window+hedgehog` (64), LoRA of rank 16",
+    ),
+    Row(
+        "window-hedgehog-lora-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (
+            *("--lora", "16", "--distill-tokens", "400000"),
+            *("--finetune-tokens", "400000", "--finetune-lr", "1.5e-3"),
+        ),
+        told="`window+hedgehog` (64), LoRA of rank 16, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-hedgehog-lora-64",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (
+            *("--lora", "64", "--distill-tokens", "200000"),
+            *("--finetune-tokens", "600000", "--finetune-lr", "1.5e-3"),
+        ),
+        told="`window+hedgehog` (64), LoRA of rank 64, fine-tuned in the last 0.6 M",
+    ),
+    Row(
+        "window-hedgehog-drop",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--drop-window", "0.5"),
+        told="`window+hedgehog` (64), all weights, window dropped in half of the steps",
+    ),
+    Row(
+        "window-hedgehog-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-gated-hedgehog-finetune",
+        "convert",
+        "window+gated",
+        WINDOW_AND_FAR,
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, hedgehog), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-hedgehog-rate",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate",
+    ),
+    *(
+        Row(
+            f"window-{patch}-low",
+            "convert",
+            f"window+{patch}",
+            WINDOW,
+            (*ALL_WEIGHTS, "--patch-rate", "30", *AT_A_LOW_RATE, *FINETUNED_LAST),
+            told=f"`window+{patch}` (64), fine-tuned likewise, at a rate of 3e-4, "
+            "its own parameters at 30 times that",
+        )
+        for patch in ("hedgehog", "taylor2")
+    ),
+    Row(
+        "window-gated-taylor2-finetune",
+        "convert",
+        "window+gated",
+        {**WINDOW_AND_FAR, "feature_map": "taylor2"},
+        (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, taylor2), all weights, fine-tuned in the last 0.4 M",
+    ),
+    Row(
+        "window-gated-hedgehog-drop",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        (*ALL_WEIGHTS, "--drop-window", "0.5", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+gated` (64, hedgehog, half-lives from 4), window dropped in half of the distillation, "
+        "fine-tuned in the last 0.4 M",
+    ),
+    Row("window-64", "finetune", "window", WINDOW, told="`window` (64) alone, fine-tuned 1 M"),
+    Row(
+        "window-hedgehog-transfer-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, "--distill-tokens", "0", "--finetune-tokens", "800000", "--finetune-lr", "3e-4"),
+        told="`window+hedgehog` (64), all weights, transfer 0.2 M, fine-tune 0.8 M",
+    ),
+    Row(
+        "window-hedgehog-sinks",
+        "convert",
+        "window+hedgehog",
+        {**WINDOW, "sinks": 4},
+        (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64, and the first 4 tokens exact), fine-tuned likewise, its own parameters "
+        "at ten times the rate",
+    ),
+    Row(
+        "window-hedgehog-muon",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, *MUON, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate, Muon",
+    ),
+    Row(
+        "gated-taylor2-front-muon",
+        "convert",
+        "gated",
+        {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True},
+        (*ALL_WEIGHTS, *MUON),
+        told="`gated` (taylor2, a layer in front), Muon",
+    ),
+    Row(
+        "gated-taylor2-front-lora",
+        "convert",
+        "gated",
+        {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True},
+        ("--lora", "16"),
+        told="`gated` (taylor2, a layer in front), LoRA of rank 16",
+    ),
+    Row("control-muon", "finetune", extra=MUON, told="control with Muon"),
+    Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
+    Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),
+)
