@@ -22,7 +22,7 @@ PATCH_PART = f".{NAME}."
 """In the name of every parameter that belongs to a patch."""
 KEPT = "_linattn_kept"
 """Attribute of attention modules that keep their own implementation in a patched model: its name."""
-CROSS_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
 USED = "used"
 _note = object.__setattr__
@@ -155,7 +155,7 @@ def find_state(
         NotPatchedError: another attention implementation was set after patching.
     """
     child: Any = module._modules[NAME]
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    implementation = _implementation(getattr(module, "config", None))
     if implementation != NAME:
         raise NotPatchedError(
             f"the attention implementation was set to {implementation!r} after patch_model, which would "
@@ -166,14 +166,20 @@ def find_state(
         return args, kwargs
     if child.drops_rope:
         args, kwargs = _without_rope(child, args, kwargs)
-    cross = any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS) or "Cross" in type(module).__name__
+    cross = "Cross" in type(module).__name__ or (
+        not CROSS_ARGUMENTS.isdisjoint(kwargs)
+        and any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS)
+    )
     _note(child, "cross", cross)
     if cross or not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.source
-    cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
     if not source.updates:
         return args, kwargs
+    cache = None
+    for name in CACHE_ARGUMENTS:
+        if (cache := kwargs.get(name)) is not None:
+            break
     if cache is None and source.cache_position is not None and len(args) > source.cache_position:
         cache = args[source.cache_position]
     if cache is None:
@@ -195,6 +201,16 @@ def find_state(
     layer.armed = True
     _note(child, "layer", layer)
     return args, kwargs
+
+
+def _implementation(config: Any) -> Any:
+    """What a config names, past `__getattribute__` of configs, which takes as long as an operation."""
+    if not torch.compiler.is_compiling():  # which cannot follow that
+        try:
+            return object.__getattribute__(config, "_attn_implementation_internal")
+        except AttributeError:
+            pass
+    return getattr(config, "_attn_implementation", NAME)
 
 
 def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

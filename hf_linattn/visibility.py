@@ -18,7 +18,7 @@ class Visibility:
     Attributes:
         causal: query i sees no key behind itself.
         batch, queries, keys: sizes B, N and S of the mask; S counts past keys too.
-        relative: `[S]` index of each key minus index of the first query.
+        columns: `[..., S]`, whose first row is `relative`; read where it is needed, a view takes time.
         documents: `[B, S]` document of each key from 1, 0 for padding; None where nothing is padded or
             packed.
         window: `[S]` filled with the sliding window's size, 0 for none; None without rows for windows.
@@ -30,12 +30,17 @@ class Visibility:
     causal: bool
     queries: int
     keys: int
-    relative: Tensor | None = None
+    columns: Tensor | None = None
     documents: Tensor | None = None
     window: Tensor | None = None
     chunks: Tensor | None = None
     dense: Tensor | None = None
     bias: Tensor | None = None
+
+    @property
+    def relative(self) -> Tensor | None:
+        """`[S]` index of each key minus index of the first query; None where the sizes tell it."""
+        return None if self.columns is None else self.columns[(0,) * (self.columns.ndim - 1)]
 
     @property
     def plain(self) -> bool:
@@ -47,9 +52,10 @@ class Visibility:
         """Whether a single query sees all keys, as in decoding; False where telling would take long."""
         if self.queries != 1 or self.documents is not None or self.window is not None:
             return False
-        if self.relative is None or self.relative.device.type != "cpu" or torch.compiler.is_compiling():
+        if self.columns is None or self.columns.device.type != "cpu" or torch.compiler.is_compiling():
             return False
-        return int(self.relative[-1]) <= 0  # a static cache has keys that are still to come
+        last = self.columns[(0,) * (self.columns.ndim - 1) + (-1,)]
+        return int(last) <= 0  # a static cache has keys that are still to come
 
     def without_window(self) -> Visibility:
         """The same with windows and chunks dropped."""
@@ -59,7 +65,7 @@ class Visibility:
             self.causal,
             self.queries,
             self.keys,
-            self.relative,
+            self.columns,
             self.documents,
             dense=self.dense,
             bias=self.bias,
@@ -138,8 +144,8 @@ class Visibility:
         return (mine == documents[:, None, None]) | (mine == 0)
 
     def _relative(self, device: torch.device) -> Tensor:
-        if self.relative is not None:
-            return self.relative
+        if (given := self.relative) is not None:
+            return given
         return torch.arange(self.keys, device=device) - (self.keys - self.queries if self.causal else 0)
 
     def count(self, device: torch.device) -> Tensor:
@@ -193,12 +199,10 @@ def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: boo
     if mask is None:
         return Visibility(is_causal and not (queries == 1 and keys > 1), queries, keys)
     if is_compact(mask):
-        rows = mask[:, 0]
-        count = rows.shape[1]
-        relative = rows[0, 0]
-        documents = rows[:, 1] if count > 1 else None
-        window, chunks = (rows[0, 2], rows[:, 3]) if count > 2 else (None, None)
-        return Visibility(mask.dtype == CAUSAL, queries, mask.shape[-1], relative, documents, window, chunks)
+        _, _, count, keys = mask.shape
+        documents = mask[:, 0, 1] if count > 1 else None
+        window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 2 else (None, None)
+        return Visibility(mask.dtype == CAUSAL, queries, keys, mask, documents, window, chunks)
     if mask.dtype == torch.bool:
         return Visibility(is_causal, queries, mask.shape[-1], dense=mask)
     visible = mask > torch.finfo(mask.dtype).min / 2

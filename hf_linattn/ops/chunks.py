@@ -36,7 +36,7 @@ class How(NamedTuple):
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """The dtype of sums."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
 def groups(batch: int, heads: int) -> Iterator[tuple[slice, slice]]:

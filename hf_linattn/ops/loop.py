@@ -84,7 +84,8 @@ class Outputs(NamedTuple):
         """Not written yet."""
         batch, heads, length, size = inputs.query.shape
         kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
-        output = inputs.value.new_empty(batch, length, heads, wide).transpose(1, 2)
+        by_token = (length * heads * wide, wide, heads * wide, 1)  # a view of a new tensor takes longer
+        output = inputs.value.new_empty_strided((batch, heads, length, wide), by_token)
         total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
         S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
         return cls(output, total, S, total.new_empty((batch, kv_heads, size) if keep else 0))

@@ -25,8 +25,9 @@ def takes(inputs: Inputs) -> bool:
         return False  # a tensor of another class may have no memory to read
     if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
         return False
-    sums = all(x is None or x.dtype == torch.float32 for x in (S, z, log_decay))
-    return sums and bool(query.numel() and key.numel() and value.numel())
+    if not (_summed(S) and _summed(z) and _summed(log_decay)):
+        return False
+    return bool(query.numel() and key.numel() and value.numel())
 
 
 def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
@@ -103,10 +104,19 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
+def _summed(x: Tensor | None) -> bool:
+    return x is None or x.dtype == torch.float32
+
+
 def _dense(inputs: Inputs) -> Inputs:
     """As the kernels read them."""
     query, key, value, hidden, S, z, log_decay, documents = inputs
     if hidden is not None and hidden.stride(1) != 1:
         hidden = hidden.contiguous()
-    S, z, log_decay, documents = (None if x is None else x.contiguous() for x in (S, z, log_decay, documents))
+    if S is not None and z is not None:
+        S, z = S.contiguous(), z.contiguous()
+    if log_decay is not None:
+        log_decay = log_decay.contiguous()
+    if documents is not None:
+        documents = documents.contiguous()
     return Inputs(_rows(query), _rows(key), _rows(value), hidden, S, z, log_decay, documents)

@@ -28,6 +28,22 @@ struct Problem {
     int64_t d_decay;  // float32 [B, Hkv, N]: the loss by the running sums of log_decay
 };
 
+// min(max_d x_d, 0): over its exponential a query all of which is negative does not underflow, and it divides
+// away.
+inline float least_loss(const float* x, int size) {
+    for (int i = 0; i < size; ++i)
+        if (x[i] >= 0) return 0;  // after a few numbers, but for such queries
+    Floats found = all(-__builtin_huge_valf());
+    int i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+        const Floats given = load(x + i);
+        found = given > found ? given : found;
+    }
+    float most = greatest(found);
+    for (; i < size; ++i) most = std::max(most, x[i]);
+    return most;
+}
+
 // phi of one row, in place; `slope`, if wanted, gets its derivative. Columns behind `size` become 0.
 inline void feature_map(int64_t map, float eps, bool query, float* x, float* slope, int size) {
     if (map == NONE) return;
@@ -39,17 +55,7 @@ inline void feature_map(int64_t map, float eps, bool query, float* x, float* slo
         }
         return;
     }
-    float most = 0;
-    if (query) {  // over exp(max_d q_d) where all of q is negative: it divides away, and nothing underflows
-        const Ints behind = lanes() >= size - (end - WIDTH);
-        Floats found = all(-__builtin_huge_valf());
-        for (int i = 0; i < end; i += WIDTH) {
-            Floats given = load(x + i);
-            if (i + WIDTH > size) given = behind ? found : given;
-            found = given > found ? given : found;
-        }
-        most = std::min(greatest(found), 0.0f);
-    }
+    const float most = query ? least_loss(x, size) : 0;
     for (int i = 0; i < end; i += WIDTH) {
         Floats given = load(x + i), zero = {};
         Floats power = exp_of((given > 0 ? zero : given) - most);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 // ROWS x WIDE vectors of sums stay in registers, beside WIDE more and one
@@ -27,25 +26,35 @@ inline void store(float* x, Floats y) { *reinterpret_cast<Unaligned*>(x) = y; }
 inline Floats all(float x) { return x - Floats{}; }
 inline int padded(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
-template <class Join>
-inline float joined(Floats x, Join join) {  // lanes in pairs, and pairs of pairs
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int lane = 0; lane < half; ++lane) x[lane] = join(x[lane], x[lane + half]);
-    return x[0];
-}
-
-inline float sum(Floats x) {
-    return joined(x, [](float a, float b) { return a + b; });
-}
-
-inline float greatest(Floats x) {
-    return joined(x, [](float a, float b) { return a > b ? a : b; });
+// Lanes in another order.
+inline Floats turned(Floats x, Ints order) {
+#if defined(__clang__)
+    Floats found;
+    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = x[order[lane]];
+    return found;
+#else
+    return __builtin_shuffle(x, order);
+#endif
 }
 
 inline Ints lanes() {
     Ints found;
     for (int lane = 0; lane < WIDTH; ++lane) found[lane] = lane;
     return found;
+}
+
+template <class Join>
+inline float joined(Floats x, Join join) {  // every lane with its neighbour, every pair with the next one
+    for (int apart = WIDTH / 2; apart; apart /= 2) x = join(x, turned(x, lanes() ^ apart));
+    return x[0];
+}
+
+inline float sum(Floats x) {
+    return joined(x, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float greatest(Floats x) {
+    return joined(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87, NaN for NaN. After Cephes' expf.
