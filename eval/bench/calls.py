@@ -8,7 +8,8 @@ under transformers' `sdpa`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +184,8 @@ def candidate(model: BareModel, name: str, setting: Setting, given: Inputs) -> C
     """What one call of this model does in this setting."""
     linear = is_linear(model)
     if setting.kind == "decode":
-        return Candidate(name, _decoding(model, setting, given), linear=linear, model=model)
+        step, around = _decoding(model, setting, given)
+        return Candidate(name, step, around, linear=linear, model=model)
     mask = model.mask(setting.shape.batch, setting.length, given.query)
     query, key, value = given.query, given.key, given.value
     if setting.kind == "prefill":
@@ -215,8 +217,10 @@ def is_linear(model: BareModel) -> bool:
     return child is not None and bool(child.keeps_state)
 
 
-def _decoding(model: BareModel, setting: Setting, given: Inputs) -> Callable[[], Tensor]:
-    """One token behind a cache that is put back after it."""
+def _decoding(
+    model: BareModel, setting: Setting, given: Inputs
+) -> tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[None]]]:
+    """One token behind a cache that is put back after it; and around it what puts back a state's numbers."""
     cache, batch, past = DynamicCache(), setting.shape.batch, setting.length
     old = [x[:, :, :past] for x in (given.query, given.key, given.value)]
     new = [x[:, :, past:] for x in (given.query, given.key, given.value)]
@@ -226,33 +230,40 @@ def _decoding(model: BareModel, setting: Setting, given: Inputs) -> Callable[[],
         else:
             cache.update(old[1], old[2], 0)
         mask = model.mask(batch, 1, given.query, cache)
-    back = put_back(cache)
+    references, numbers = put_back(cache)
 
     def step() -> Tensor:
         with torch.no_grad():
             output: Tensor = model.attention(*new, mask, cache)
-            back()
+            references()
         return output
 
-    return step
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        numbers()
+
+    return step, around
 
 
-def put_back(cache: Any) -> Callable[[], None]:
-    """What makes a cache again what it is now.
+def put_back(cache: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What makes a cache again what it is now: its references, and the numbers in its states.
 
-    Keys are put back by reference. States are copied, since decoding writes over them: a few microseconds
-    for a linear one, more for a window's keys.
+    Keys are put back by reference, which takes no time worth measuring. States keep their size while decoding
+    writes over them, so their numbers can wait until nothing is timed.
     """
     before = [dict(vars(layer)) for layer in cache.layers]
     states = [(x, x.clone()) for values in before for x in values.get("state") or ()]
 
-    def back() -> None:
+    def references() -> None:
         for layer, values in zip(cache.layers, before, strict=True):
             vars(layer).update(values)
+
+    def numbers() -> None:
         for x, saved in states:
             x.copy_(saved)
 
-    return back
+    return references, numbers
 
 
 def in_place(model: BareModel, setting: Setting, given: Inputs) -> Candidate:

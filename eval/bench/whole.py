@@ -156,11 +156,12 @@ class Whole:
         size = cost_measure.cache_bytes(cache)
         if kind == "prefill":
             return lambda: cost_measure._read(self.model, ids[:, :length])[0], size
-        back = put_back(cache)
+        references, numbers = put_back(cache)
 
         def step() -> Tensor:
             out = forward(self.model, ids[:, length:], 1, past_key_values=cache, use_cache=True)
-            back()
+            references()
+            numbers()
             logits: Tensor = out.logits
             return logits
 
