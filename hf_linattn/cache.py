@@ -155,7 +155,9 @@ class StateLayer(CacheLayerMixin):
                 self.base = (self.state, self.visible)
             self.tail.append(tokens)
         self._advance(tokens)
-        self.state, self.seen = rebuilt(state, [compact(x) for x in state]), self.seen + tokens.length
+        if state is not self.state:  # not written over
+            self.state = rebuilt(state, [compact(x) for x in state])
+        self.seen += tokens.length
 
     def take_pending(self, state: Any) -> None:
         """The pending tokens are in this state."""

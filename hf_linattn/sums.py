@@ -20,8 +20,8 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     assert query is not None
     if tokens.length == 1 and has_step(query, tokens.key, tokens.value, state):
         inputs = _inputs(attention, tokens, divide, state)
-        found = native.step(inputs, How(fused, attention.eps, divide), tokens.in_place)
-        return found.output, found.total, State(found.S, found.z)
+        output, total, S, z = native.step(inputs, How(fused, attention.eps, divide), tokens.in_place)
+        return output, total, state if state is not None and S is state.S else State(S, z)
     if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(

@@ -90,7 +90,8 @@ def step(
             factor = log_decay[:, :, 0].exp().unsqueeze(-1)
             state.S.mul_(factor.unsqueeze(-1))
             state.z.mul_(factor)
-        state = State(state.S.addcmul_(phi_k.mT, value), state.z.add_(phi_k[:, :, 0]))
+        state.S.addcmul_(phi_k.mT, value)
+        state.z.add_(phi_k[:, :, 0])
     else:
         state = state if log_decay is None else _scaled(state, log_decay[:, :, 0].exp())
         state = State(torch.addcmul(state.S, phi_k.mT, value), state.z + phi_k[:, :, 0])

@@ -80,13 +80,15 @@ class Outputs(NamedTuple):
     z: Tensor
 
     @classmethod
-    def empty(cls, inputs: Inputs, keep: bool) -> Outputs:
-        """Not written yet."""
+    def empty(cls, inputs: Inputs, keep: bool, over: tuple[Tensor, Tensor] | None = None) -> Outputs:
+        """Not written yet; `over`: S and z to write over."""
         batch, heads, length, size = inputs.query.shape
         kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
         by_token = (length * heads * wide, wide, heads * wide, 1)  # a view of a new tensor takes longer
         output = inputs.value.new_empty_strided((batch, heads, length, wide), by_token)
         total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
+        if over is not None:
+            return cls(output, total, *over)
         S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
         return cls(output, total, S, total.new_empty((batch, kv_heads, size) if keep else 0))
 

@@ -42,11 +42,10 @@ def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
 def step(inputs: Inputs, how: How, in_place: bool) -> Outputs:
     """`forward` of one token; `in_place`: the state after it is written over the one before."""
     S, z, inputs = inputs.S, inputs.z, _dense(inputs)
+    over = None
     if in_place and S is not None and z is not None and inputs.S is S and inputs.z is z:
-        outputs = Outputs.empty(inputs, keep=False)._replace(S=S, z=z)
-    else:
-        outputs = Outputs.empty(inputs, keep=True)
-    return _run(inputs, outputs, how, True, 1)
+        over = (S, z)
+    return _run(inputs, Outputs.empty(inputs, True, over), how, True, 1)
 
 
 def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> Outputs:
