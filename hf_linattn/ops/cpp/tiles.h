@@ -57,10 +57,9 @@ inline float greatest(Floats x) {
     return joined(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
-// e^x for x <= 0, to 2 units in the last place; 0 below -87, NaN for NaN. After Cephes' expf.
+// e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
 inline Floats exp_of(Floats x) {
-    Ints gone = x < -87.0f;
-    x = gone ? all(-87.0f) : x;
+    x = x < -88.0f ? all(-88.0f) : x;  // of which the power of two is 0
     const float shift = 12582912.0f;  // adding it rounds to whole numbers
     Floats n = (x * 1.44269504088896341f + shift) - shift;
     Floats r = x - n * 0.693359375f;
@@ -75,7 +74,7 @@ inline Floats exp_of(Floats x) {
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
     Floats scale;
     memcpy(&scale, &power, sizeof scale);
-    return gone ? Floats{} : p * scale;
+    return p * scale;
 }
 
 // A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns].
