@@ -78,6 +78,13 @@ class Recent(NamedTuple):
         return self.window.columns((torch.arange(size, device=self.turn.device) + self.turn[0]) % size)
 
 
+def begun(tokens: Tokens, size: int) -> Recent:
+    """After the first tokens of a text without padding, at most `size`; no sinks."""
+    empty = Recent.nothing(tokens, 0, 0)
+    marks = torch.ones(tokens.key.shape[0], tokens.length, dtype=torch.bool, device=tokens.key.device)
+    return empty._replace(window=padded(own(tokens, marks), size - tokens.length, 0))
+
+
 TENSORS = 7
 """Of a flat state."""
 

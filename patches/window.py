@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn import recent
@@ -98,6 +99,8 @@ class Window(StatefulAttention):
 
     def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
+        if state is None and self._holds(tokens):
+            return self._softmax(tokens)
         before = self._before(tokens, state)
         if state is not None and recent.steps(tokens, before):
             ranks, leaving, after = recent.step(tokens, before)
@@ -111,6 +114,30 @@ class Window(StatefulAttention):
         summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
         numerator, total, inner = self._linear().sums(summed, self._inner_state(state))
         return self._mixed(tokens, inside, numerator, total), (*after.flat(), *inner)
+
+    def _holds(self, tokens: Tokens) -> bool:
+        """Whether a text begins that stays inside the window, nothing being in the way of torch's kernel."""
+        if tokens.length > self.size or self.sinks or self.branches not in (None, "both", "window"):
+            return False
+        if torch.compiler.is_compiling():  # the graph would be for such lengths alone
+            return False
+        # parameters of the linear attention are to have gradients, if only zeros
+        return tokens.valid is None and not (self.inner and torch.is_grad_enabled())
+
+    def _softmax(self, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Every token sees all before it, and none has left."""
+        assert tokens.query is not None
+        output = F.scaled_dot_product_attention(
+            tokens.query, tokens.key, tokens.value, is_causal=True, scale=tokens.scaling, enable_gqa=True
+        )
+        if not tokens.keep:
+            return output, ()
+        after = recent.begun(tokens, self.size).flat()
+        if not self.inner:
+            return output, after
+        unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
+        first = replace(tokens.slice(0, 1), query=None, valid=unseen)
+        return output, (*after, *self._linear().absorb(first, None))
 
     def absorb(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """No queries are needed."""

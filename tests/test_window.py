@@ -47,6 +47,33 @@ class TestWindow:
         patch_model(model, spec, options={"size": 59})
         assert tiny.distance(model(ids).logits, want) > 1e-6
 
+    @pytest.mark.parametrize("spec", ["window", "window+hedgehog", "window+gated", "window+logn"])
+    @pytest.mark.parametrize("length", [1, 7, 12])
+    def test_texts_inside_the_window_are_torchs_softmax(self, spec, length, monkeypatch):
+        """Where the linear attention needs no gradients; longer texts, and what comes after, go on alike."""
+        model, ids = model_of("llama"), tiny.tokens(2, 40)
+        patch_model(model, spec, options={"size": 12})
+        with torch.no_grad():
+            calls, real = [], torch.nn.functional.scaled_dot_product_attention
+            monkeypatch.setattr(
+                torch.nn.functional,
+                "scaled_dot_product_attention",
+                lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1],
+            )
+            short = model(ids[:, :length], use_cache=False).logits
+            assert len(calls) == len(model.model.layers)
+            begun = model(ids[:, :length], use_cache=True).past_key_values
+            rest = [
+                model(ids[:, i : i + 1], past_key_values=begun).logits[:, 0]
+                for i in range(length, 2 * length + 8)
+            ]
+            rest.append(model(ids[:, 2 * length + 8 :], past_key_values=begun).logits[:, -1])
+        want = model(ids).logits
+        assert tiny.distance(short, want[:, :length]) < 1e-6
+        for step, logits in enumerate(rest[:-1], start=length):
+            assert tiny.distance(logits, want[:, step]) < 1e-6, step
+        assert tiny.distance(rest[-1], want[:, -1]) < 1e-6
+
     @pytest.mark.parametrize("family", ROTATED)
     def test_positions_inside_the_cache(self, family, monkeypatch):
         import oracle

@@ -60,7 +60,7 @@ inline float greatest(Floats x) {
 // e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
 inline Floats exp_of(Floats x) {
     x = x < -88.0f ? all(-88.0f) : x;  // of which the power of two is 0
-    const float shift = 12582912.0f;  // adding it rounds to whole numbers
+    const float shift = 12582912.0f;   // adding it rounds to whole numbers
     Floats n = (x * 1.44269504088896341f + shift) - shift;
     Floats r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
