@@ -215,18 +215,26 @@ def test_caches_are_compared_by_what_they_are_made_of():
 def test_forecasts_follow_the_last_two_lengths():
     forecast = Forecast()
     assert forecast.refusal(10**9, 1.0, "cpu") == ""
-    forecast.add(100, 0.1, 1000)
-    assert forecast.seconds(200) == pytest.approx(0.4)  # nothing known: the square
-    forecast.add(200, 0.2, 1000)
-    assert forecast.seconds(800) == pytest.approx(0.8)
-    assert forecast.size(800) == pytest.approx(1000)
-    assert Forecast(True, [(100, 0.1, 10)]).seconds(400) == pytest.approx(0.4)
-    assert "about 0.8 s (--budget 0.5)" in forecast.refusal(800, 0.5, "cpu")
+    forecast.add(1000, 0.1, 1000)
+    assert forecast.seconds(2000) == pytest.approx(0.4)  # nothing known: the square
+    forecast.add(2000, 0.2, 1000)
+    assert forecast.seconds(8000) == pytest.approx(0.8)
+    assert forecast.size(8000) == pytest.approx(1000)
+    assert Forecast(True, [(1000, 0.1, 10)]).seconds(4000) == pytest.approx(0.4)
+    assert "about 0.8 s (--budget 0.5)" in forecast.refusal(8000, 0.5, "cpu")
+
+
+def test_a_single_token_says_what_a_call_costs_and_not_how_it_grows():
+    forecast = Forecast(points=[(1, 0.01, 1000)])
+    assert forecast.seconds(64) == forecast.seconds(256) == pytest.approx(0.01)
+    assert forecast.seconds(1024) == pytest.approx(0.16)
+    forecast.add(16, 0.02, 1000)
+    assert forecast.seconds(1024) == pytest.approx(0.32)
 
 
 @pytest.mark.skipif(memory.available() is None, reason="this system does not tell its free memory")
 def test_forecasts_keep_off_memory_that_is_not_there():
-    forecast = Forecast(points=[(1, 1e-9, 2**20), (2, 1e-9, 2**22)])
+    forecast = Forecast(points=[(512, 1e-9, 2**30), (1024, 1e-9, 2**32)])
     assert "GiB are free" in forecast.refusal(2**20, math.inf, "cpu")
 
 

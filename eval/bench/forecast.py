@@ -9,6 +9,8 @@ from .memory import available
 
 SPARE = 0.7
 """Part of the free memory that a call may take."""
+FEW = 256
+"""Up to so many tokens a call takes what it takes for one: most of it does not grow."""
 FIRST = 4096
 """A series that begins beyond this many tokens is tried at the lengths below first."""
 PROBES = (1024, 2048)
@@ -41,6 +43,7 @@ class Forecast:
     def _at(self, tokens: int, points: list[tuple[int, float]], least: float) -> float | None:
         if not points:
             return None
+        points, tokens = [(max(n, FEW), value) for n, value in points], max(tokens, FEW)
         power = 1.0 if self.linear else 2.0
         if len(points) > 1 and points[-1][0] > points[-2][0]:
             (a, x), (b, y) = points[-2:]
