@@ -282,7 +282,7 @@ def test_what_is_too_slow_or_too_large_has_a_row_that_says_so(monkeypatch):
     assert rows[1]["speed"] > 0
     assert rows[1]["memory_ratio"] > 0
     assert rows[0]["bound"] in ("arithmetic", "memory")
-    series.forecasts[SDPA].points[:] = [(8, 1.0, 10), (16, 60.0, 20)]
+    series.forecasts[SDPA].points[:] = [(8, 1.0, 10), (16, 600.0, 20)]
     late = {row["candidate"]: row for row in series.run(Setting(SHAPE, "prefill", 64))}
     assert "not run: one call would take about" in late[SDPA]["note"]
     assert late["elu1"]["measured"]
