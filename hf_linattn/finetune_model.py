@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +17,7 @@ from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, LinattnError, TrainingError
 from hf_linattn.objectives import Objective, require_causal
 from hf_linattn.registry import patches
-from hf_linattn.seam import PATCH_PART
+from hf_linattn.seam import NAME, PATCH_PART
 from hf_linattn.sites import find_sites
 
 if TYPE_CHECKING:
@@ -97,13 +96,13 @@ def _add_lora(
 ) -> nn.Module:
     import peft  # takes seconds, and few runs need it
 
-    in_a_patch = rf".*{re.escape(PATCH_PART.rstrip('.'))}(\..*)?"
+    in_a_patch = rf".*\.{NAME}(\..*)?"
     config = peft.LoraConfig(
         r=arguments.lora,
         lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
         target_modules="all-linear",
         exclude_modules=in_a_patch if is_patched(model) else None,  # peft warns of one that matches nothing
-        modules_to_save=[PATCH_PART.strip(".")] if with_patch else None,
+        modules_to_save=[NAME] if with_patch else None,
         # GPT-2 keeps its weights transposed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=task.peft_task,

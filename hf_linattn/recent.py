@@ -80,9 +80,8 @@ class Recent(NamedTuple):
 
 def begun(tokens: Tokens, size: int) -> Recent:
     """After the first tokens of a text without padding, at most `size`; no sinks."""
-    empty = Recent.nothing(tokens, 0, 0)
-    marks = torch.ones(tokens.key.shape[0], tokens.length, dtype=torch.bool, device=tokens.key.device)
-    return empty._replace(window=padded(own(tokens, marks), size - tokens.length, 0))
+    marks, _ = ranked(tokens, 0, causal=True)
+    return Recent.nothing(tokens, 0, 0)._replace(window=padded(own(tokens, marks), size - tokens.length, 0))
 
 
 TENSORS = 7

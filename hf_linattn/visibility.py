@@ -52,10 +52,10 @@ class Visibility:
         """Whether a single query sees all keys, as in decoding; False where telling would take long."""
         if self.queries != 1 or self.documents is not None or self.window is not None:
             return False
-        if self.columns is None or self.columns.device.type != "cpu" or torch.compiler.is_compiling():
+        given = self.relative
+        if given is None or given.device.type != "cpu" or torch.compiler.is_compiling():
             return False
-        last = self.columns[(0,) * (self.columns.ndim - 1) + (-1,)]
-        return int(last) <= 0  # a static cache has keys that are still to come
+        return int(given[-1]) <= 0  # a static cache has keys that are still to come
 
     def without_window(self) -> Visibility:
         """The same with windows and chunks dropped."""

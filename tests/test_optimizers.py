@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from finetune_workplace import SHORT, stable_rows, surroundings, weights_of, workplace
-from tiny import build, llama, tokens
+from tiny import build, llama
 
 from hf_linattn import patch_model, training
 from hf_linattn.finetune import main

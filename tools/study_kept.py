@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from study_place import Place
-from study_row import ALL_WEIGHTS, FINETUNED_LAST, NEAR_AND_FAR, WINDOW_AND_FAR, Row
+from study_row import ALL_WEIGHTS, NEAR_AND_FAR, TUNED, WINDOW_AND_FAR, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
 MAP = "hedgehog"
 TRANSFERRED = Row(MAP, "convert", MAP, main=True)
 """The row whose stage `transfer` is ranked; the one with no softmax layer kept too."""
-TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from study_bases import Base
-from study_row import ALL_WEIGHTS, ALONE, NEAR_AND_FAR, WINDOW, WINDOW_AND_FAR, Row
+from study_row import ALL_WEIGHTS, ALONE, NEAR_AND_FAR, TAYLOR2_BEHIND_A_LAYER, WINDOW, WINDOW_AND_FAR, Row
 from study_stages import STAGES
 
 LEARNED = {"kappa": "learned"}
@@ -37,7 +37,7 @@ LENGTHS: tuple[Row, ...] = (
         "gated-taylor2-front",
         "convert",
         "gated",
-        {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True},
+        TAYLOR2_BEHIND_A_LAYER,
         ALL_WEIGHTS,
     ),
     Row("zero", "convert", "zero", extra=ALONE, told="`zero`: no attention at all (floor)"),
@@ -74,7 +74,7 @@ LONG: tuple[Row, ...] = (
         "gated-taylor2-front",
         "convert",
         "gated",
-        {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True},
+        TAYLOR2_BEHIND_A_LAYER,
         extra=(
             *("--transfer-tokens", "500000", "--distill-tokens", "7000000"),
             *("--finetune-tokens", "2500000", "--finetune-lr", "3e-4"),

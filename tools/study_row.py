@@ -50,8 +50,11 @@ ALONE = ("--stages", "distill", "--distill-tokens", "1000000")
 ALL_WEIGHTS = ("--lora", "0")
 MUON = ("--optimizer", "muon")
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
+TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)
 AT_A_LOW_RATE = ("--distill-tokens", "400000", "--distill-lr", "3e-4")
 NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
+TAYLOR2_BEHIND_A_LAYER = {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True}
+"""The best linear map of the first table."""
 WINDOW_AND_FAR = {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024}
 """A gated state whose heads begin where the window ends."""
 
