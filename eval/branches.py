@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         from .branches_run import run
-        from .results import curve_table
+        from .length_tables import curve_table
 
         results = run(args, shlex.join(["python", "-m", "hf_linattn.eval.branches", *argv]))
         print("\n".join([curve_table(results["rows"]), *results["sentences"]]))

@@ -15,11 +15,12 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_linattn.branches import hybrids, use_branches
-from hf_linattn.checkpointing import replacing, writing
+from hf_linattn.checkpointing import replacing
 from hf_linattn.data import load_documents
 
 from . import results as files
 from .length_plot import save_plot
+from .length_tables import COLUMNS
 from .loading import Curve, load_model, load_tokenizer, train_length
 from .scoring import score_length
 from .windows import encode, plan_windows
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     earlier = files.load(args.output_dir, recorded, FORMAT)
     if earlier is not None and earlier["complete"]:
         return earlier
+    files.check_writable(args.output_dir)
     length = train_length(args.model)  # first: a wrong folder should not wait for the text
     set_seed(args.seed)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -72,8 +74,6 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "rows": rows,
         "run": {"device": device, "threads": torch.get_num_threads(), "seconds": seconds},
     }
-    with writing(args.output_dir):  # before the work
-        args.output_dir.mkdir(parents=True, exist_ok=True)
     for index, name in enumerate(args.branches, 1):
         print(f"{name} ({index} of {len(args.branches)})", file=sys.stderr)
         done = {row["length"] for row in rows if row["model"] == name}
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
                 row = score_length(model, plan, size, batch_size=args.batch_size, progress=True)
             rows.append({"model": name, **asdict(row)})
             seconds[f"{name} {size}"] = round(time.perf_counter() - start, 3)
-            with writing(args.output_dir):
-                files.save(args.output_dir, results)
+            files.save(args.output_dir, results)
     results["sentences"] = sentences(rows, sizes)
     results["complete"] = True
     _write(args.output_dir, results)
@@ -93,13 +92,10 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def _write(folder: Path, results: Mapping[str, Any]) -> None:
     """All files, results.json last: it says that the others are there."""
-    with replacing(folder / "results.csv") as partial:
-        files.save_csv(partial, results["rows"])
-    with writing(folder):
-        plot = folder / "branches.new.png"  # the ending says what it is to be
-        save_plot(plot, results["rows"], results["train_length"], reference={"none"})
-        plot.replace(folder / "branches.png")
-        files.save(folder, results)
+    files.save_csv(folder / "results.csv", results["rows"], COLUMNS)
+    with replacing(folder / "branches.png") as partial:
+        save_plot(partial, results["rows"], results["train_length"], reference={"none"})
+    files.save(folder, results)
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[str]:

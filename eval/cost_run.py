@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_linattn.checkpointing import replacing, writing
+from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.objectives import require_causal
 
@@ -49,6 +48,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     earlier = files.load(args.output_dir, recorded, FORMAT)
     if earlier is not None and earlier["complete"]:
         return earlier
+    files.check_writable(args.output_dir)
     config = load_config(args.model)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -79,8 +79,6 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
             "seconds": earlier["run"]["seconds"] if earlier else {},
         },
     }
-    with writing(args.output_dir):  # before the work
-        args.output_dir.mkdir(parents=True, exist_ok=True)
     _measure(args, model, curve.label, results)
     results["notes"] = _compute(args, model, curve.label, rows)
     rows.sort(key=lambda row: (row["model"] == UNPATCHED, row["length"]))
@@ -111,8 +109,7 @@ def _measure(args: argparse.Namespace, model: Any, label: str, results: dict[str
             found = measure(model, ids, new_tokens=args.new_tokens, repeats=args.repeats, after=after)
             rows += _rows(found, label)
             seconds[str(length)] = round(time.perf_counter() - start, 3)
-            with writing(args.output_dir):
-                files.save(args.output_dir, results)
+            files.save(args.output_dir, results)
 
 
 def _name(side: str, label: str) -> str:
@@ -169,17 +166,10 @@ def _write(folder: Path, results: Mapping[str, Any]) -> None:
     """All files, results.json last: it says that the others are there."""
     from .cost_plot import save_plot
 
-    with (
-        replacing(folder / "cost.csv") as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(results["rows"])
+    files.save_csv(folder / "cost.csv", results["rows"], COLUMNS)
     with replacing(folder / "cost.png") as partial:
         save_plot(partial, results["rows"])
-    with writing(folder):
-        files.save(folder, results)
+    files.save(folder, results)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

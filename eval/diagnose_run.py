@@ -17,7 +17,7 @@ from .diagnosing import diagnose
 from .diagnosis import Diagnosis
 from .diagnosis_files import FORMAT, write
 from .loading import Curve, load_config, load_model, load_tokenizer
-from .results import versions
+from .results import check_writable, versions
 from .windows import Texts, encode, plan_windows
 
 DRAWN_HEADS = 4
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
 
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    check_writable(args.output_dir)
     load_config(args.model)  # first: a wrong folder should not wait for the text
     documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
     tokenizer = load_tokenizer(args.tokenizer or args.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_linattn.checkpointing import replacing, write_json
+from hf_linattn.checkpointing import replacing, write_json, writing
 from hf_linattn.errors import DataError
 
 from .diagnosis import Diagnosis, Head
 from .heatmaps import FIGURES, save
+from .results import save_csv
 
 FORMAT = "hf_linattn.diagnose/1"
 COLUMNS = [field.name for field in fields(Head) if field.name not in ("curve", "top")]
@@ -26,19 +26,16 @@ def write(
     folder: Path, content: Mapping[str, Any], found: Diagnosis, chosen: Sequence[tuple[int, int]]
 ) -> None:
     """All files, each whole or not at all; diagnose.json last, as it says that the others are there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     matrices: dict[str, Any] = {f"{layer}:{head}": found.matrices[layer, head] for layer, head in chosen}
     with replacing(folder / "matrices.npz") as partial, partial.open("wb") as file:
         np.savez_compressed(file, **matrices)
-    with (
-        replacing(folder / "diagnose.csv") as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, ["module", "attention", *COLUMNS], extrasaction="ignore")
-        writer.writeheader()
-        for head in found.heads:
-            layer = found.layers[head.layer]
-            writer.writerow({"module": layer.module, "attention": layer.attention, **asdict(head)})
+    rows = []
+    for head in found.heads:
+        layer = found.layers[head.layer]
+        rows.append({"module": layer.module, "attention": layer.attention, **asdict(head)})
+    save_csv(folder / "diagnose.csv", rows, ["module", "attention", *COLUMNS])
     for name, draw in FIGURES.items():
         with replacing(folder / f"{name}.png") as partial:
             save(draw, found, matrices, partial)

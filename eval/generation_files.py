@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from hf_linattn.checkpointing import replacing
 
 from .figures import look
 from .generation_rows import ORIGINAL, Comparison, Continuation, Summary, agreement
+from .results import save_csv
 
 FORMAT = "hf_linattn.generation/1"
 COLUMNS = ("model", "prompt", "prompt_tokens", "tokens", "agreement", "repetition", "kl", "top1", "text")
@@ -51,32 +51,26 @@ def _format(value: float | None, form: str) -> str:
 
 def write(folder: Path, found: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
     """The csv, the page and the plot, each whole or not at all."""
-    with replacing(folder / "generation.csv") as partial:
-        _write_csv(partial, found, decode)
+    save_csv(folder / "generation.csv", [_row(found, one, decode) for one in found.continuations], COLUMNS)
     with replacing(folder / "generation.md") as partial:
         partial.write_text(page(found, new_tokens, decode, heading), encoding="utf-8")
     with replacing(folder / "kl.png") as partial:
         save_plot(partial, found.summaries())
 
 
-def _write_csv(path: Path, found: Comparison, decode: Decode) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for one in found.continuations:
-            count = len(one.kl)
-            row = {
-                "model": one.model,
-                "prompt": one.prompt,
-                "prompt_tokens": len(found.prompts[one.prompt]),
-                "tokens": len(one.ids),
-                "agreement": one.agreement,
-                "repetition": one.repetition,
-                "kl": math.fsum(one.kl) / count if count else None,
-                "top1": sum(one.top1) / count if count else None,
-                "text": decode(one.ids),
-            }
-            writer.writerow(row)
+def _row(found: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
+    count = len(one.kl)
+    return {
+        "model": one.model,
+        "prompt": one.prompt,
+        "prompt_tokens": len(found.prompts[one.prompt]),
+        "tokens": len(one.ids),
+        "agreement": one.agreement,
+        "repetition": one.repetition,
+        "kl": math.fsum(one.kl) / count if count else None,
+        "top1": sum(one.top1) / count if count else None,
+        "text": decode(one.ids),
+    }
 
 
 def page(found: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:

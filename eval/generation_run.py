@@ -14,7 +14,6 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_linattn import describe, is_patched, unpatch_model
-from hf_linattn.checkpointing import writing
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
@@ -43,6 +42,7 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
     earlier = files.load(args.output_dir, recorded, FORMAT)
     if earlier is not None and earlier["complete"]:
         return earlier, Comparison(earlier["prompts"], continuations_of(earlier["continuations"]))
+    files.check_writable(args.output_dir)
     others = curves(args)
     source = args.original or args.model[0]
     tokenizer = load_tokenizer(args.tokenizer or source)
@@ -67,8 +67,6 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
         "prompts": prompts,
         "run": {"device": device, "threads": torch.get_num_threads(), "seconds": seconds},
     }
-    with writing(args.output_dir):  # before the work
-        args.output_dir.mkdir(parents=True, exist_ok=True)
     for curve in [None, *others]:
         label = ORIGINAL if curve is None else curve.label
         if label not in found.labels:
@@ -87,8 +85,7 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
 def _save(folder: Path, results: dict[str, Any], found: Comparison) -> None:
     results["summaries"] = [asdict(one) for one in found.summaries()]
     results["continuations"] = rows_of(found)
-    with writing(folder):
-        files.save(folder, results)
+    files.save(folder, results)
 
 
 def source_name(source: str) -> str:

@@ -1,16 +1,10 @@
-"""What a run of the harness command leaves behind: rows, results.json to resume from, a csv, a table."""
+"""The rows of the harness command, and their table."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from hf_linattn.checkpointing import replacing
-from hf_linattn.errors import DataError
 
 FORMAT = "hf_linattn.harness/1"
 COLUMNS = (
@@ -52,38 +46,6 @@ def task_rows(found: Mapping[str, Any], label: str, requested: str) -> list[dict
                 }
             )
     return rows
-
-
-def load(folder: Path, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run of the same command left in this folder; None if there is nothing.
-
-    Raises:
-        DataError: the folder holds results of other arguments, or a file that is none of ours.
-    """
-    path = folder / "results.json"
-    if not path.exists():
-        return None
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        earlier = dict(found["arguments"])
-        if found["format"] != FORMAT:
-            raise ValueError(found["format"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is no file of this command; choose another --output-dir") from error
-    names = sorted(earlier.keys() | arguments.keys())
-    changed = [name for name in names if earlier.get(name) != arguments.get(name)]
-    if changed:
-        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        raise DataError(f"{folder} holds a run with other arguments ({flags}); choose another --output-dir")
-    return found
-
-
-def save_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line per model, task, metric and filter."""
-    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -27,7 +27,7 @@ from hf_linattn.seam import NAME
 
 from . import results as files
 from .harness_model import LinattnLM
-from .harness_rows import FORMAT, load, save_csv, task_rows
+from .harness_rows import COLUMNS, FORMAT, task_rows
 from .loading import UNPATCHED, Curve, load_config
 
 FROM_TASKS = (
@@ -40,9 +40,10 @@ FROM_TASKS = (
 def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
     """Run all tasks on all models; the content of results.json, or None in other processes than the first."""
     recorded = _recorded(args)
-    earlier = load(args.output_dir, recorded)
+    earlier = files.load(args.output_dir, recorded, FORMAT)
     if earlier is not None and earlier["complete"]:
         return earlier
+    files.check_writable(args.output_dir)
     measured = models(args)
     for curve in measured:
         load_config(curve.source)
@@ -82,8 +83,8 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
     results["complete"] = True
     if not first:
         return None
-    files.save(args.output_dir, results)
-    save_csv(args.output_dir / "results.csv", rows)
+    files.save_csv(args.output_dir / "results.csv", rows, COLUMNS)
+    files.save(args.output_dir, results)  # last: it says that the table is there
     return results
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import DataError
 
 from . import results
@@ -100,15 +98,6 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
 def lengths_in(row: Measured) -> list[int]:
     """Lengths at which recall was asked."""
     return sorted({part["length"] for part in row.recall or []})
-
-
-def save_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whole or not at all; columns in the order in which they appear first."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def label(curve: str, kept: str) -> str:

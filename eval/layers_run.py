@@ -24,7 +24,7 @@ from .layers_plot import save_layers, save_tradeoff
 from .layers_rank import EVEN, Ranking, plan_for
 from .layers_study import Study
 from .loading import Curve, load_config, load_model, load_tokenizer, train_length
-from .results import versions
+from .results import check_writable, save_csv, versions
 from .windows import encode, plan_windows
 
 MEASURED_BY = (
@@ -126,6 +126,7 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     recorded = {name: getattr(args, name) for name in MEASURED_BY}
     results, rows = files.load(args.output_dir, recorded)
     complete = results.pop("complete", False)
+    check_writable(args.output_dir)
     results |= {"arguments": recorded, "versions": results.get("versions") or versions()}
     work = Work(args, results)
     if args.original is not None or args.save is not None or "layers" not in results or not rows:
@@ -151,8 +152,8 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     # the chosen rank first: tables and pictures go by it
     points = study.tradeoff(ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept)
     save(None, {**files.content(ranking, points), "keep": keep, "plans": plans})
-    files.save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
-    files.save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
+    save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
+    save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
     save_layers(args.output_dir / "layers.png", ranking)
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
     if args.save is not None:

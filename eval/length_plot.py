@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -24,15 +24,17 @@ def save_plot(
     *,
     stream: bool = False,
     reference: Collection[str] = (),
+    kind: Literal["png", "svg"] = "png",
 ) -> None:
     """Perplexity over length, both logarithmic, with standard errors and a line at the training length.
 
     Args:
-        path: the file; its ending says whether it becomes a .png or an .svg.
+        path: the file.
         rows: points of all curves, told apart by "model".
         train_length: where the line stands, if anywhere.
         stream: the lengths are ends of position buckets.
         reference: curves drawn in grey and dashed: the model as it came.
+        kind: of file.
     """
     labels = list(dict.fromkeys(row["model"] for row in rows))
     coloured = [label for label in labels if label not in reference]
@@ -59,7 +61,6 @@ def save_plot(
         _legend_beside(figure, axes, {row["model"]: row["perplexity"] for row in rows})
     else:
         axes.legend()
-    kind = path.suffix.removeprefix(".")
     # an .svg holds random ids and the date unless told otherwise
     with rc_context({"svg.hashsalt": "hf_linattn"}):
         figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)

@@ -197,7 +197,7 @@ def _quiet_libraries(process: int) -> None:
 
 def _summary(results: dict[str, Any], args: argparse.Namespace) -> str:
     """The table and the sentences one needs to read it."""
-    from .results import curve_table, overall, table
+    from .length_tables import curve_table, overall, table
 
     rows, data = results["rows"], results["data"]
     lines = [curve_table(rows) if args.compare else table(rows)]

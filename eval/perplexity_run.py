@@ -15,16 +15,20 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 
+from hf_linattn.checkpointing import replacing
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
 from . import results as files
 from .compare import check_entries, entry_curves, is_reference, named, refuse_growing_cache
 from .length_plot import save_plot
+from .length_tables import COLUMNS
 from .loading import UNPATCHED, Curve, load_model, load_tokenizer, train_length
 from .rows import Row
 from .scoring import score_length, score_stream
 from .windows import Plan, Texts, encode, plan_windows
+
+FORMAT = "hf_linattn.perplexity/1"
 
 
 def curves(args: argparse.Namespace) -> list[Curve]:
@@ -90,10 +94,11 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[str, Any]:
     recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    earlier = files.load(args.output_dir, recorded)
+    earlier = files.load(args.output_dir, recorded, FORMAT)
     state.wait_for_everyone()  # before anyone writes
     if earlier is not None and earlier["complete"]:
         return earlier
+    files.check_writable(args.output_dir)
     rows: list[dict[str, Any]] = earlier["rows"] if earlier else []
     seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
     length = args.train_length or train_length(args.model)
@@ -105,7 +110,7 @@ def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[st
         plan = plan_windows(texts, args.lengths, stride=args.stride, max_tokens=budget)
     check_tokenizers(args, documents, texts)
     results = {
-        "format": files.FORMAT,
+        "format": FORMAT,
         "complete": False,
         "command": command,
         "arguments": recorded,
@@ -129,11 +134,11 @@ def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[st
     _measure(args, measured, plan, results, state)
     results["complete"] = True
     if state.is_main_process:
-        files.save(args.output_dir, results)
-        files.save_csv(args.output_dir / "results.csv", rows)
-        plot = args.output_dir / "perplexity.png"
+        files.save_csv(args.output_dir / "results.csv", rows, COLUMNS)
         reference = {curve.label for curve in measured if is_reference(curve)}
-        save_plot(plot, rows, length, stream=args.stream, reference=reference)
+        with replacing(args.output_dir / "perplexity.png") as partial:
+            save_plot(partial, rows, length, stream=args.stream, reference=reference)
+        files.save(args.output_dir, results)  # last: it says that the others are there
     return results
 
 

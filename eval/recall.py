@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def summary(results: dict[str, Any], folder: Path) -> str:
     """The verdicts, the tables and what one needs to read them."""
-    from .recall_files import tables
+    from .recall_tables import tables
 
     return "\n".join(
         [

@@ -21,17 +21,17 @@ from transformers.utils import logging
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.seam import NAME
 
-from . import recall_files as files
+from . import results as files
 from .compare import check_entries, entry_curves, is_reference, named
 from .loading import UNPATCHED, Curve, load_config, load_model, load_tokenizer, train_length
 from .recall_cases import grouped, load_cases
 from .recall_plot import save_pictures
 from .recall_sample import Sample
 from .recall_scoring import check_fit, embedding_rows, make_row, require_decoder, score
+from .recall_tables import COLUMNS, FORMAT
 from .recall_tasks import build
 from .recall_verdict import judge
 from .recall_vocabulary import Vocabulary
-from .results import versions
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     if args.cases is not None:
         cases = load_cases(args.cases)
         recorded["cases"] = f"{args.cases} sha256:{hashlib.sha256(args.cases.read_bytes()).hexdigest()}"
-    earlier = files.load(args.output_dir, recorded)
+    earlier = files.load(args.output_dir, recorded, FORMAT)
     if earlier is not None and earlier["complete"]:
         return earlier
+    files.check_writable(args.output_dir)
     measured = curves(args)
     tokenizer = load_tokenizer(args.tokenizer or args.model[0])
     size = load_config(args.model[0]).get_text_config().vocab_size
@@ -113,12 +114,12 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         with _as_patch():
             check_entries(entries, dtype=args.dtype, device=device)
     results = {
-        "format": files.FORMAT,
+        "format": FORMAT,
         "complete": False,
         "command": command,
         "arguments": recorded,
         "seed": args.seed,
-        "versions": versions(),
+        "versions": files.versions(),
         "train_length": args.train_length or train_length(args.model[0]),
         "models": [asdict(curve) for curve in measured],
         "verdicts": [],
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
             if len(measured) > 1:
                 print("\n".join(verdict["text"] for verdict in results["verdicts"]), file=sys.stderr)
     results["complete"] = True
-    files.save_csv(args.output_dir / "results.csv", results["rows"])
+    files.save_csv(args.output_dir / "results.csv", results["rows"], COLUMNS)
     save_pictures(args.output_dir, results["rows"], results["verdicts"], results["train_length"])
     files.save(args.output_dir, results)
     return results

@@ -6,7 +6,6 @@ python -m hf_linattn.eval.report out/ --output report.html
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,8 +131,9 @@ def _best_by_length(summary: Any) -> dict[int, float]:
 
 def write_results(path: Path, summary: Any) -> None:
     """The summary table as JSON, and as CSV beside it."""
-    from hf_linattn.checkpointing import replacing, write_json
+    from hf_linattn.checkpointing import write_json
 
+    from .results import save_csv
     from .summary import as_rows
 
     rows = as_rows(summary)
@@ -147,13 +147,7 @@ def write_results(path: Path, summary: Any) -> None:
         "commands": {run.name: run.commands for run in summary.runs},
     }
     write_json(path, content)
-    with (
-        replacing(path.with_suffix(".csv")) as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    save_csv(path.with_suffix(".csv"), rows)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,10 @@ def write_results(path: Path, compared: Compared) -> None:
     Raises:
         DataError: there is no row.
     """
-    from hf_linattn.checkpointing import replacing, write_json
+    from hf_linattn.checkpointing import write_json
 
     from .report_table import flat
+    from .results import save_csv
 
     rows = flat(compared)
     if not rows:
@@ -106,10 +106,4 @@ def write_results(path: Path, compared: Compared) -> None:
         "commands": compared.commands,
     }
     write_json(path, content)
-    with (
-        replacing(path.with_suffix(".csv")) as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    save_csv(path.with_suffix(".csv"), rows)

@@ -15,7 +15,7 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval import length_plot, nats, perplexity, perplexity_run
 from hf_linattn.eval.compare import parse_entries, parse_entry
 from hf_linattn.eval.figures import look
-from hf_linattn.eval.results import curve_table
+from hf_linattn.eval.length_tables import curve_table
 
 EXTRA = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
 
@@ -253,9 +253,9 @@ def test_many_curves_can_be_told_apart(tmp_path):
         for length in (512, 1024)
     ]
     for kind, head in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        length_plot.save_plot(tmp_path / f"a.{kind}", rows, 512, reference={"patch0:size=0"})
+        length_plot.save_plot(tmp_path / f"a.{kind}", rows, 512, reference={"patch0:size=0"}, kind=kind)
         assert (tmp_path / f"a.{kind}").read_bytes().startswith(head)
-    length_plot.save_plot(tmp_path / "b.svg", rows, 512, reference={"patch0:size=0"})
+    length_plot.save_plot(tmp_path / "b.svg", rows, 512, reference={"patch0:size=0"}, kind="svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     lines = curve_table(rows[:-1]).splitlines()
     assert len(lines) == 13

@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     PAGE.write_text(replaced(PAGE.read_text("utf-8"), section(results, args.compare)), encoding="utf-8")
     curves = [Curve(**{**curve, "options": dict(curve["options"])}) for curve in results["models"]]
     reference = {curve.label for curve in curves if is_reference(curve)}
-    save_plot(PAGE.parent / IMAGE, results["rows"], results["train_length"], reference=reference)
+    image = PAGE.parent / IMAGE
+    save_plot(image, results["rows"], results["train_length"], reference=reference, kind="svg")
     return 0
 
 

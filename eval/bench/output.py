@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from hf_linattn.checkpointing import replacing, writing
+from hf_linattn.checkpointing import replacing
 from hf_linattn.eval import results as files
 
 from . import tables
@@ -21,18 +20,11 @@ from .plots import pictures, save_plots, told
 def write(folder: Path, results: Mapping[str, Any]) -> None:
     """Write everything that is read off the rows, each file in one step."""
     rows = results["rows"]
-    with (
-        replacing(folder / "bench.csv") as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    files.save_csv(folder / "bench.csv", rows, COLUMNS)
     save_plots(folder, rows)
     with replacing(folder / "report.html") as partial:
         partial.write_text(page(results), encoding="utf-8")
-    with writing(folder):
-        files.save(folder, results)
+    files.save(folder, results)
 
 
 def page(results: Mapping[str, Any]) -> str:

@@ -16,7 +16,6 @@ from transformers import set_seed
 from transformers.utils import logging
 
 from hf_linattn import describe
-from hf_linattn.checkpointing import writing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.eval import results as files
 from hf_linattn.eval.loading import Curve, load_config, load_model
@@ -137,12 +136,7 @@ class Run:
         return self.results
 
     def _save(self) -> None:
-        with writing(self.folder):
-            files.save(self.folder, self.results)
-
-    def _prepare(self) -> None:
-        with writing(self.folder):  # before the work
-            self.folder.mkdir(parents=True, exist_ok=True)
+        files.save(self.folder, self.results)
 
     def _done(self, kind: str, shape: str, dtype: str, names: list[str]) -> set[int]:
         """Lengths of a series that need no more work."""
@@ -167,7 +161,7 @@ class Run:
         for settings in series:  # everything that can be refused is, before anything is measured
             for spec in args.patches:
                 made(settings[0], spec, args.options)
-        self._prepare()
+        files.check_writable(self.folder)
         with tqdm(total=sum(map(len, series)), desc="bench", unit="setting") as bar:
             for settings in series:
                 self._series(settings, bar)
@@ -213,7 +207,7 @@ class Run:
             options = args.options or {}
             model = self._load(spec, dtype, options)
             require_causal(model)
-            self._prepare()
+            files.check_writable(self.folder)
             label = spec or _label(model)
             name = Path(args.model).name or args.model
             one = Whole(model, label, name, batch=args.batch_size, seed=args.seed, limits=self.limits)
