@@ -29,6 +29,7 @@ stages:
   distill    the whole model learns the token probabilities of the unpatched one: Kullback-Leibler
              divergence in nats per token. All weights for plans that are linear everywhere; LoRA (and the
              patch's parameters) for hybrids, whose teacher is then the model itself without patch and LoRA.
+             --ce-weight W adds W times the loss of stage finetune, so that it learns from both at once.
   finetune   prediction of the text itself, on rows of --finetune-length tokens.
 
 presets: tokens of each stage; --transfer-tokens and its like change one, 0 leaves a stage out
@@ -119,6 +120,9 @@ class ConvertArguments:
     )
     drop_window: float = option(
         0.0, "part of the steps of stage distill in which hybrids have no window", minimum=0
+    )
+    ce_weight: float = option(
+        0.0, "weight of the text's own loss, added to the divergence in stage distill", minimum=0
     )
     patch_rate: float = option(
         1.0, "factor of the learning rate for the patch's parameters in distill and finetune", minimum=0

@@ -247,7 +247,7 @@ def _method(arguments: ConvertArguments, stage: str, plan: dict[str, Any]) -> Me
     projections = arguments.train_projections and "transfer" in arguments.chosen_stages()
     inside = plan["lora"] and not projections and not apart
     teacher = None if inside else arguments.teacher or arguments.model
-    return Distill(teacher, arguments.drop_window, arguments.patch_rate)
+    return Distill(teacher, arguments.drop_window, arguments.patch_rate, arguments.ce_weight)
 
 
 def _validate(

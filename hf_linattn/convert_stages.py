@@ -90,14 +90,20 @@ class Distill(Method):
         teacher: folder or Hub name of the original; None where it is the model itself without patch and LoRA.
         drop_window: see `DistillationLoss`.
         patch_rate: see `Method`.
+        ce_weight: see `DistillationLoss`.
     """
 
     label = "divergence from the original (nats per token)"
 
-    def __init__(self, teacher: str | None, drop_window: float, patch_rate: float = 1.0) -> None:
+    def __init__(
+        self, teacher: str | None, drop_window: float, patch_rate: float = 1.0, ce_weight: float = 0.0
+    ) -> None:
         super().__init__(patch_rate)
         self.settings |= {"stage": "distill", "teacher": teacher, "drop_window": drop_window}
-        self.teacher, self.drop_window = teacher, drop_window
+        self.teacher, self.drop_window, self.ce_weight = teacher, drop_window, ce_weight
+        if ce_weight:
+            self.settings["ce_weight"] = ce_weight
+            self.label = f"divergence from the original + {ce_weight:g} x loss on the text (nats per token)"
 
     def trained(
         self,
@@ -114,7 +120,7 @@ class Distill(Method):
         else:
             teacher = shard_frozen(accelerator, original(self.teacher, arguments.dtype, task))
             logits = frozen_teacher(teacher, task.keywords)
-        loss = DistillationLoss(logits, self.drop_window, arguments.seed, task)
+        loss = DistillationLoss(logits, self.drop_window, arguments.seed, task, self.ce_weight)
         self.losses, self.prepare = loss, loss.prepare
         self.skips = bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module

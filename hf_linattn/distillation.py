@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_linattn.branches import hybrids, use_branches
 from hf_linattn.bypass import bypassed
 from hf_linattn.objectives import CACHELESS, Objective
+from hf_linattn.training import next_token_nats
 
 
 def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -64,6 +65,7 @@ class DistillationLoss:
         seed: of that choice, which is the same in all processes.
         task: what the model predicts; with masked tokens both models see the masks, and every token of a row
             is compared. None: the next token.
+        ce_weight: of the task's own loss on the text, which is added to the divergence.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class DistillationLoss:
         drop_window: float = 0.0,
         seed: int = 0,
         task: Objective | None = None,
+        ce_weight: float = 0.0,
     ) -> None:
         self.teacher, self.drop_window, self.seed, self.task = teacher, drop_window, seed, task
+        self.ce_weight = ce_weight
         self.keywords = CACHELESS if task is None else task.keywords
         self.step = 0
 
@@ -84,13 +88,17 @@ class DistillationLoss:
         return blocks if prepare is None else prepare(blocks, numbers, step)
 
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean divergence of each row: `[B, N]`, or what `prepare` made of it, -> `[B]`."""
+        """Mean loss per token of each row: `[B, N]`, or what `prepare` made of it, -> `[B]`."""
         input_ids = batch if self.task is None else self.task.seen(batch)
         with torch.no_grad():
             wanted = self.teacher(input_ids)
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
             given = model(input_ids=input_ids, **self.keywords).logits
-        return token_divergence(given, wanted).mean(1)
+        losses = token_divergence(given, wanted).mean(1)
+        if self.ce_weight:
+            nats = next_token_nats if self.task is None else self.task.nats
+            losses = losses + self.ce_weight * nats(given, batch)
+        return losses
 
     def _drops(self, model: nn.Module) -> bool:
         if not self.drop_window or not self.step or not hybrids(model):

@@ -169,7 +169,12 @@ def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
     The batch is as `Masking.prepare` gives it: every row has the same number of targets.
     """
-    seen, targets = batch.unbind(1)
+    return masked_nats(model(input_ids=batch[:, 0]).logits, batch)
+
+
+def masked_nats(logits: Tensor, batch: Tensor) -> Tensor:
+    """The same of predictions that are at hand: logits [B, N, V], batch [B, 2, N] -> [B]."""
+    targets = batch[:, 1]
     chosen = targets != NO_TARGET
-    logits = model(input_ids=seen).logits[chosen]
-    return F.cross_entropy(logits.float(), targets[chosen], reduction="none").view(len(seen), -1).mean(1)
+    losses = F.cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")
+    return losses.view(len(batch), -1).mean(1)

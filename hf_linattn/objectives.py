@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_linattn.data import document_separator, load_blocks
 from hf_linattn.errors import TrainingError, UnsupportedModelError
-from hf_linattn.masked_lm import Masking, masked_losses
-from hf_linattn.training import LossFunction, Preparation, next_token_losses
+from hf_linattn.masked_lm import Masking, masked_losses, masked_nats
+from hf_linattn.training import LossFunction, Preparation, next_token_losses, next_token_nats
 
 Name = Literal["causal", "mlm"]
 
@@ -38,6 +38,7 @@ class Objective:
         name: as in the command.
         load_blocks: (source, column=, split=) -> blocks [blocks, N].
         losses, prepare: for the training loop.
+        nats: the losses of predictions that are at hand: (logits [B, N, V], batch) -> [B].
         description: what is done with documents, for the record.
         highest: the largest token id that `prepare` may bring in.
         auto_class: for `hf_linattn.from_pretrained`; None: the class the checkpoint was saved from.
@@ -47,6 +48,7 @@ class Objective:
     name: Name
     load_blocks: Callable[..., NDArray[np.int32]]
     losses: LossFunction
+    nats: Callable[[Tensor, Tensor], Tensor]
     prepare: Preparation | None
     description: str
     highest: int = 0
@@ -101,6 +103,7 @@ def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, s
             name,
             partial(load_blocks, tokenizer=tokenizer, block_size=block_size),
             next_token_losses,
+            next_token_nats,
             None,
             f"{document_separator(tokenizer)[1]}; joined in order and cut into blocks; "
             "attention crosses their borders",
@@ -111,6 +114,7 @@ def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, s
         name,
         masking.load_blocks,
         masked_losses,
+        masked_nats,
         masking.prepare,
         masking.description,
         highest=max(len(tokenizer) - 1, cast("int", tokenizer.mask_token_id)),

@@ -91,7 +91,11 @@ def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    logits = model(input_ids=ids, use_cache=False).logits
+    return next_token_nats(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def next_token_nats(logits: Tensor, ids: Tensor) -> Tensor:
+    """The same of predictions that are at hand: logits [B, N, V], ids [B, N] -> [B]."""
     losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1).mean(1)
 

@@ -115,6 +115,9 @@ def test_every_token_is_compared_and_both_see_the_masks(sharp, masking):
         wanted, given = (m(input_ids=seen).logits.double().log_softmax(-1) for m in (teacher, student))
         want = (wanted.exp() * (wanted - given)).sum(-1).mean(1)
         assert torch.allclose(loss(student, batch).double(), want, rtol=1e-5)
+        both = DistillationLoss(frozen_teacher(teacher, task.keywords), task=task, ce_weight=0.5)
+        want = want + 0.5 * masked_losses(student, batch).double()
+        assert torch.allclose(both(student, batch).double(), want, rtol=1e-5)
     assert float(want.min()) > 0
 
 

@@ -231,6 +231,14 @@ class TestDistillationLoss:
         assert tiny.distance(loss(student, IDS), want) < 1e-6
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
+    @pytest.mark.parametrize("weight", [0.5, 2.0])
+    def test_the_text_has_its_weight(self, weight):
+        loss, student, teacher = self.loss_of(ce_weight=weight)
+        logits = student(input_ids=IDS).logits
+        nats = -logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0].mean(1)
+        want = token_divergence(logits, teacher(input_ids=IDS).logits).mean(1) + weight * nats
+        assert tiny.distance(loss(student, IDS), want) < 1e-5
+
     def test_drops_the_window_at_its_rate_and_never_in_validation(self):
         loss, student, _ = self.loss_of(drop_window=0.5, seed=3)
         whole = loss(student, IDS)
