@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model, registry
 from hf_linattn.attention import ScoreAttention
-from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.errors import DataError, OptionError, UnsupportedCallError
 from hf_linattn.eval import length_plot, nats, perplexity, perplexity_run
 from hf_linattn.eval.compare import parse_entries, parse_entry
 from hf_linattn.eval.figures import look
 from hf_linattn.eval.length_tables import curve_table
+from hf_linattn.eval.marked import between, write_between
 
 EXTRA = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
 
@@ -274,12 +275,21 @@ def test_the_section_in_docs(monkeypatch):
     assert "| entry | 512 | 1,024 |" in lines
     assert "| `logn:kappa=0.2` | 30.0 | 1,234.6 |" in lines
     assert "    --compare softmax,logn:kappa=0.2 \\" in lines
-    page = compare_docs.PAGE.read_text(encoding="utf-8")
-    once = compare_docs.replaced(page, "NEW")
-    assert "\nNEW\n<!-- end of compare -->" in once
-    assert compare_docs.replaced(once, "NEW") == once
-    with pytest.raises(SystemExit, match="no section"):
-        compare_docs.replaced("nothing", "NEW")
+    assert between(compare_docs.PAGE, compare_docs.MARKS).startswith("\n\n```text\npython -m hf_linattn.eval")
+
+
+def test_only_what_is_between_the_marks_of_a_page_is_written_again(tmp_path):
+    page, marks = tmp_path / "page.md", ("<!-- a -->", "<!-- end of a -->")
+    assert between(page, marks) == ""
+    write_between(page, marks, "one", "# New\n\n")
+    assert page.read_text() == "# New\n\n<!-- a -->\n\none\n<!-- end of a -->\n"
+    page.write_text(f"{page.read_text()}\nby hand\n")
+    write_between(page, marks, "two", "# Newer\n\n")
+    assert page.read_text() == "# New\n\n<!-- a -->\n\ntwo\n<!-- end of a -->\n\nby hand\n"
+    page.write_text("nothing")
+    with pytest.raises(DataError, match="has no lines"):
+        write_between(page, marks, "three", "")
+    assert page.read_text() == "nothing"
 
 
 def test_tiny_model_without_rope_refuses_scaling(tmp_path, data, capsys, folder):

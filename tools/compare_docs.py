@@ -18,10 +18,11 @@ from hf_linattn.eval import perplexity
 from hf_linattn.eval.compare import is_reference
 from hf_linattn.eval.length_plot import save_plot
 from hf_linattn.eval.loading import Curve
+from hf_linattn.eval.marked import write_between
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, IMAGE = ROOT / "docs" / "perplexity.md", "images/compare.svg"
-SECTION = "compare"
+MARKS = "<!-- compare: written by `python tools/compare_docs.py --work-dir W` -->", "<!-- end of compare -->"
 MODEL, TEXTS = "models/books-1m", "text/books/eval"
 ENTRIES = "softmax,softmax@yarn:8,softmax@dynamic:8,softmax1,logn,softmax1+logn,logn@yarn:8,elu1"
 SETTINGS = ("--lengths", "512,...,4096", "--max-tokens", "16384")
@@ -61,18 +62,6 @@ def section(results: Mapping[str, Any], compare: str) -> str:
     return "\n".join([*lines, "", f"![Perplexity against context length for each entry]({IMAGE})"])
 
 
-def replaced(text: str, content: str) -> str:
-    """The page with this between the marks of the section."""
-    head, mark, rest = text.partition(f"<!-- {SECTION}:")
-    comment, _, rest = rest.partition("\n")
-    _, end, tail = rest.partition(f"<!-- end of {SECTION} -->")
-    if not mark or not end:
-        raise SystemExit(
-            f"error: {PAGE} has no section <!-- {SECTION}: ... --> ... <!-- end of {SECTION} -->"
-        )
-    return f"{head}{mark}{comment}\n{content}\n{end}{tail}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing, then write; the exit status is that of the perplexity command."""
     parser = argparse.ArgumentParser(
@@ -94,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if status := perplexity.main(command):
         return status
     results = json.loads((args.work_dir / "results.json").read_text(encoding="utf-8"))
-    PAGE.write_text(replaced(PAGE.read_text("utf-8"), section(results, args.compare)), encoding="utf-8")
+    write_between(PAGE, MARKS, section(results, args.compare) + "\n", head="")
     curves = [Curve(**{**curve, "options": dict(curve["options"])}) for curve in results["models"]]
     reference = {curve.label for curve in curves if is_reference(curve)}
     image = PAGE.parent / IMAGE
