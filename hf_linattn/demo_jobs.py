@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shlex
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.demo_data import DemoData
-from hf_linattn.jobs import Job
+from hf_linattn.jobs import Job, last_step
 
 ORIGINAL, CONTROL = "unpatched", "control"
 EVAL_BLOCKS = 16
@@ -88,18 +87,10 @@ def _finetune_words(plan: Plan, name: str, patch: str | None) -> list[str]:
 
 def _finetune_job(plan: Plan, name: str) -> dict[str, Any]:
     folder, steps = plan.run_folder(name), plan.settings["max_steps"]
-
-    def progress() -> float:
-        try:
-            with (folder / "train.csv").open(encoding="utf-8", newline="") as file:
-                return int(list(csv.DictReader(file))[-1]["step"]) / float(steps)
-        except (OSError, LookupError, ValueError):  # not begun, or read while it is written
-            return 0.0
-
     return {
         "name": f"fine-tune {name}",
         "finished": (folder / "results.json").exists,
-        "progress": progress,
+        "progress": lambda: last_step(folder / "train.csv") / float(steps),
         "weight": 60.0,
     }
 

@@ -6,6 +6,7 @@ second start after a Ctrl-C or a kill goes on where the first one ended.
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import subprocess
@@ -52,6 +53,15 @@ class Job:
     progress: Callable[[], float] = lambda: 0.0
     weight: float = 1.0
     after: tuple[str, ...] = ()
+
+
+def last_step(log: Path) -> int:
+    """The last step in a train.csv; 0 where training has not begun, or a line is being written."""
+    try:
+        with log.open(encoding="utf-8", newline="") as file:
+            return int(list(csv.DictReader(file))[-1]["step"])
+    except (OSError, LookupError, ValueError):
+        return 0
 
 
 @dataclass(frozen=True)

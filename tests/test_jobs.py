@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_linattn.jobs import Job, JobError, run_jobs
+from hf_linattn.jobs import Job, JobError, last_step, run_jobs
 
 WRITE = "import sys, pathlib, time; pathlib.Path(sys.argv[1]).write_text(str(time.monotonic()))"
 
@@ -33,6 +33,14 @@ sys.exit("it broke")
 def job(tmp_path, name, code=WRITE, after=()):
     path = tmp_path / name
     return Job(name, [sys.executable, "-S", "-c", code, str(path)], path.exists, after=after)
+
+
+def test_how_far_a_training_is(tmp_path):
+    log = tmp_path / "train.csv"
+    assert last_step(log) == 0
+    for lines, step in (("", 0), ("1,3\n2,2\n", 2), ("1,3\nx", 0)):
+        log.write_text(f"step,loss\n{lines}")
+        assert last_step(log) == step
 
 
 def test_jobs_run_in_order_and_only_once(tmp_path):

@@ -6,7 +6,6 @@ python tools/study.py --data $HF_LINATTN_DATA --work-dir W --output docs/results
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shlex
 import sys
@@ -31,7 +30,7 @@ from study_row import SEEDS, Row, last_stage, steps_of
 from study_texts import prepare
 
 from hf_linattn.errors import LinattnError
-from hf_linattn.jobs import Job, run_jobs
+from hf_linattn.jobs import Job, last_step, run_jobs
 
 EPILOG = """\
 examples (`study` stands for `python tools/study.py --data $HF_LINATTN_DATA --work-dir W`):
@@ -205,18 +204,7 @@ def _measured(place: Place, key: str) -> Callable[[], bool]:
 
 def _progress(place: Place, row: Row, seed: int) -> Callable[[], float]:
     folder = place.trained(row, seed)
-
-    def progress() -> float:
-        steps = 0
-        for path in folder.glob("**/train.csv"):
-            try:
-                with path.open(encoding="utf-8", newline="") as file:
-                    steps += int(list(csv.DictReader(file))[-1]["step"])
-            except (OSError, LookupError, ValueError):  # not begun, or read while it is written
-                continue
-        return min(steps / steps_of(row), 1.0)
-
-    return progress
+    return lambda: min(sum(map(last_step, folder.glob("**/train.csv"))) / steps_of(row), 1.0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import json
 from study_place import Place
 from study_row import BATCH, BLOCK, RECALL_LENGTHS, STEPS, Row, last_stage
 
+EVERY = {"--eval-every": "50", "--checkpoint-every": "50"}
+
 
 def training_words(place: Place, row: Row, seed: int) -> list[str]:
     """The command that trains a row."""
@@ -15,12 +17,13 @@ def training_words(place: Place, row: Row, seed: int) -> list[str]:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     if row.options:
         words += ["--options", json.dumps(row.options)]
-    words += ["--data", str(place.text("train")), "--block-size", str(BLOCK), "--batch-size", str(BATCH)]
-    if row.how == "finetune":
-        words += () if "--max-steps" in row.extra else ("--max-steps", str(STEPS))
-        words += () if "--lr" in row.extra else ("--lr", "3e-4")
+    words += ["--data", str(place.text("train")), "--block-size", str(BLOCK)]
+    usual = {"--batch-size": str(BATCH)}
+    usual |= {"--max-steps": str(STEPS), "--lr": "3e-4"} if row.how == "finetune" else {}
+    words += [word for pair in usual.items() if pair[0] not in row.extra for word in pair]
     words += [*row.extra, "--eval-data", str(place.text("held_out")), "--eval-blocks", "32"]
-    words += ["--eval-every", "50", "--checkpoint-every", "50", "--seed", str(seed), "--cpu", "--resume"]
+    words += [word for pair in EVERY.items() if pair[0] not in row.extra for word in pair]
+    words += ["--seed", str(seed), "--cpu", "--resume"]
     return [*words, "--output-dir", str(place.trained(row, seed))]
 
 

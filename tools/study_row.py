@@ -63,7 +63,8 @@ def steps_of(row: Row) -> int:
     """Updates of the weights."""
     given = dict(zip(row.extra[::2], row.extra[1::2], strict=True))
     tokens = sum(int(value) for name, value in given.items() if name.endswith("-tokens"))
-    return int(given.get("--max-steps", max(STEPS, tokens // (BATCH * BLOCK))))
+    rows = int(given.get("--batch-size", BATCH))
+    return int(given.get("--max-steps", max(STEPS * BATCH, tokens // BLOCK) // rows))
 
 
 def last_stage(row: Row) -> str:
