@@ -72,7 +72,7 @@ def test_commands_of_every_row_are_understood(table, row, place):
         else:
             tokens = arguments.max_steps * arguments.batch_size * arguments.block_size
         assert tokens == pytest.approx(TOKENS.get(table, 1e6), rel=0.01)
-        assert steps_of(row) == pytest.approx(tokens / (8 * 512), rel=0.03)
+        assert steps_of(row) == pytest.approx(tokens / (arguments.batch_size * 512), rel=0.03)
     for what, words in study.measurements(place, row, 0):
         arguments = MEASURES[what]().parse_args(words[3:])
         given = (arguments.patch or []) if what == "recall" else []
