@@ -34,7 +34,8 @@ def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
     # the backward of forms over all keys reads the sums, that of all scores at once does not
     keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
     found = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
-    return Outputs(*found)
+    nothing = None if keep else inputs.query.new_empty(0)
+    return Outputs(*found) if nothing is None else Outputs(*found, nothing, nothing)
 
 
 def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
@@ -90,13 +91,14 @@ def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
 
 
-def _given(ctx: Any, *grads: Tensor | None) -> tuple[Inputs, Outputs, Given]:
+def _given(
+    ctx: Any, output: Tensor | None, total: Tensor | None, S: Tensor | None = None, z: Tensor | None = None
+) -> tuple[Inputs, Outputs, Given]:
     """The loss by the outputs, zeros filled in: S and z come together, and not where they were not kept."""
     saved = ctx.saved_tensors
     inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
-    output, total, S, z = (None if x is None or not x.numel() else x for x in grads)
     output = torch.zeros_like(outputs.output) if output is None else output
-    if S is None and z is None:
+    if (S is None or not S.numel()) and (z is None or not z.numel()):
         return inputs, outputs, Given(output, total)
     (batch, heads, _, size), wide = inputs.key.shape, inputs.value.shape[3]
     S = outputs.total.new_zeros(batch, heads, size, wide) if S is None else S
@@ -115,7 +117,7 @@ class _Attention(torch.autograd.Function):
         outputs = _forward(Inputs(*args[:INPUTS]), How(*args[INPUTS:-1]), args[-1])
         ctx.set_materialize_grads(False)
         _remember(ctx, args, outputs)
-        return tuple(outputs)
+        return outputs if args[-1] else outputs[:2]  # every result costs, one without elements too
 
     @staticmethod
     @torch.autograd.function.once_differentiable

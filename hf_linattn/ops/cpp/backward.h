@@ -219,6 +219,7 @@ private:
             rows_of_product(scores, j, rows, seen_by, g, wide_row_, d_value_, wide_row_, wide_row_, true);
             rows_of_product(d_scores, j, rows, seen_by, query, size_row_, d_key_, size_row_, size_row_, true);
         }
+        if (start == 0 && !p_.S) return;  // nothing comes before
         if (links_.any)
             for (int i = 0; i < count; ++i) scale(query_ + i * size_row_, links_.reading[i], size_row_);
         add_losses(shift, count);
