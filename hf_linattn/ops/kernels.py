@@ -33,9 +33,11 @@ def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
         return _forward(inputs, how, keep)
     # the backward of forms over all keys reads the sums, that of all scores at once does not
     keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
-    found = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]  # an operator costs more
-    nothing = None if keep else inputs.query.new_empty(0)
-    return Outputs(*found) if nothing is None else Outputs(*found, nothing, nothing)
+    # an operator would cost more
+    output, total, *after = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]
+    if not after:
+        after = [inputs.query.new_empty(0)] * 2
+    return Outputs(output, total, *after)
 
 
 def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
