@@ -31,16 +31,11 @@ float32. "64x / 1x" compares a model with itself; "x control" compares with the 
 training length.
 """
 
-LINEAR = frozenset(
-    (
-        *("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated"),
-        *("gated-hedgehog", "gated-taylor2", "gated-taylor2-front"),
-    )
-)
+LINEAR = ("elu1", "hedgehog", "taylor", "taylor2", "t2r", "performer", "gated")
 
 
 def _linear(row: Row) -> bool:
-    return row.name in LINEAR
+    return row.patch in LINEAR and not row.options.get("frozen")
 
 
 def _hybrid(row: Row) -> bool:
@@ -69,6 +64,7 @@ TARGETS = {
     ),
     "long": (
         ("pure linear, any map, x control", "control", _linear, 1.05),
+        ("window hybrid (64), x control", "control", _hybrid, 1.00),
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.03),
     ),
 }
