@@ -208,7 +208,7 @@ def test_words_around_the_tables_stay(tmp_path):
     assert path.read_text() == "mine alone"
 
 
-def test_layers_kept_by_several_methods_are_one_row(place):
+def test_layers_kept_by_several_methods_are_one_row(place, capsys):
     assert kept_rows(place) == {}
     layers.build_parser().parse_args(layers_words(place)[3:])
     points = [("kl", [2], "softmax", 1), ("even", [3], "softmax", 1), ("recall", [2], "softmax", 1)]
@@ -235,6 +235,14 @@ def test_layers_kept_by_several_methods_are_one_row(place):
     words = training_words(place, rows["kept-1-4"], 0)[3:]
     assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch == {"0,2,3,5": "hedgehog"}
     assert slot(rows["kept-2"], 0) == "kept-2-0"
+    words = ["--data", "d", "--work-dir", str(place.work), "--base", "recall", "--tables", "kept", "--list"]
+    assert study.main([*words, "--rows", "kept-2-gated"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in listed] == [
+        "hf_linattn.convert",
+        *(f"hf_linattn.eval.{name}" for name in ("perplexity", "generation", "recall")),
+    ]
+    assert all("kept-2-gated" in line for line in listed)
 
 
 def test_a_missing_base_says_what_makes_it(place):

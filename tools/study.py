@@ -73,16 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if unknown := set(args.rows or ()) - {row.name for rows in TABLES.values() for row in rows}:
-        parser.error(f"no row is called {', '.join(sorted(unknown))}")
     try:
         work = args.work_dir.resolve()
         kept = args.output.with_suffix(".json") if args.output else None
         figures = collect(load(kept) if kept else {}, work)
         places = [Place(BASES[name], args.data, work, figures) for name in args.base]
+        known = {row.name for rows in TABLES.values() for row in rows}
+        known |= {name for place in places if place.base.recalls for name in kept_rows(place)}
+        if unknown := set(args.rows or ()) - known:
+            parser.error(f"no row is called {', '.join(sorted(unknown))}")
         jobs = all_jobs(places, args)
         if args.list:
-            for job in jobs:
+            for job in [*jobs, *kept_jobs(places, args)]:
                 print(f"{'done' if job.finished() else 'open'}  {shlex.join(job.command[1:])}")
             return 0
         if not args.no_run:
@@ -91,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
             run_jobs(jobs, work / "logs", args.jobs, environment)
             collect(figures, work)
-            hybrids = [job for place in places for job in jobs_for(place, kept_of(place, args), args)]
-            run_jobs(hybrids, work / "logs", args.jobs, environment)
+            run_jobs(kept_jobs(places, args), work / "logs", args.jobs, environment)
             collect(figures, work)
         if kept:
             write(kept, figures)
@@ -120,10 +121,12 @@ def all_jobs(places: Sequence[Place], args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-def kept_of(place: Place, args: argparse.Namespace) -> list[Row]:
-    """The hybrids that keep some softmax layers, if they are asked for."""
-    asked = place.base.recalls and "kept" in args.tables and _whole(args)
-    return [*kept_rows(place).values()] if asked else []
+def kept_jobs(places: Sequence[Place], args: argparse.Namespace) -> list[Job]:
+    """Those of the hybrids that keep some softmax layers, as far as these are known."""
+    if "kept" not in args.tables or SEEDS[0] not in args.seeds:
+        return []
+    asked = [place for place in places if place.base.recalls]
+    return [job for place in asked for job in jobs_for(place, kept_rows(place).values(), args)]
 
 
 def _whole(args: argparse.Namespace) -> bool:
