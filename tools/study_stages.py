@@ -212,6 +212,42 @@ STAGES: tuple[Row, ...] = (
         (*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
         told="`window+hedgehog` (64), as before, but divergence and text at once in 0.8 M",
     ),
+    *(
+        Row(
+            f"window-hedgehog-both-{name}",
+            "convert",
+            "window+hedgehog",
+            WINDOW,
+            ("--ce-weight", "1", *extra),
+            told=f"`window+hedgehog` (64), likewise, {told}",
+        )
+        for name, extra, told in (
+            ("lora", ("--lora", "16", *OFTEN, "--distill-lr", "2.5e-3"), "LoRA of rank 16"),
+            ("muon", (*ALL_WEIGHTS, *MUON, *OFTEN, "--patch-rate", "10", "--distill-lr", "5e-4"), "Muon"),
+            (
+                "single",
+                (
+                    *ALL_WEIGHTS,
+                    "--batch-size",
+                    "1",
+                    *OFTEN[2:],
+                    "--patch-rate",
+                    "10",
+                    "--distill-lr",
+                    "3.5e-4",
+                ),
+                "steps of 1 row",
+            ),
+        )
+    ),
+    Row(
+        "window-gated-hedgehog-both",
+        "convert",
+        "window+gated",
+        WINDOW_AND_FAR,
+        (*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
+        told="`window+gated` (64, hedgehog), likewise",
+    ),
     Row(
         "gated-taylor2-front-both",
         "convert",
