@@ -89,10 +89,8 @@ class Outputs(NamedTuple):
         total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
         if over is not None:
             return cls(output, total, *over)
-        if not keep:
-            return cls(output, total, *(total.new_empty(0),) * 2)
-        S = total.new_empty(batch, kv_heads, size, wide)
-        return cls(output, total, S, total.new_empty(batch, kv_heads, size))
+        S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
+        return cls(output, total, S, total.new_empty((batch, kv_heads, size) if keep else 0))
 
 
 def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
