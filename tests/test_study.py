@@ -221,7 +221,7 @@ def test_layers_kept_by_several_methods_are_one_row(place, capsys):
     path.write_text(json.dumps(found))
     place = replace(place, figures=study_figures.collect({}, place.work))
     rows = kept_rows(place)
-    better = [f"kept-2-{name}" for name in ("tuned", "gated", "window", "nope", "nope-logn")]
+    better = [f"kept-2-{name}" for name in ("tuned", "gated", "window", "nope", "nope-logn", "nope-both")]
     assert [*rows] == ["kept-2", *better, "kept-3", "kept-1-4"]
     words = training_words(place, rows["kept-2-nope-logn"], 0)[3:]
     assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch["2"] == "nope+logn"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from study_place import Place
-from study_row import ALL_WEIGHTS, NEAR_AND_FAR, TUNED, WINDOW_AND_FAR, Row
+from study_row import ALL_WEIGHTS, BOTH_AT_ONCE, NEAR_AND_FAR, OFTEN, TUNED, WINDOW_AND_FAR, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
@@ -40,6 +40,13 @@ BETTER = {
     "nope": Better("window+gated", WINDOW_AND_FAR, "nope", also=", no RoPE in the kept layer"),
     "nope-logn": Better(
         "window+gated", WINDOW_AND_FAR, "nope+logn", also=", no RoPE but log-n in the kept layer"
+    ),
+    "nope-both": Better(
+        "window+gated",
+        WINDOW_AND_FAR,
+        "nope",
+        extra=(*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
+        also=", no RoPE in the kept layer, divergence and text at once in steps of 2 rows",
     ),
 }
 """The best of table 1 in the other layers,"""
