@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from perplexity_workplace import TEXTS, make_folder
+from perplexity_workplace import make_folder
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import patch_model
@@ -76,7 +76,7 @@ def recall_of(costs, best=0.9, calls=None):
     return measure_recall
 
 
-__all__ = ["LENGTH", "TEXTS", "learned", "original", "recall_of", "tokenizer_of"]
+__all__ = ["LENGTH", "learned", "original", "recall_of", "tokenizer_of"]
 
 
 def stack(count, **fields):

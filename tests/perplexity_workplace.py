@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXTS = ["Wörter … " + " ".join(f"{n * n % k} é {n}" for n in range(k)) for k in (160, 60, 100, 5)]
 """About 1,700, 600 and 1,100 bytes, one token each, and one text that is too short for any window here."""
+
+
+def make_texts(path, texts=TEXTS):
+    """The texts as jsonl."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 def make_folder(path):

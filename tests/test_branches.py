@@ -11,7 +11,7 @@ import torch
 from cases import CASES
 from formulas_state import in_window
 from oracle import Case, elu_plus_one, hedgehog_weights, over_its_sum, softmax_weights
-from perplexity_workplace import TEXTS, curve, make_folder
+from perplexity_workplace import TEXTS, curve, make_folder, make_texts
 from properties import check_decode, check_forward, check_gradient, check_packing, check_padding
 from real_data import DATA, needs_data
 from transformers import AutoTokenizer, StaticCache
@@ -198,9 +198,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 def command(folder, data, out, *extra):

@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from perplexity_workplace import TEXTS, make_folder
+from perplexity_workplace import TEXTS, make_folder, make_texts
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
@@ -20,9 +20,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 def command(data, out, *extra, new_tokens=8):

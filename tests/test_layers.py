@@ -5,7 +5,8 @@ import json
 import pytest
 import tiny
 import torch
-from layers_workplace import LENGTH, TEXTS, learned, original, recall_of, stack, tokenizer_of
+from layers_workplace import LENGTH, learned, original, recall_of, stack, tokenizer_of
+from perplexity_workplace import TEXTS
 
 from hf_linattn import bypassed, describe, patch_model
 from hf_linattn.errors import (

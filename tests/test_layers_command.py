@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from layers_workplace import LENGTH, TEXTS, learned, original, recall_of, tokenizer_of
+from layers_workplace import LENGTH, learned, original, recall_of, tokenizer_of
+from perplexity_workplace import make_texts
 from real_data import DATA, needs_data
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -42,9 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from perplexity_workplace import TEXTS, curve, make_folder
+from perplexity_workplace import TEXTS, curve, make_folder, make_texts
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
@@ -35,9 +35,7 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 def command(folder, data, out, *extra):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 from importlib import import_module
 
 import pytest
-from perplexity_workplace import TEXTS, make_folder
+from perplexity_workplace import make_folder, make_texts
 from transformers import LlamaForCausalLM
 
 from hf_linattn.errors import DataError, TrainingError
@@ -33,9 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    return path
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
