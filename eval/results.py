@@ -71,11 +71,17 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
 
     Raises:
         TrainingError: it cannot be written.
-        ValueError: a number in it is not finite.
+        DataError: a number in it is not finite; the file is left as it was.
     """
+    try:
+        text = json.dumps(results, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise DataError(
+            f"a figure for {folder / 'results.json'} is no finite number: the outputs overflow or are "
+            "NaN; try --dtype float32, and see whether the model as it came has them too"
+        ) from error
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(results, indent=1, allow_nan=False)
     with replacing(folder / "results.json") as partial:
         partial.write_text(text + "\n", encoding="utf-8")
 

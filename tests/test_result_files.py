@@ -62,7 +62,7 @@ def test_tables_hold_every_column_once_in_order(tmp_path):
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": 1})
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(DataError, match="no finite number"):
         results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": float("nan")})
     assert results.load(tmp_path, {}, "x/1")["value"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
