@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from study_place import Place
-from study_row import ALL_WEIGHTS, BOTH_AT_ONCE, NEAR_AND_FAR, OFTEN, TUNED, WINDOW_AND_FAR, Row
+from study_row import ALL_WEIGHTS, HYBRID_BOTH_AT_ONCE, NEAR_AND_FAR, TUNED, WINDOW_AND_FAR, Row
 
 COUNTS = (1, 2)
 """Softmax layers kept."""
@@ -45,7 +45,7 @@ BETTER = {
         "window+gated",
         WINDOW_AND_FAR,
         "nope",
-        extra=(*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
+        extra=HYBRID_BOTH_AT_ONCE,
         also=", no RoPE in the kept layer, divergence and text at once in steps of 2 rows",
     ),
 }

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from study_bases import Base
-from study_row import ALL_WEIGHTS, ALONE, NEAR_AND_FAR, TAYLOR2_BEHIND_A_LAYER, WINDOW, WINDOW_AND_FAR, Row
+from study_row import (
+    ALL_WEIGHTS,
+    ALONE,
+    NEAR_AND_FAR,
+    PATCH_FASTER,
+    TAYLOR2_BEHIND_A_LAYER,
+    WINDOW,
+    WINDOW_AND_FAR,
+    Row,
+)
 from study_stages import STAGES
 
 LEARNED = {"kappa": "learned"}
@@ -86,7 +95,7 @@ LONG: tuple[Row, ...] = (
         "window+hedgehog",
         WINDOW,
         (
-            *(*ALL_WEIGHTS, "--patch-rate", "10", "--transfer-tokens", "500000"),
+            *(*ALL_WEIGHTS, *PATCH_FASTER, "--transfer-tokens", "500000"),
             *("--distill-tokens", "3500000", "--finetune-tokens", "6000000", "--finetune-lr", "3e-4"),
         ),
     ),

@@ -8,9 +8,11 @@ from study_row import (
     AT_A_LOW_RATE,
     BOTH_AT_ONCE,
     FINETUNED_LAST,
+    HYBRID_BOTH_AT_ONCE,
     MUON,
     NEAR_AND_FAR,
     OFTEN,
+    PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
     TUNED,
     WINDOW,
@@ -125,7 +127,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+hedgehog",
         WINDOW,
-        (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        (*ALL_WEIGHTS, *PATCH_FASTER, "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate",
     ),
     *(
@@ -171,7 +173,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+hedgehog",
         {**WINDOW, "sinks": 4},
-        (*ALL_WEIGHTS, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        (*ALL_WEIGHTS, *PATCH_FASTER, "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+hedgehog` (64, and the first 4 tokens exact), fine-tuned likewise, its own parameters "
         "at ten times the rate",
     ),
@@ -180,7 +182,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+hedgehog",
         WINDOW,
-        (*ALL_WEIGHTS, *MUON, "--patch-rate", "10", "--distill-tokens", "400000", *FINETUNED_LAST),
+        (*ALL_WEIGHTS, *MUON, *PATCH_FASTER, "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate, Muon",
     ),
     Row(
@@ -189,16 +191,7 @@ STAGES: tuple[Row, ...] = (
         "window+hedgehog",
         WINDOW,
         (
-            *(
-                *ALL_WEIGHTS,
-                *OFTEN,
-                "--patch-rate",
-                "10",
-                "--distill-tokens",
-                "400000",
-                "--distill-lr",
-                "5e-4",
-            ),
+            *(*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, "--distill-tokens", "400000", "--distill-lr", "5e-4"),
             *("--finetune-tokens", "400000", "--finetune-lr", "1.5e-4"),
         ),
         told="`window+hedgehog` (64), fine-tuned likewise, its own parameters at ten times the rate, "
@@ -209,7 +202,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+hedgehog",
         WINDOW,
-        (*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
+        HYBRID_BOTH_AT_ONCE,
         told="`window+hedgehog` (64), as before, but divergence and text at once in 0.8 M",
     ),
     *(
@@ -223,19 +216,10 @@ STAGES: tuple[Row, ...] = (
         )
         for name, extra, told in (
             ("lora", ("--lora", "16", *OFTEN, "--distill-lr", "2.5e-3"), "LoRA of rank 16"),
-            ("muon", (*ALL_WEIGHTS, *MUON, *OFTEN, "--patch-rate", "10", "--distill-lr", "5e-4"), "Muon"),
+            ("muon", (*ALL_WEIGHTS, *MUON, *OFTEN, *PATCH_FASTER, "--distill-lr", "5e-4"), "Muon"),
             (
                 "single",
-                (
-                    *ALL_WEIGHTS,
-                    "--batch-size",
-                    "1",
-                    *OFTEN[2:],
-                    "--patch-rate",
-                    "10",
-                    "--distill-lr",
-                    "3.5e-4",
-                ),
+                (*ALL_WEIGHTS, "--batch-size", "1", *OFTEN[2:], *PATCH_FASTER, "--distill-lr", "3.5e-4"),
                 "steps of 1 row",
             ),
         )
@@ -245,7 +229,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "window+gated",
         WINDOW_AND_FAR,
-        (*ALL_WEIGHTS, *OFTEN, "--patch-rate", "10", *BOTH_AT_ONCE),
+        HYBRID_BOTH_AT_ONCE,
         told="`window+gated` (64, hedgehog), likewise",
     ),
     Row(
