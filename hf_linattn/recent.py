@@ -78,10 +78,13 @@ class Recent(NamedTuple):
         return self.window.columns((torch.arange(size, device=self.turn.device) + self.turn[0]) % size)
 
 
-def begun(tokens: Tokens, size: int) -> Recent:
-    """After the first tokens of a text without padding, at most `size`; no sinks."""
-    marks, _ = ranked(tokens, 0, causal=True)
-    return Recent.nothing(tokens, 0, 0)._replace(window=padded(own(tokens, marks), size - tokens.length, 0))
+def begun(tokens: Tokens, size: int, sinks: int) -> Recent:
+    """After the first tokens of a text, at most `size`: in the first columns, where `step` can tell them."""
+    nothing = Recent.nothing(tokens, 0, sinks)
+    marks, ranks = ranked(tokens, sinks, causal=True)
+    new = own(tokens, marks)
+    turn = nothing.turn.fill_(tokens.length % size)
+    return Recent(padded(new, 0, size - tokens.length), with_sinks(new, ranks, nothing.sinks), turn)
 
 
 TENSORS = 7
@@ -154,19 +157,68 @@ def steps(tokens: Tokens, before: Recent) -> bool:
     return tokens.length == 1 and alike and not torch.is_grad_enabled()
 
 
-def step(tokens: Tokens, before: Recent) -> tuple[Tensor | None, Tokens, Recent]:
-    """`advance` by one token, which takes the place of the oldest; the query sees the window after it.
+class Step(NamedTuple):
+    """One token more.
 
-    Returns:
-        Its rank `[B, 1]`, if there are sinks; the token that leaves; and what is kept, in the tensors from
-        before where `tokens.in_place`.
+    Attributes:
+        seen: what its query sees; marks are None where all of it counts.
+        rank: of the token, `[B, 1]`, if there are sinks.
+        leaving: the token whose place it takes; None where there is none, or nobody asked.
+        after: what is kept, in the tensors from before where `tokens.in_place`.
     """
+
+    seen: tuple[Tensor, Tensor, Tensor | None]
+    rank: Tensor | None
+    leaving: Tokens | None
+    after: Recent
+
+
+def step(tokens: Tokens, before: Recent, wants_leaving: bool) -> Step:
+    """`advance` by one token, which takes the place of the oldest."""
+    count = _first_columns(tokens, before)
+    if count is not None:
+        return _step_behind(count, tokens, before, wants_leaving)
     marks, rank = ranked(tokens, before.sinks.marks.shape[1], causal=True)
     new, place = own(tokens, marks), before.turn[:1]
-    leaving = before.window.columns(place)
+    leaving = _as_tokens(before.window.columns(place), tokens) if wants_leaving else None
     window = before.window.put(place, new, tokens.in_place)
     turn = (before.turn + 1) % before.window.marks.shape[1]
-    return rank, _as_tokens(leaving, tokens), Recent(window, with_sinks(new, rank, before.sinks), turn)
+    return Step(window, rank, leaving, Recent(window, with_sinks(new, rank, before.sinks), turn))
+
+
+def _first_columns(tokens: Tokens, before: Recent) -> int | None:
+    """How many columns count, where these are the first ones or all, and it takes no time to ask."""
+    marks = before.window.marks
+    if tokens.valid is not None or marks.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if marks.all():
+        return marks.shape[1]
+    place = int(before.turn[0])
+    first = marks[:, :place].all() and not marks[:, place:].any()
+    return place if first and not before.sinks.marks.shape[1] else None
+
+
+def _step_behind(count: int, tokens: Tokens, before: Recent, wants_leaving: bool) -> Step:
+    """Where the first columns count: sinks are full, and no mark changes but that of the token's place."""
+    (key, value, marks), sinks, turn = before
+    size, place = marks.shape[1], int(turn[0])
+    rank, leaving = None, None
+    if sinks.marks.shape[1]:
+        assert tokens.count is not None
+        rank = tokens.count.expand(tokens.key.shape[0], -1).long() - 1
+    if wants_leaving and count == size:
+        old_key, old_value = (x.narrow(2, place, 1).clone() for x in (key, value))
+        leaving = Tokens(None, old_key, old_value, tokens.scaling, in_place=tokens.in_place)
+    if not tokens.in_place:
+        key, value, marks, turn = (x.clone() for x in (key, value, marks, turn))
+    key.narrow(2, place, 1).copy_(tokens.key)
+    value.narrow(2, place, 1).copy_(tokens.value)
+    turn.fill_((place + 1) % size)
+    seen = key, value, None
+    if count < size:
+        marks.narrow(1, place, 1).fill_(True)
+        seen = key.narrow(2, 0, count + 1), value.narrow(2, 0, count + 1), None
+    return Step(seen, rank, leaving, Recent(Kept(key, value, marks), sinks, turn))
 
 
 def _as_tokens(kept: Kept, like: Tokens) -> Tokens:

@@ -1,5 +1,6 @@
 """window: softmax over the last tokens and the first ones; alone, or with a linear attention for the rest."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -100,44 +101,78 @@ class Window(StatefulAttention):
     def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
         if state is None and self._holds(tokens):
-            return self._softmax(tokens)
+            return self._softmax(tokens, causal=True), self._begun(tokens) if tokens.keep else ()
         before = self._before(tokens, state)
         if state is not None and recent.steps(tokens, before):
-            ranks, leaving, after = recent.step(tokens, before)
-            seen, reach = after.window, None
-        else:
-            seen, ranks, leaving, after = recent.advance(tokens, before)
-            reach = self.size
-        inside = partial(self._inside, tokens, seen, ranks, after.sinks, reach)
+            return self._step(tokens, state, before)
+        seen, ranks, leaving, after = recent.advance(tokens, before)
+        inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
         if not self.inner:
             return inside(None), after.flat()
+        output, inner = self._with_rest(tokens, leaving, self._inner_state(state), inside)
+        return output, (*after.flat(), *inner)
+
+    def _step(
+        self, tokens: Tokens, state: tuple[Tensor, ...], before: Recent
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One token."""
+        seen, rank, leaving, after = recent.step(tokens, before, wants_leaving=bool(self.inner))
+        inside = partial(self._inside, tokens, seen, rank, after.sinks, None)
+        inner = self._inner_state(state)
+        if inner is None or self._nothing_left(leaving, inner):
+            output = inside(None)
+        else:
+            output, inner = self._with_rest(tokens, leaving or _nobody(tokens), inner, inside)
+        found = (*after.flat(), *(inner or ()))
+        return output, state if all(map(operator.is_, found, state)) else found
+
+    def _nothing_left(self, leaving: Tokens | None, inner: linear.State) -> bool:
+        """Whether no token has ever left the window, as far as it takes no time to ask."""
+        return leaving is None and self.branches == "both" and not inner.z.any()
+
+    def _with_rest(
+        self,
+        tokens: Tokens,
+        leaving: Tokens,
+        inner: linear.State | None,
+        inside: Callable[[Sums | None], Tensor],
+    ) -> tuple[Tensor, linear.State]:
+        """The window and the linear attention, whose state goes on."""
         summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
-        numerator, total, inner = self._linear().sums(summed, self._inner_state(state))
-        return self._mixed(tokens, inside, numerator, total), (*after.flat(), *inner)
+        numerator, total, inner = self._linear().sums(summed, inner)
+        return self._mixed(tokens, inside, numerator, total), inner
 
     def _holds(self, tokens: Tokens) -> bool:
-        """Whether a text begins that stays inside the window, nothing being in the way of torch's kernel."""
-        if tokens.length > self.size or self.sinks or self.branches not in (None, "both", "window"):
+        """Whether a text begins that stays inside the window, so that torch's own kernel can take it."""
+        if tokens.length > self.size or self.branches not in (None, "both", "window"):
             return False
         if torch.compiler.is_compiling():  # the graph would be for such lengths alone
             return False
-        # parameters of the linear attention are to have gradients, if only zeros
-        return tokens.valid is None and not (self.inner and torch.is_grad_enabled())
-
-    def _softmax(self, tokens: Tokens) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Every token sees all before it, and none has left."""
         assert tokens.query is not None
+        return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype
+
+    def _softmax(self, tokens: Tokens, causal: bool) -> Tensor:
+        """Of a text inside the window: none of its tokens has left."""
+        assert tokens.query is not None
+        key, value, mask = tokens.hide(tokens.key), tokens.hide(tokens.value), None
+        if tokens.valid is not None:
+            mask = _seen(tokens.valid, causal)
         output = F.scaled_dot_product_attention(
-            tokens.query, tokens.key, tokens.value, is_causal=True, scale=tokens.scaling, enable_gqa=True
+            *(tokens.query, key, value, mask),
+            is_causal=causal and mask is None,
+            scale=tokens.scaling,
+            enable_gqa=True,
         )
-        if not tokens.keep:
-            return output, ()
-        after = recent.begun(tokens, self.size).flat()
-        if not self.inner:
-            return output, after
-        unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
-        first = replace(tokens.slice(0, 1), query=None, valid=unseen)
-        return output, (*after, *self._linear().absorb(first, None))
+        own = [weight for weight in self.parameters() if weight.requires_grad]
+        if not own or not torch.is_grad_enabled():
+            return output
+        beside: Tensor = _Beside.apply(output, *own)  # type: ignore[no-untyped-call]
+        return beside
+
+    def _begun(self, tokens: Tokens) -> tuple[Tensor, ...]:
+        """The state after such a text."""
+        after = recent.begun(tokens, self.size, self.sinks).flat()
+        return (*after, *self._linear().absorb(_nobody(tokens), None)) if self.inner else after
 
     def absorb(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """No queries are needed."""
@@ -151,11 +186,13 @@ class Window(StatefulAttention):
         return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
 
     def _inner_state(self, state: tuple[Tensor, ...] | None) -> linear.State | None:
-        return None if state is None else linear.State(*state[recent.TENSORS :])
+        return None if state is None or not self.inner else linear.State(*state[recent.TENSORS :])
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """A window to both sides; the rest in two streams, one from each end."""
         assert tokens.query is not None
+        if self._holds(tokens):
+            return self._softmax(tokens, causal=False)
         marks, ranks = recent.ranked(tokens, self.sinks, causal=False)
         own = recent.own(tokens, marks)
         first = recent.with_sinks(own, ranks, self._before(tokens, None).sinks)
@@ -182,7 +219,7 @@ class Window(StatefulAttention):
     def _inside(
         self,
         tokens: Tokens,
-        seen: Kept,
+        seen: tuple[Tensor, Tensor, Tensor | None],
         ranks: Tensor | None,
         first: Kept,
         reach: int | None,
@@ -193,13 +230,14 @@ class Window(StatefulAttention):
         Without a reach a single query sees all of `seen`.
         """
         assert tokens.query is not None
-        query, key, value = map(upcast, (tokens.query, seen.key, seen.value))
+        query, key, value = map(upcast, (tokens.query, *seen[:2]))
         if self.sinks:
             sinks = self._sink_sums(tokens.scaling, query, ranks, first)
             other = sinks if other is None else band.added(sinks, other)
         if reach is None:
-            return window.decode(query, key, value, seen.marks, tokens.scaling, other)
-        return window.attention(band.Window(query, key, value, seen.marks, reach, tokens.scaling), other)
+            return window.decode(query, key, value, seen[2], tokens.scaling, other)
+        assert seen[2] is not None
+        return window.attention(band.Window(query, key, value, seen[2], reach, tokens.scaling), other)
 
     def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> Sums:
         key, value = upcast(first.key), upcast(first.value)
@@ -236,3 +274,34 @@ class Window(StatefulAttention):
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1) + 8
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         return None if inner is None else own + inner
+
+
+def _nobody(tokens: Tokens) -> Tokens:
+    """A single one of these tokens, which does not count."""
+    unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
+    return replace(tokens.slice(0, 1), query=None, valid=unseen)
+
+
+def _seen(valid: Tensor, causal: bool) -> Tensor:
+    """`[B, N]` -> `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is hidden."""
+    length = valid.shape[1]
+    seen = valid[:, None, None].expand(-1, 1, length, -1)
+    seen = seen.tril() if causal else seen
+    alone = ~seen.any(-1, keepdim=True)
+    return seen | (alone & torch.eye(length, dtype=torch.bool, device=valid.device))
+
+
+class _Beside(torch.autograd.Function):
+    """A result that these weights have no part in, though they are asked for a gradient: zeros.
+
+    Without one, processes that train together wait for each other's in vain.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *map(torch.zeros_like, ctx.saved_tensors)

@@ -9,6 +9,7 @@ from properties import FAMILIES, check_decode, check_forward, check_gradient, ch
 
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patches.window import Window
 
 ROTATED = ["llama", "mqa, odd head_dim", "qwen3", "olmo2", "gpt_neox"]
 
@@ -50,7 +51,7 @@ class TestWindow:
     @pytest.mark.parametrize("spec", ["window", "window+hedgehog", "window+gated", "window+logn"])
     @pytest.mark.parametrize("length", [1, 7, 12])
     def test_texts_inside_the_window_are_torchs_softmax(self, spec, length, monkeypatch):
-        """Where the linear attention needs no gradients; longer texts, and what comes after, go on alike."""
+        """Longer texts, and what comes after, go on alike."""
         model, ids = model_of("llama"), tiny.tokens(2, 40)
         patch_model(model, spec, options={"size": 12})
         with torch.no_grad():
@@ -73,6 +74,61 @@ class TestWindow:
         for step, logits in enumerate(rest[:-1], start=length):
             assert tiny.distance(logits, want[:, step]) < 1e-6, step
         assert tiny.distance(rest[-1], want[:, -1]) < 1e-6
+
+    @pytest.mark.parametrize("padding", ["none", "left", "right"])
+    @pytest.mark.parametrize("family", ["llama", "qwen3", "bert"])
+    @pytest.mark.parametrize(
+        ("spec", "options"),
+        [
+            ("window", {}),
+            ("window", {"sinks": 3}),
+            ("window+elu1", {}),
+            ("window+hedgehog", {}),
+            ("window+hedgehog", {"mix": "learned", "sinks": 2}),
+        ],
+    )
+    def test_training_inside_the_window_is_torchs_softmax(self, spec, options, family, padding, monkeypatch):
+        """And each weight has the gradient that it has by the general way, zeros of no use among them."""
+        model, ids = model_of(family), tiny.tokens(2, 12)
+        mask = torch.ones_like(ids)
+        mask[0, {"none": slice(0, 0), "left": slice(0, 5), "right": slice(7, None)}[padding]] = 0
+        where = {"position_ids": tiny.positions(mask)}
+        patch_model(model, spec, options={"size": 12, **options})
+        calls, real = [], torch.nn.functional.scaled_dot_product_attention
+        monkeypatch.setattr(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1],
+        )
+
+        def trained():
+            model.zero_grad()
+            logits = model(ids, attention_mask=mask, **where).logits[mask == 1]
+            logits.square().sum().backward()
+            return logits, {name: weight.grad for name, weight in model.named_parameters()}
+
+        got, gradients = trained()
+        assert len(calls) == 2
+        monkeypatch.setattr(Window, "_holds", lambda *_: False)
+        want, wanted = trained()
+        assert len(calls) == 2
+        assert tiny.distance(got, want) < 1e-9
+        for name, gradient in wanted.items():
+            assert (gradient is None) == (gradients[name] is None), name
+            assert gradient is None or tiny.distance(gradients[name], gradient) < 1e-9, name
+
+    @pytest.mark.parametrize("sinks", [1, 3])
+    def test_what_follows_a_text_inside_the_window_knows_its_sinks(self, sinks):
+        model, ids = model_of("llama"), tiny.tokens(2, 40)
+        patch_model(model, "window+elu1", options={"size": 12, "sinks": sinks})
+        with torch.no_grad():
+            want = model(ids).logits
+            begun = model(ids[:, :9], use_cache=True)
+            got = [begun.logits]
+            got += [
+                model(ids[:, i : i + 1], past_key_values=begun.past_key_values).logits for i in range(9, 40)
+            ]
+        assert tiny.distance(torch.cat(got, 1), want) < 1e-9
 
     @pytest.mark.parametrize("family", ROTATED)
     def test_positions_inside_the_cache(self, family, monkeypatch):

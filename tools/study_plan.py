@@ -76,6 +76,7 @@ DIAGNOSED = (
 KEPT: tuple[Row, ...] = (LENGTHS[0], LENGTHS[1], Row("hedgehog", "convert", "hedgehog", main=True))
 """What the hybrids of `study_kept` stand beside: all layers softmax, and none."""
 
+SELDOM = ("--eval-every", "400", "--checkpoint-every", "200")
 LONG: tuple[Row, ...] = (
     LENGTHS[0],
     Row("control", "finetune", extra=("--max-steps", "2442"), told="control: the original, fine-tuned"),
@@ -90,13 +91,27 @@ LONG: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "window-hedgehog-rate",
+        "gated-taylor2-front-both",
         "convert",
-        "window+hedgehog",
-        WINDOW,
+        "gated",
+        TAYLOR2_BEHIND_A_LAYER,
         (
-            *(*ALL_WEIGHTS, *PATCH_FASTER, "--transfer-tokens", "500000"),
-            *("--distill-tokens", "3500000", "--finetune-tokens", "6000000", "--finetune-lr", "3e-4"),
+            *(*ALL_WEIGHTS, "--batch-size", "4", *SELDOM, "--transfer-tokens", "500000"),
+            *("--distill-tokens", "7000000", "--ce-weight", "1", "--distill-lr", "7e-4"),
+            *("--finetune-tokens", "2500000", "--finetune-length", "2048", "--finetune-lr", "3e-4"),
+        ),
+        told="`gated` (taylor2, a layer in front), divergence and text at once, steps of 4 rows; the last "
+        "2.5 M tokens of text alone in rows of 2,048",
+    ),
+    Row(
+        "window-gated-hedgehog",
+        "convert",
+        "window+gated",
+        WINDOW_AND_FAR,
+        (
+            *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, "--transfer-tokens", "300000"),
+            *("--distill-tokens", "2700000", "--ce-weight", "1", "--distill-lr", "7e-4"),
+            *("--finetune-tokens", "7000000", "--finetune-lr", "2.5e-4"),
         ),
     ),
 )

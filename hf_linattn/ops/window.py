@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.ops import band
+from hf_linattn.ops import band, linear
 from hf_linattn.ops.band import Sums, Window
 from hf_linattn.ops.sink import BACKWARD, FORWARD, dense, fits
 from hf_linattn.ops.softmax import scores_of
@@ -42,22 +42,32 @@ def attention(window: Window, other: Sums | None) -> Tensor:
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, marks: Tensor, scaling: float, other: Sums | None
+    query: Tensor, key: Tensor, value: Tensor, marks: Tensor | None, scaling: float, other: Sums | None
 ) -> Tensor:
-    """A single query `[B, H, 1, D]` over all marked keys, `marks` `[B, N]`; no gradients."""
+    """A single query `[B, H, 1, D]` over all marked keys, `marks` `[B, N]`, None for all; no gradients."""
     if torch.compiler.is_compiling() or not fits(query, key, value, None, 0.0):
-        scores = scores_of(query, key, scaling).masked_fill(~marks[:, None, None], float("-inf"))
+        scores = scores_of(query, key, scaling)
+        if marks is not None:
+            scores = scores.masked_fill(~marks[:, None, None], float("-inf"))
         return band.joined(band.softmax_sums(scores, value), other)
-    mask, some = None, None
-    if not marks.all():
-        mask = torch.zeros(marks.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill_(~marks, float("-inf"))[:, None, None]
-        some = marks.any(1)[:, None, None]
     output: Tensor
+    if marks is None or marks.all():
+        output, lse = FORWARD(query, key, value, 0.0, False, scale=scaling)
+        return output if other is None else _beside(output, lse, *other)
+    mask = torch.zeros(marks.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(~marks, float("-inf"))[:, None, None]
+    some = marks.any(1)[:, None, None]
     output, lse = FORWARD(query, key, value, 0.0, False, attn_mask=mask, scale=scaling)
     if other is not None:
         return _join(output, lse, some, *other)[0]
-    return output if some is None else output.masked_fill_(~some.unsqueeze(-1), 0.0)
+    return output.masked_fill_(~some.unsqueeze(-1), 0.0)
+
+
+def _beside(output: Tensor, lse: Tensor, values: Tensor, total: Tensor, log_scale: Tensor) -> Tensor:
+    """`_join` where the window has keys everywhere and nobody wants the log-sum-exp."""
+    share = (log_scale + total.log()).sub_(lse).sigmoid_()
+    joined: Tensor = output.lerp_(linear.normalised(values, total), share.unsqueeze(-1))
+    return joined
 
 
 class _Blocks:
@@ -177,20 +187,13 @@ def _forward(
 
 
 def _join(
-    output: Tensor, lse: Tensor, near: Tensor | None, values: Tensor, total: Tensor, log_scale: Tensor
+    output: Tensor, lse: Tensor, near: Tensor, values: Tensor, total: Tensor, log_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output, written over, and log-sum-exp of a window with other sums.
-
-    `near` tells where the window has any key; None: everywhere.
-    """
+    """Output, written over, and log-sum-exp of a window with other sums; `near`: where it has any key."""
     some, rest = total > 0, log_scale + total.log()
-    if near is None:
-        joined = torch.logaddexp(lse, rest)
-        share = (lse - joined).exp_()
-    else:
-        joined = torch.logaddexp(lse.masked_fill(~near, float("-inf")), rest)
-        joined = joined.masked_fill_(~(near | some), 0.0)
-        share = (lse - joined).exp_().masked_fill_(~near, 0.0)
+    joined = torch.logaddexp(lse.masked_fill(~near, float("-inf")), rest)
+    joined = joined.masked_fill_(~(near | some), 0.0)
+    share = (lse - joined).exp_().masked_fill_(~near, 0.0)
     output.mul_(share.unsqueeze(-1))
     output.add_(values * _share(some, log_scale, joined).unsqueeze(-1))
     return output, joined
