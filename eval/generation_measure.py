@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn import bypassed
-from hf_linattn.distillation import token_divergence
+from hf_linattn.divergence import token_divergence
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.objectives import require_causal
 

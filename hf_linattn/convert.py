@@ -41,7 +41,10 @@ presets: tokens of each stage; --transfer-tokens and its like change one, 0 leav
 objective:
   Causal models predict the next token; encoders with a masked-LM head (--objective auto tells them) the
   masked ones: rows are masked as by hf_linattn.finetune, both models see the masks, and stage distill
-  compares the predictions of every token.
+  compares the predictions of every token. Models without a head, such as sentence encoders, give hidden
+  states: stage distill takes the squared error of every layer's over the original's variance, validation
+  that of the last layer's, and stage finetune has nothing to predict. --objective states does so with any
+  model. Let --block-size be the length of what it will read.
 
 learning rates:
   Small models need higher ones. Unless given, stage distill takes 1e-4 x (2e9 / parameters)^0.32, between
@@ -101,8 +104,8 @@ class ConvertArguments:
     sliding: Literal["keep", "global", "refuse"] = option(
         "keep", "sliding-window layers: see patch_model", choices=("keep", "global", "refuse")
     )
-    objective: Literal["auto", "causal", "mlm"] = option(
-        "auto", "what the model predicts (see below)", choices=("auto", "causal", "mlm")
+    objective: Literal["auto", "causal", "mlm", "states"] = option(
+        "auto", "what the model gives (see below)", choices=("auto", "causal", "mlm", "states")
     )
     preset: Literal["quick", "full", "lora"] = option(
         "quick", "how much of each stage (see below)", choices=tuple(PRESETS)

@@ -83,10 +83,15 @@ def saved_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str 
 
 
 def summary(out: Path) -> str:
-    """Perplexities after each stage, in words."""
+    """Perplexities after each stage, or errors of the hidden states, in words."""
     values: dict[str, float] = json.loads((out / VALIDATION).read_text(encoding="utf-8"))
     plan, lines = json.loads((out / PLAN).read_text(encoding="utf-8")), []
-    if values:
+    if values and plan.get("objective") == "states":
+        lines = [
+            f"{name:10} error of the last hidden states over their variance {loss:8.4f}"
+            for name, loss in values.items()
+        ]
+    elif values:
         what = "perplexity of masked tokens" if plan.get("objective") == "mlm" else "perplexity"
         first = values["original"]
         lines = [

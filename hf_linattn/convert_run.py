@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from hf_linattn.convert import PRESETS, ConvertArguments, learning_rate_for
 from hf_linattn.convert_folder import PLAN, VALIDATION, check_folder
 from hf_linattn.convert_patch import with_patch
 from hf_linattn.convert_stages import Distill, Transfer, original
+from hf_linattn.distillation import DistillationLoss, frozen_teacher
+from hf_linattn.divergence import hidden_states
 from hf_linattn.errors import LinattnError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
 from hf_linattn.finetune_model import check_fit, first_line
 from hf_linattn.finetune_run import chosen_objective, load_tokenizer, make_accelerator, train
 from hf_linattn.method import Method
-from hf_linattn.objectives import Objective
+from hf_linattn.objectives import Objective, choose, states
 from hf_linattn.training import evaluate
 
 SELF = "self"
@@ -56,7 +58,8 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
     source = arguments.model
     for stage in arguments.chosen_stages():
         told = _stage_arguments(arguments, stage, source, plan, out, accelerator, task)
-        train(told, command, accelerator, _method(arguments, stage, plan), data)
+        own = task if task.name == "states" else None  # the others depend on the length of a stage's rows
+        train(told, command, accelerator, _method(arguments, stage, plan), data, own)
         source = told.output_dir
         _validate(out, stage, source, arguments, accelerator, task, held_out)
     if accelerator.is_main_process:
@@ -69,26 +72,43 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
 
 
 def _task(arguments: ConvertArguments, tokenizer: Any) -> Objective:
-    """What the model predicts.
+    """What the model learns.
 
     Raises:
-        TrainingError: an encoder whose checkpoint has nothing that predicts, or that should write text.
+        TrainingError: a model without a head that should predict, or one that should write text and cannot.
     """
-    task = chosen_objective(arguments, tokenizer)
-    if task.name == "causal":
-        return task
     name = arguments.teacher or arguments.model
     config = AutoConfig.from_pretrained(name)
-    head = MODEL_FOR_MASKED_LM_MAPPING_NAMES[config.model_type]
-    if (config.architectures or [head])[0] != head:
-        raise TrainingError(
-            f"{name} was saved as {config.architectures[0]}, without a head that predicts masked tokens, so "
-            "there is nothing to learn from: give it one with hf_linattn.finetune --objective mlm, or see "
-            "examples/distill_encoder.py"
-        )
-    if SELF in (arguments.data, arguments.eval_data):
+    if arguments.objective == "states" or (arguments.objective == "auto" and _headless(config)):
+        return _states_task(name, config, arguments, tokenizer)
+    task = chosen_objective(arguments, tokenizer)
+    if task.name == "mlm" and SELF in (arguments.data, arguments.eval_data):
         raise TrainingError(f"{name} predicts masked tokens and writes no text: give --data a text of yours")
+    if task.name == "mlm" and _headless(config):
+        raise TrainingError(
+            f"{name} was saved as {config.architectures[0]}, without a head that predicts masked tokens: "
+            "leave --objective out, and it learns the hidden states, or give it a head with "
+            "hf_linattn.finetune --objective mlm"
+        )
     return task
+
+
+def _headless(config: Any) -> bool:
+    """Whether an encoder was saved without a head that predicts masked tokens."""
+    head = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    return choose("auto", config) == "mlm" and (config.architectures or [head])[0] != head
+
+
+def _states_task(name: str, config: Any, arguments: ConvertArguments, tokenizer: Any) -> Objective:
+    refused = {
+        "--data self": SELF in (arguments.data, arguments.eval_data),
+        "stage finetune (give --finetune-tokens 0)": "finetune" in arguments.chosen_stages(),
+        "--ce-weight": bool(arguments.ce_weight),
+    }
+    for what, given in refused.items():
+        if given:
+            raise TrainingError(f"{name} gives hidden states and predicts no text, so there is no {what}")
+    return states(config, tokenizer, arguments.block_size)
 
 
 def _text(out: Path, name: str, *, held_out: bool = False) -> str:
@@ -189,9 +209,14 @@ def _loss(
     task: Objective,
     held_out: NDArray[np.int32],
 ) -> float:
-    """Negative log-likelihood in nats per token that is predicted."""
+    """Nats per token that is predicted; of hidden states the error of the last over its variance."""
+    losses = task.losses
+    if losses is None:
+        last = replace(task, reading=hidden_states(task.keywords, last=True))
+        teacher = _load(arguments.teacher or arguments.model, arguments, task, unpatched=True)
+        losses = DistillationLoss(frozen_teacher(teacher.to(accelerator.device), last.reading), task=last)
     model.to(accelerator.device).eval()
-    loss = evaluate(accelerator, model, held_out, arguments.batch_size, task.losses, task.prepare)
+    loss = evaluate(accelerator, model, held_out, arguments.batch_size, losses, task.prepare)
     if not math.isfinite(loss):
         raise TrainingError(
             f"the validation loss of {arguments.model} is {loss}: nothing can be learned from it"
@@ -227,7 +252,7 @@ def _stage_arguments(
         output_dir=str(out / stage),
         patch=arguments.patch if first else None,
         options=arguments.options if first and arguments.patch is not None else None,
-        objective=task.name,
+        objective="auto" if task.name == "states" else task.name,
         tokenizer=arguments.tokenizer or arguments.model,
         block_size=length,
         max_steps=math.ceil(arguments.tokens(stage) / (length * rows)),

@@ -15,7 +15,7 @@ from hf_linattn import from_pretrained, is_patched, unpatch_model
 from hf_linattn.branches import hybrids
 from hf_linattn.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.errors import TrainingError
-from hf_linattn.finetune_model import switch_off_dropout
+from hf_linattn.finetune_model import choose_trained, switch_off_dropout
 from hf_linattn.method import Method
 from hf_linattn.objectives import Objective
 from hf_linattn.seam import PATCH_PART
@@ -93,8 +93,6 @@ class Distill(Method):
         ce_weight: see `DistillationLoss`.
     """
 
-    label = "divergence from the original (nats per token)"
-
     def __init__(
         self, teacher: str | None, drop_window: float, patch_rate: float = 1.0, ce_weight: float = 0.0
     ) -> None:
@@ -103,7 +101,6 @@ class Distill(Method):
         self.teacher, self.drop_window, self.ce_weight = teacher, drop_window, ce_weight
         if ce_weight:
             self.settings["ce_weight"] = ce_weight
-            self.label = f"divergence from the original + {ce_weight:g} x loss on the text (nats per token)"
 
     def trained(
         self,
@@ -114,15 +111,18 @@ class Distill(Method):
         accelerator: Accelerator,
     ) -> nn.Module:
         """All weights, or LoRA; and the teacher beside or inside."""
-        module = super().trained(base, arguments, task, blocks, accelerator)
+        module = choose_trained(base, arguments, task)
         if self.teacher is None:
-            logits = teacher_inside(module, task.keywords)
+            wanted = teacher_inside(module, task.reading)
         else:
             teacher = shard_frozen(accelerator, original(self.teacher, arguments.dtype, task))
-            logits = frozen_teacher(teacher, task.keywords)
-        loss = DistillationLoss(logits, self.drop_window, arguments.seed, task, self.ce_weight)
+            wanted = frozen_teacher(teacher, task.reading)
+        loss = DistillationLoss(wanted, self.drop_window, arguments.seed, task, self.ce_weight)
         self.losses, self.prepare = loss, loss.prepare
-        self.skips = bool(self.drop_window and hybrids(module))  # how window and rest are mixed
+        text = f" + {self.ce_weight:g} x loss on the text" if self.ce_weight else ""
+        self.label = f"divergence from the original{text} ({task.reading.unit})"
+        poolers = task.name == "states"  # behind the hidden states, untrained
+        self.skips = poolers or bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
 
 

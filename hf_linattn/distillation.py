@@ -1,4 +1,4 @@
-"""Distillation: a patched model learns to predict as the original does, token by token."""
+"""Distillation: a patched model learns to give what the original gives, token by token."""
 
 from __future__ import annotations
 
@@ -8,59 +8,54 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_linattn.branches import hybrids, use_branches
 from hf_linattn.bypass import bypassed
+from hf_linattn.divergence import Reading, predictions
 from hf_linattn.objectives import CACHELESS, Objective
 from hf_linattn.training import next_token_nats
 
-
-def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher || student) of every token's prediction, in nats: logits `[B, N, V]` -> `[B, N]`."""
-    given, wanted = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
-    return F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1)
+PREDICTIONS = predictions(CACHELESS)
 
 
-def frozen_teacher(model: nn.Module, keywords: dict[str, bool] = CACHELESS) -> Callable[[Tensor], Tensor]:
-    """Logits of another model, which is frozen here.
+def frozen_teacher(model: nn.Module, reading: Reading = PREDICTIONS) -> Callable[[Tensor], Any]:
+    """What another model gives, which is frozen here.
 
     Args:
         model: the original.
-        keywords: of its forward, by default those of a model that predicts the next token.
+        reading: what is compared, by default the logits of a model that predicts the next token.
     """
     model.eval().requires_grad_(False)
-    return lambda input_ids: model(input_ids=input_ids, **keywords).logits
+    return lambda input_ids: reading.given(model(input_ids=input_ids, **reading.keywords))
 
 
-def teacher_inside(model: Any, keywords: dict[str, bool] = CACHELESS) -> Callable[[Tensor], Tensor]:
-    """Logits of the same weights without patch and without LoRA: no second copy of the model.
+def teacher_inside(model: Any, reading: Reading = PREDICTIONS) -> Callable[[Tensor], Any]:
+    """What the same weights give without patch and without LoRA: no second copy of the model.
 
     Args:
         model: patched, with LoRA (a `peft` model), whose own weights are frozen.
-        keywords: as for `frozen_teacher`.
+        reading: as for `frozen_teacher`.
     """
 
-    def logits(input_ids: Tensor) -> Tensor:
+    def wanted(input_ids: Tensor) -> Any:
         training = model.training
         model.eval()
         try:
             with model.disable_adapter(), bypassed(model):
-                output: Tensor = model(input_ids=input_ids, **keywords).logits
+                return reading.given(model(input_ids=input_ids, **reading.keywords))
         finally:
             model.train(training)
-        return output
 
-    return logits
+    return wanted
 
 
 class DistillationLoss:
     """Loss function and preparation for the training loop.
 
     Args:
-        teacher: token ids `[B, N]` -> logits `[B, N, V]`, on the same device.
+        teacher: token ids `[B, N]` -> what is compared, such as logits `[B, N, V]`, on the same device.
         drop_window: probability that a step trains the linear branch of hybrids alone, without their window.
         seed: of that choice, which is the same in all processes.
         task: what the model predicts; with masked tokens both models see the masks, and every token of a row
@@ -70,7 +65,7 @@ class DistillationLoss:
 
     def __init__(
         self,
-        teacher: Callable[[Tensor], Tensor],
+        teacher: Callable[[Tensor], Any],
         drop_window: float = 0.0,
         seed: int = 0,
         task: Objective | None = None,
@@ -78,7 +73,7 @@ class DistillationLoss:
     ) -> None:
         self.teacher, self.drop_window, self.seed, self.task = teacher, drop_window, seed, task
         self.ce_weight = ce_weight
-        self.keywords = CACHELESS if task is None else task.keywords
+        self.reading = PREDICTIONS if task is None else task.reading
         self.step = 0
 
     def prepare(self, blocks: NDArray[np.int32], numbers: NDArray[np.int64], step: int) -> NDArray[np.int32]:
@@ -88,15 +83,17 @@ class DistillationLoss:
         return blocks if prepare is None else prepare(blocks, numbers, step)
 
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean loss per token of each row: `[B, N]`, or what `prepare` made of it, -> `[B]`."""
+        """Mean loss of each row: `[B, N]`, or what `prepare` made of it, -> `[B]`."""
         input_ids = batch if self.task is None else self.task.seen(batch)
         with torch.no_grad():
             wanted = self.teacher(input_ids)
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
-            given = model(input_ids=input_ids, **self.keywords).logits
-        losses = token_divergence(given, wanted).mean(1)
+            output = model(input_ids=input_ids, **self.reading.keywords)
+        losses = self.reading.divergence(self.reading.given(output), wanted)
         if self.ce_weight:
             nats = next_token_nats if self.task is None else self.task.nats
+            assert nats is not None  # refused before
+            given = output.logits
             losses = losses + self.ce_weight * nats(given, batch)
         return losses
 

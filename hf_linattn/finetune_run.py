@@ -57,7 +57,12 @@ def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
 
 
 def train(
-    arguments: FinetuneArguments, command: str, accelerator: Accelerator, method: Method, data: Any = None
+    arguments: FinetuneArguments,
+    command: str,
+    accelerator: Accelerator,
+    method: Method,
+    data: Any = None,
+    task: Objective | None = None,
 ) -> dict[str, Any]:
     """One run by any method; see `hf_linattn.finetune.finetune`.
 
@@ -67,6 +72,7 @@ def train(
         accelerator: of this process; several runs may follow each other.
         method: what is trained, and how.
         data: text as `load_documents` takes it, in the place of `arguments.data`.
+        task: what is learned; by default what the arguments say.
     """
     folder = Path(arguments.output_dir).expanduser()
     settings = {**_settings(arguments, accelerator), **method.settings}
@@ -77,7 +83,7 @@ def train(
         finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         return finished
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    task = chosen_objective(arguments, tokenizer)
+    task = task or chosen_objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
         blocks, eval_blocks = _load_data(arguments, task, data)
     base = method.load(arguments, task)

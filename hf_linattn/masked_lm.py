@@ -61,13 +61,15 @@ class Masking:
     separator: int | None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int) -> Masking:
-        """Read the special tokens from the tokenizer.
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, *, masks: bool = True
+    ) -> Masking:
+        """Read the special tokens from the tokenizer; without `masks` its blocks are wanted alone.
 
         Raises:
             DataError: it has no mask token, or a block has no room beside the special tokens.
         """
-        if tokenizer.mask_token_id is None:
+        if masks and tokenizer.mask_token_id is None:
             raise DataError(
                 f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no mask token, and "
                 "masked-language modelling hides words behind it: name the model's own tokenizer with "

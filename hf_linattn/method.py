@@ -55,6 +55,7 @@ class Method:
         accelerator: Accelerator,
     ) -> nn.Module:
         """What goes through the loop; its parameters that require gradients are trained."""
+        assert task.losses is not None  # where nothing is predicted, a stage with a teacher stands here
         self.losses, self.prepare = task.losses, task.prepare
         return choose_trained(base, arguments, task)
 

@@ -3,15 +3,18 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from finetune_workplace import rows_of, surroundings
+from finetune_workplace import free_port, rows_of, surroundings
 from test_masked_lm import masking, workplace
-from transformers import BertForMaskedLM
+from transformers import AutoTokenizer, BertForMaskedLM, BertModel
 
 from hf_linattn import describe, from_pretrained, patch_model
 from hf_linattn.convert import convert, main
@@ -106,7 +109,7 @@ def test_every_token_is_compared_and_both_see_the_masks(sharp, masking):
     task = objective("mlm", masking.tokenizer, 34, 3)
     teacher = BertForMaskedLM.from_pretrained(sharp).eval()
     student = patch_model(BertForMaskedLM.from_pretrained(sharp).eval(), "elu1")
-    loss = DistillationLoss(frozen_teacher(teacher, task.keywords), task=task)
+    loss = DistillationLoss(frozen_teacher(teacher, task.reading), task=task)
     blocks, numbers = masking.load_blocks("train.txt")[:3], np.arange(3)
     batch = torch.from_numpy(loss.prepare(blocks, numbers, 5)).long()
     seen = torch.from_numpy(masking.prepare(blocks, numbers, 5)[:, 0]).long()
@@ -115,7 +118,7 @@ def test_every_token_is_compared_and_both_see_the_masks(sharp, masking):
         wanted, given = (m(input_ids=seen).logits.double().log_softmax(-1) for m in (teacher, student))
         want = (wanted.exp() * (wanted - given)).sum(-1).mean(1)
         assert torch.allclose(loss(student, batch).double(), want, rtol=1e-5)
-        both = DistillationLoss(frozen_teacher(teacher, task.keywords), task=task, ce_weight=0.5)
+        both = DistillationLoss(frozen_teacher(teacher, task.reading), task=task, ce_weight=0.5)
         want = want + 0.5 * masked_losses(student, batch).double()
         assert torch.allclose(both(student, batch).double(), want, rtol=1e-5)
     assert float(want.min()) > 0
@@ -139,10 +142,96 @@ def test_an_encoder_in_memory_with_lora(sharp, masking):
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.fixture
+def bare(workplace):
+    """An encoder without a head, whose attention shows in its hidden states."""
+    model = BertModel.from_pretrained("bare")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".attention." in name and "LayerNorm" not in name:
+                weight.mul_(8)
+    model.save_pretrained("sharp-bare")
+    AutoTokenizer.from_pretrained("bert").save_pretrained("sharp-bare")
+    return "sharp-bare"
+
+
+def states_apart(got, want):
+    """Squared error of `[B, N, D]` over the variance, row by row."""
+    pairs = zip(got.double(), want.double(), strict=True)
+    rows = [((g - w) ** 2).sum() / ((w - w.mean(0)) ** 2).sum() for g, w in pairs]
+    return float(sum(rows) / len(rows))
+
+
+HYBRID = ["--patch", "window+elu1", "--options", '{"size": 8}']
+
+
+@pytest.mark.parametrize("extra", [[], ["--lora", "4"], HYBRID], ids=["all weights", "LoRA", "hybrid"])
+def test_a_model_without_a_head_learns_the_hidden_states(bare, masking, extra, capsys, tmp_path):
+    argv = ["--model", bare, *BASE, "--stages", "distill", "--distill-tokens", str(12 * 4 * 34), *extra]
+    assert main([*argv, "--distill-lr", "1e-3", "--output-dir", str(tmp_path)]) == 0
+    assert "error of the last hidden states over their variance" in capsys.readouterr().out
+    validation = read(tmp_path / "validation.json")
+    assert read(tmp_path / "plan.json")["objective"] == "states"
+    assert list(validation) == ["original", "swapped", "distill"]
+    assert validation["original"] == 0
+    assert 0 < validation["distill"] < 0.8 * validation["swapped"]
+    rows = torch.from_numpy(masking.load_blocks("eval.txt")[:4]).long()
+    converted = from_pretrained(tmp_path / "distill")
+    assert type(converted) is BertModel
+    with torch.no_grad():
+        want = BertModel.from_pretrained(bare).eval()(rows, output_hidden_states=True).hidden_states[1:]
+        got = converted.eval()(rows, output_hidden_states=True).hidden_states[1:]
+    assert states_apart(got[-1], want[-1]) == pytest.approx(validation["distill"], rel=1e-3)
+    layers = sum(map(states_apart, got, want)) / len(want)
+    results = read(tmp_path / "distill/results.json")
+    assert results["eval_loss"] == pytest.approx(layers, rel=1e-3)
+    assert results["objective"] == "states"
+    assert "no better than the mean of a row" in (tmp_path / "report.html").read_text()
+
+
+def test_a_decoder_without_a_head_learns_them_when_told(workplace, masking):
+    model = tiny.build(
+        "LlamaModel", dtype=torch.float32, num_hidden_layers=2, **{**tiny.SIZES, "vocab_size": 260}
+    )
+    told = {"stages": "transfer,distill", "transfer_tokens": 6 * 4 * 34, "distill_tokens": 6 * 4 * 34}
+    told |= {"block_size": 34, "batch_size": 4, "cpu": True, "eval_data": "eval.txt", "eval_blocks": 4}
+    arguments = {"patch": "hedgehog", "tokenizer": masking.tokenizer, **told}
+    converted = convert(model, "train.txt", output_dir="decoder", objective="states", **arguments)
+    assert type(converted) is type(model)
+    validation = read("decoder/validation.json")
+    assert validation["original"] == 0
+    assert validation["distill"] < validation["swapped"]
+
+
+def test_two_processes_learn_hidden_states_as_one(bare):
+    argv = ["--model", bare, *BASE, "--stages", "distill", "--distill-tokens", str(6 * 4 * 34)]
+    assert main([*argv, "--output-dir", "one"]) == 0
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", free_port()]  # fmt: skip
+    command = [sys.executable, *launch, "-m", "hf_linattn.convert", *argv, "--batch-size", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "--output-dir", "two"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = read("one/validation.json"), read("two/validation.json")
+    assert two == pytest.approx(one, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "bare"], "was saved as BertModel, without a head that predicts masked tokens"),
+        (["--model", "bare", "--objective", "mlm"], "was saved as BertModel, without a head that predicts"),
+        (["--model", "bare", "--data", "self"], "predicts no text, so there is no --data self"),
+        (["--model", "bare", "--finetune-tokens", "99"], "stage finetune (give --finetune-tokens 0)"),
+        (["--model", "bare", "--ce-weight", "1"], "there is no --ce-weight"),
+        (["--model", "bare", "--patch", "gated"], "bidirectional"),
         (["--model", "bert", "--data", "self"], "writes no text: give --data a text of yours"),
         (["--model", "bert", "--objective", "causal"], "sees later tokens"),
         (["--model", "model", "--objective", "mlm"], "no masked-LM encoder for the model type 'llama'"),

@@ -11,7 +11,8 @@ from torch import nn
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.branches import use_branches
 from hf_linattn.bypass import bypassed
-from hf_linattn.distillation import DistillationLoss, frozen_teacher, teacher_inside, token_divergence
+from hf_linattn.distillation import DistillationLoss, frozen_teacher, teacher_inside
+from hf_linattn.divergence import token_divergence
 from hf_linattn.plan import sites_of
 from hf_linattn.transfer import AttentionTransfer, relative_error, weights_divergence
 
