@@ -2,6 +2,7 @@
 
     python examples/distill_encoder.py --model DIR --output-dir out              # elu1, 300 steps
     python examples/distill_encoder.py --model DIR --data books/ --patch softmax1 --output-dir out2
+    python examples/distill_encoder.py --model DIR --data books/ --measure out    # of hf_linattn.convert, too
 
 Student: the patched model. Teacher: the same model, unpatched. Only sentences are needed, no labels. A
 sentence's embedding is the mean of the last hidden states over its tokens, normalised: the way of the
@@ -184,10 +185,44 @@ def agreement(got: Tensor, want: Tensor) -> Agreement:
     )
 
 
+@dataclass(frozen=True)
+class Sentences:
+    """Rows of token ids `[sentences, length]` to learn from and others to measure, filled up by `padding`."""
+
+    train: NDArray[np.int32]
+    held: NDArray[np.int32]
+    padding: int
+
+
+def read_sentences(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Sentences:
+    """Those of the text, tokenized.
+
+    Raises:
+        DataError: too few, or the tokenizer cannot pad.
+    """
+    if tokenizer.pad_token_id is None:
+        raise DataError(f"the tokenizer of {args.model} has no padding token")
+    train, held = sentence_sets(args.data, args.eval_data)
+    rng = np.random.default_rng(args.seed)
+    held = [held[i] for i in rng.permutation(len(held))[: args.held_out]]
+    rows = (tokenize(sentences, tokenizer, args.max_length) for sentences in (train, held))
+    return Sentences(*rows, tokenizer.pad_token_id)
+
+
+def measure(args: argparse.Namespace) -> Agreement:
+    """How far a model that is there already agrees with the original."""
+    sentences = read_sentences(args, AutoTokenizer.from_pretrained(args.model))
+    original, other = (
+        from_pretrained(name, dtype=torch.float32).eval() for name in (args.model, args.measure)
+    )
+    got, want = (embed(model, sentences.held, sentences.padding) for model in (other, original))
+    return agreement(got, want)
+
+
 def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """Measure, distil, measure again; returns what results.json holds."""
     folder = Path(args.output_dir)
-    settings = {key: value for key, value in vars(args).items() if key != "output_dir"}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "measure")}
     began = folder / "run.json"
     if began.exists() and json.loads(began.read_text(encoding="utf-8")) != settings:
         raise TrainingError(f"{folder} holds a run with other arguments: choose another --output-dir")
@@ -196,13 +231,8 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         return done
     accelerator = Accelerator(cpu=args.cpu)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    if tokenizer.pad_token_id is None:
-        raise DataError(f"the tokenizer of {args.model} has no padding token")
-    padding = tokenizer.pad_token_id
-    train, held = sentence_sets(args.data, args.eval_data)
-    rng = np.random.default_rng(args.seed)
-    held = [held[i] for i in rng.permutation(len(held))[: args.held_out]]
-    rows, held_rows = (tokenize(sentences, tokenizer, args.max_length) for sentences in (train, held))
+    sentences = read_sentences(args, tokenizer)
+    rows, held_rows, padding = sentences.train, sentences.held, sentences.padding
 
     teacher = AutoModel.from_pretrained(args.model, dtype=torch.float32).to(accelerator.device).eval()
     student = from_pretrained(args.model, auto_class=AutoModel, dtype=torch.float32).to(accelerator.device)
@@ -240,7 +270,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     results = {
         "command": command,
         "arguments": vars(args),
-        "sentences": {"train": len(train), "seen": args.steps * args.batch_size, "measured": len(held)},
+        "sentences": {"train": len(rows), "seen": args.steps * args.batch_size, "measured": len(held_rows)},
         "parameters": sum(parameter.numel() for parameter in student.parameters()),
         "measured": measured,
         "seconds": round(loop.seconds, 1),
@@ -276,7 +306,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model", required=True, help="folder or hub name of an encoder that pools by the mean")
-    add("--output-dir", required=True, help="where everything is written")
+    todo = parser.add_mutually_exclusive_group(required=True)
+    todo.add_argument("--output-dir", help="where everything is written")
+    todo.add_argument("--measure", metavar="FOLDER", help="train nothing, measure the model of this folder")
     add("--patch", default="elu1", help="attention to install (default: %(default)s)")
     add("--data", help="text to train on, as for hf_linattn.finetune (default: docstrings, see above)")
     add("--eval-data", help="text to measure on (default: every tenth document of --data, else its last)")
@@ -288,8 +320,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--held-out", type=int, default=512, help="sentences to measure at most (default: %(default)s)")
     add("--seed", type=int, default=0, help="order of the data, choice of sentences (default: %(default)s)")
     add("--cpu", action="store_true", help="use the CPU even where there is a GPU")
+    args = parser.parse_args(argv)
     try:
-        results = run(parser.parse_args(argv), shlex.join(["python", "examples/distill_encoder.py", *argv]))
+        if args.measure:
+            print(f"{args.measure}  {show(asdict(measure(args)))}")
+            return 0
+        results = run(args, shlex.join(["python", "examples/distill_encoder.py", *argv]))
     except LinattnError as error:
         write(f"error: {error}")
         return 1

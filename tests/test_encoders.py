@@ -90,6 +90,18 @@ def test_the_example_leaves_a_patched_encoder(distil, tmp_path, capsys):
     assert "holds a run with other arguments" in capsys.readouterr().err
 
 
+def test_the_example_measures_what_is_there(distil, example, workplace, tmp_path, capsys):
+    assert distil(tmp_path / "out") == 0
+    trained = capsys.readouterr().out.splitlines()
+    words = ["--model", workplace / "model", "--data", workplace / "texts", "--max-length", "32"]
+    assert example.main([*map(str, words), "--measure", str(tmp_path / "out")]) == 0
+    measured = capsys.readouterr().out
+    line = next(line for line in trained if line.startswith("distilled"))
+    assert measured.split()[1:] == line.split()[1:]
+    assert example.main([*map(str, words), "--measure", str(tmp_path / "nothing")]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
 def test_the_example_goes_on_where_it_was_stopped(distil, example, tmp_path, monkeypatch):
     assert distil(tmp_path / "whole") == 0
     monkeypatch.setattr(example, "CHECKPOINT_EVERY", 1)

@@ -108,6 +108,35 @@ def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
     assert relative_error(kernels.attention(inputs, how, True).total.double(), exact[1]) < 1e-5
 
 
+def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
+    """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{native_library._compiler()[0]} -DLINATTN_NO_HALF")
+    without = native_library.library.__wrapped__()
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    value = every[every.isfinite()][: 62 * 1024].view(1, 1, -1, 16)
+    query, key = torch.randn(2, 1, 1, value.shape[2], 8).half()
+    inputs = kernels.Inputs(query, key, value * 1.5)  # some of it infinite
+    want = kernels.attention(inputs, How("elu1"), False).output
+    monkeypatch.setattr(native_library, "library", lambda: without)
+    got = kernels.attention(inputs, How("elu1"), False).output
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+def test_a_compiler_without_openmp_says_what_that_means(compiled, monkeypatch, tmp_path):
+    name = shutil.which(native_library._compiler()[0])
+    script = tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {name} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.warns(UserWarning, match=r"no OpenMP, so the kernels in C\+\+ use one thread.*libomp"):
+        alone = native_library.library.__wrapped__()
+    monkeypatch.setattr(native_library, "library", lambda: alone)
+    compare(random_inputs(SHAPES["short"], HOWS[0]), HOWS[0])
+
+
 def test_what_they_do_not_take_goes_to_torch(compiled):
     how = How("elu1")
     double = random_inputs((1, 2, 2, 8, 4, 4), how)

@@ -11,10 +11,12 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 
 from hf_linattn.errors import OptionError, UnsupportedCallError
@@ -24,7 +26,9 @@ CPP = "HF_LINATTN_CPP"
 SOURCES = Path(__file__).parent / "cpp"
 MAIN = "linear.cpp"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
+TARGET = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+"""What older compilers for ARM do not know by the other name."""
+FLAGS = ("-std=c++17", "-O3", TARGET, "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
 THREADED = "-fopenmp"
 
 
@@ -105,8 +109,13 @@ def _compile(compiler: list[str], to: Path) -> None:
         command = [*compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(made)]
         try:
             _run([*command, THREADED], "")
-        except UnsupportedCallError:  # Apple's compiler has no OpenMP: one thread then
+        except UnsupportedCallError:  # Apple's compiler has no OpenMP
             _run(command, "cannot compile them")
+            warnings.warn(
+                f"{CPP}=1: {compiler[0]} has no OpenMP, so the kernels in C++ use one thread. Install it "
+                f"(libomp), or name another compiler by CXX, and delete {to}.",
+                stacklevel=2,
+            )
         made.replace(to)
 
 

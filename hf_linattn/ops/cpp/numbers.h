@@ -21,29 +21,52 @@ T* at(int64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-inline float from_half(uint16_t x) {
-    _Float16 half;
-    memcpy(&half, &x, 2);
-    return static_cast<float>(half);
-}
+#if defined(LINATTN_NO_HALF)  // for tests
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+#define LINATTN_HALF __fp16
+#elif defined(__FLT16_MAX__) && (!defined(__clang__) || __clang_major__ >= 14)
+#define LINATTN_HALF _Float16
+#endif
 
-inline uint16_t to_half(float x) {
-    _Float16 half = static_cast<_Float16>(x);
-    uint16_t bits;
-    memcpy(&bits, &half, 2);
-    return bits;
-}
-
-inline float from_brain(uint16_t x) {
-    uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float found;
-    memcpy(&found, &bits, 4);
+template <class To, class From>
+To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "bits of another size");
+    To found;
+    memcpy(&found, &x, sizeof(To));
     return found;
 }
 
+#ifdef LINATTN_HALF
+inline float from_half(uint16_t x) { return static_cast<float>(same_bits<LINATTN_HALF>(x)); }
+
+inline uint16_t to_half(float x) { return same_bits<uint16_t>(static_cast<LINATTN_HALF>(x)); }
+#else  // compilers without the type, such as GCC 11 on x86
+inline float from_half(uint16_t x) {
+    const uint32_t magnitude = x & 0x7fff, sign = static_cast<uint32_t>(x & 0x8000) << 16;
+    const float found = magnitude < 0x7c00 ? same_bits<float>(magnitude << 13) * 0x1p112f
+                                           : same_bits<float>(0x7f800000 | magnitude << 13);
+    return same_bits<float>(same_bits<uint32_t>(found) | sign);
+}
+
+inline uint16_t to_half(float x) {  // to the nearest, ties to even
+    const uint32_t bits = same_bits<uint32_t>(x), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    uint32_t found;
+    if (magnitude > 0x7f800000)
+        found = 0x7e00;
+    else if (magnitude >= 0x47800000)
+        found = 0x7c00;
+    else if (magnitude < 0x38800000)  // below the least normal number: the sum of floats rounds
+        found = same_bits<uint32_t>(same_bits<float>(magnitude) + 0.5f) - same_bits<uint32_t>(0.5f);
+    else
+        found = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;
+    return static_cast<uint16_t>(found | sign);
+}
+#endif
+
+inline float from_brain(uint16_t x) { return same_bits<float>(static_cast<uint32_t>(x) << 16); }
+
 inline uint16_t to_brain(float x) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
+    const uint32_t bits = same_bits<uint32_t>(x);
     if (x != x) return 0x7fc0;
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
