@@ -15,12 +15,8 @@ from .figures import Picture, look, themed
 from .report_rows import Compared, Row
 from .summary import Run, Summary
 
-UNITS = {
-    "distill": "divergence from the original (nats per token)",
-    "finetune": "loss (nats per token)",
-    "fine-tuning": "loss (nats per token)",
-}
-TRANSFER = {"output": "squared error / variance", "weights": "divergence of weights (nats per query)"}
+OLDER = "loss"
+"""The unit of runs whose results.json does not tell it."""
 PANELS_IN_A_ROW = 2
 
 
@@ -91,8 +87,7 @@ def loss_curves(compared: Compared) -> Picture | None:
     for row in compared.rows:
         for stage in row.stages:
             name = stage.name if "convert" in row.found else "fine-tuning"
-            arguments = next(f for f in row.found.values() if f.stages).content["arguments"]
-            unit = UNITS.get(name) or TRANSFER[arguments.get("target", "output")]
+            unit = stage.results.get("label", OLDER)
             curves.setdefault((name, unit), []).append((row, stage.losses))
     if not curves:
         return None

@@ -114,6 +114,7 @@ def train(
     results, trained = method.results(), loop.trained_model()  # both of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
+        results["label"] = method.label
         box = [{**_results(arguments, command, loop, task, sizes), **results}]
         _save(method.saved(trained), tokenizer, folder)
         with replacing(folder / "loss.png") as partial:
