@@ -55,6 +55,7 @@ TARGETS = {
         ("window hybrid (64), x control", "control", _hybrid, 1.01),
         ("window hybrid (64), its linear branch alone over both", "alone", _hybrid, 1.5),
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.10),
+        ("window hybrid (64), 64x over 1x of the same model", "flat", _hybrid, 1.10),
     ),
     "recall": (
         ("one of six layers softmax, x control", "control", _kept(1), 1.05),
@@ -66,6 +67,7 @@ TARGETS = {
         ("pure linear, any map, x control", "control", _linear, 1.05),
         ("window hybrid (64), x control", "control", _hybrid, 1.00),
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.03),
+        ("window hybrid (64), 64x over 1x of the same model", "flat", _hybrid, 1.03),
     ),
 }
 """By base: what, which ratio, of which rows, and how much."""

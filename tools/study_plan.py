@@ -120,8 +120,8 @@ LONG: tuple[Row, ...] = (
 FROM_SCRATCH = ("--max-steps", "980", "--lr", "3e-3")
 SCRATCH: tuple[Row, ...] = (
     Row("original", "none", told="new weights"),
-    Row("control", "finetune", extra=FROM_SCRATCH, told="softmax"),
-    Row("softmax1", "finetune", "softmax1", extra=FROM_SCRATCH),
+    Row("control", "finetune", extra=FROM_SCRATCH, main=True, told="softmax"),
+    Row("softmax1", "finetune", "softmax1", extra=FROM_SCRATCH, main=True),
 )
 
 TABLES = {"lengths": LENGTHS, "stages": STAGES, "kept": KEPT, "long": LONG, "scratch": SCRATCH}
