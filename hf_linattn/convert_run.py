@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_linattn import from_pretrained, is_linear, patch_model
 from hf_linattn.branches import hybrids
@@ -94,9 +94,12 @@ def _task(arguments: ConvertArguments, tokenizer: Any) -> Objective:
 
 
 def _headless(config: Any) -> bool:
-    """Whether an encoder was saved without a head that predicts masked tokens."""
+    """Whether a model was saved without a head that predicts tokens: bare, or an encoder with another head."""
+    saved, bare = (config.architectures or [""])[0], MODEL_MAPPING_NAMES.get(config.model_type, "")
+    if not saved or saved in ((bare,) if isinstance(bare, str) else bare):
+        return bool(saved)
     head = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
-    return choose("auto", config) == "mlm" and (config.architectures or [head])[0] != head
+    return choose("auto", config) == "mlm" and saved != head
 
 
 def _states_task(name: str, config: Any, arguments: ConvertArguments, tokenizer: Any) -> Objective:

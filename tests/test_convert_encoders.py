@@ -189,16 +189,19 @@ def test_a_model_without_a_head_learns_the_hidden_states(bare, masking, extra, c
     assert "no better than the mean of a row" in (tmp_path / "report.html").read_text()
 
 
-def test_a_decoder_without_a_head_learns_them_when_told(workplace, masking):
-    model = tiny.build(
-        "LlamaModel", dtype=torch.float32, num_hidden_layers=2, **{**tiny.SIZES, "vocab_size": 260}
-    )
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("LlamaModel", "auto"), ("LlamaForCausalLM", "states"), ("BertForSequenceClassification", "auto")],
+)
+def test_models_with_other_heads_and_decoders_without(name, objective, workplace, masking, tmp_path):
+    model = tiny.build(name, dtype=torch.float32, num_hidden_layers=2, **{**tiny.SIZES, "vocab_size": 260})
     told = {"stages": "transfer,distill", "transfer_tokens": 6 * 4 * 34, "distill_tokens": 6 * 4 * 34}
-    told |= {"block_size": 34, "batch_size": 4, "cpu": True, "eval_data": "eval.txt", "eval_blocks": 4}
-    arguments = {"patch": "hedgehog", "tokenizer": masking.tokenizer, **told}
-    converted = convert(model, "train.txt", output_dir="decoder", objective="states", **arguments)
+    told |= {"block_size": 34, "batch_size": 4, "cpu": True, "no_dropout": True, "objective": objective}
+    told |= {"eval_data": "eval.txt", "eval_blocks": 4, "tokenizer": masking.tokenizer}
+    converted = convert(model, "train.txt", patch="hedgehog", output_dir=str(tmp_path), **told)
     assert type(converted) is type(model)
-    validation = read("decoder/validation.json")
+    assert read(tmp_path / "plan.json")["objective"] == "states"
+    validation = read(tmp_path / "validation.json")
     assert validation["original"] == 0
     assert validation["distill"] < validation["swapped"]
 
