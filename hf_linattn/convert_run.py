@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_linattn import from_pretrained, is_linear, patch_model
 from hf_linattn.branches import hybrids
@@ -22,17 +20,16 @@ from hf_linattn.convert import PRESETS, ConvertArguments, learning_rate_for
 from hf_linattn.convert_folder import PLAN, VALIDATION, check_folder
 from hf_linattn.convert_patch import with_patch
 from hf_linattn.convert_stages import Distill, Transfer, original
+from hf_linattn.convert_task import SELF, chosen_task
 from hf_linattn.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.divergence import hidden_states
 from hf_linattn.errors import LinattnError, TrainingError
 from hf_linattn.finetune import FinetuneArguments
 from hf_linattn.finetune_model import check_fit, first_line
-from hf_linattn.finetune_run import chosen_objective, load_tokenizer, make_accelerator, train
+from hf_linattn.finetune_run import load_tokenizer, make_accelerator, train
 from hf_linattn.method import Method
-from hf_linattn.objectives import Objective, choose, states
+from hf_linattn.objectives import Objective
 from hf_linattn.training import evaluate
-
-SELF = "self"
 
 
 def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
@@ -49,7 +46,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
     if accelerator.is_main_process:
         check_folder(out, arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    task = _task(arguments, tokenizer)
+    task = chosen_task(arguments, tokenizer)
     if accelerator.is_main_process:
         _write_own_text(out, arguments, accelerator, tokenizer, task)
     accelerator.wait_for_everyone()
@@ -69,49 +66,6 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Path:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Path(source)
-
-
-def _task(arguments: ConvertArguments, tokenizer: Any) -> Objective:
-    """What the model learns.
-
-    Raises:
-        TrainingError: a model without a head that should predict, or one that should write text and cannot.
-    """
-    name = arguments.teacher or arguments.model
-    config = AutoConfig.from_pretrained(name)
-    if arguments.objective == "states" or (arguments.objective == "auto" and _headless(config)):
-        return _states_task(name, config, arguments, tokenizer)
-    task = chosen_objective(arguments, tokenizer)
-    if task.name == "mlm" and SELF in (arguments.data, arguments.eval_data):
-        raise TrainingError(f"{name} predicts masked tokens and writes no text: give --data a text of yours")
-    if task.name == "mlm" and _headless(config):
-        raise TrainingError(
-            f"{name} was saved as {config.architectures[0]}, without a head that predicts masked tokens: "
-            "leave --objective out, and it learns the hidden states, or give it a head with "
-            "hf_linattn.finetune --objective mlm"
-        )
-    return task
-
-
-def _headless(config: Any) -> bool:
-    """Whether a model was saved without a head that predicts tokens: bare, or an encoder with another head."""
-    saved, bare = (config.architectures or [""])[0], MODEL_MAPPING_NAMES.get(config.model_type, "")
-    if not saved or saved in ((bare,) if isinstance(bare, str) else bare):
-        return bool(saved)
-    head = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
-    return choose("auto", config) == "mlm" and saved != head
-
-
-def _states_task(name: str, config: Any, arguments: ConvertArguments, tokenizer: Any) -> Objective:
-    refused = {
-        "--data self": SELF in (arguments.data, arguments.eval_data),
-        "stage finetune (give --finetune-tokens 0)": "finetune" in arguments.chosen_stages(),
-        "--ce-weight": bool(arguments.ce_weight),
-    }
-    for what, given in refused.items():
-        if given:
-            raise TrainingError(f"{name} gives hidden states and predicts no text, so there is no {what}")
-    return states(config, tokenizer, arguments.block_size)
 
 
 def _text(out: Path, name: str, *, held_out: bool = False) -> str:
