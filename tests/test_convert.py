@@ -25,6 +25,7 @@ from finetune_workplace import (
     weights_of,
     workplace,
 )
+from launched import in_two_processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,14 +134,7 @@ def test_killed_in_every_stage_it_ends_with_the_same_bytes(converted):
 
 
 def test_two_processes_give_the_result_of_one(converted):
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", free_port()]  # fmt: skip
-    run = ["-m", "hf_linattn.convert", *THREE, "--batch-size", "2", "--output-dir", "both"]
-    command = [sys.executable, *launch, *run]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    in_two_processes("-m", "hf_linattn.convert", *THREE, "--batch-size", "2", "--output-dir", "both")
     for stage in STAGES:
         one = load_file(converted / stage / "model.safetensors")
         both = load_file(f"both/{stage}/model.safetensors")

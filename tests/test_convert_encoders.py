@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from finetune_workplace import free_port, rows_of, surroundings
+from launched import in_two_processes
 from test_masked_lm import masking, workplace
 from transformers import AutoTokenizer, BertForMaskedLM, BertModel
 
@@ -209,20 +210,7 @@ def test_models_with_other_heads_and_decoders_without(name, objective, workplace
 def test_two_processes_learn_hidden_states_as_one(bare):
     argv = ["--model", bare, *BASE, "--stages", "distill", "--distill-tokens", str(6 * 4 * 34)]
     assert main([*argv, "--output-dir", "one"]) == 0
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", free_port()]  # fmt: skip
-    command = [sys.executable, *launch, "-m", "hf_linattn.convert", *argv, "--batch-size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, "--output-dir", "two"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    in_two_processes("-m", "hf_linattn.convert", *argv, "--batch-size", "2", "--output-dir", "two")
     one, two = read("one/validation.json"), read("two/validation.json")
     assert two == pytest.approx(one, rel=1e-3)
 

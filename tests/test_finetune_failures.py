@@ -31,6 +31,7 @@ from finetune_workplace import (
     weights_of,
     workplace,
 )
+from launched import in_two_processes
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -119,26 +120,9 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
 
 
 def test_two_processes_give_the_result_of_one(workplace):
-    port = free_port()
     # dropout differs between processes by design
     common = [*SHORT, "--no-dropout", "--grad-accum", "2", "--max-steps", "5", "--checkpoint-every", "2"]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-              "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", str(port)]  # fmt: skip
-    command = [
-        sys.executable,
-        *launch,
-        "-m",
-        "hf_linattn.finetune",
-        *common,
-        "--batch-size",
-        "2",
-        "--output-dir",
-        "two",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
+    in_two_processes("-m", "hf_linattn.finetune", *common, "--batch-size", "2", "--output-dir", "two")
     assert main([*common, "--output-dir", "one"]) == 0
     results = json.loads(Path("two/results.json").read_text())
     assert results["processes"] == 2

@@ -22,6 +22,7 @@ from finetune_workplace import (
     workplace,
 )
 from fsdp_jobs import no_pictures
+from launched import SHARDED, in_two_processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,16 +78,7 @@ def ended(workplace):
         for name, (command, argv, kill) in JOBS.items()
     ]
     (workplace / "jobs.json").write_text(json.dumps(jobs))
-    launch = ["-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2",
-              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-              "--main_process_port", free_port()]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    script = str(Path(__file__).with_name("fsdp_jobs.py"))
-    done = subprocess.run(
-        [sys.executable, *launch, script, "jobs.json"],
-        cwd=workplace, env=environment, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    in_two_processes(Path(__file__).with_name("fsdp_jobs.py"), "jobs.json", launcher=SHARDED, cwd=workplace)
     return {
         name: [json.loads((workplace / f"{number}.{process}.json").read_text()) for process in (0, 1)]
         for number, name in enumerate(JOBS)

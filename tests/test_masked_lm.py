@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from family_models import causal_model
 from finetune_workplace import gain, make_workplace, rows_of, stable_rows, surroundings, weights_of
+from launched import TORCHRUN, in_two_processes
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -215,22 +216,9 @@ def test_resumed_run_ends_with_the_same_bytes(model, monkeypatch):
 
 
 def test_processes_and_division_of_the_batch_do_not_matter(workplace):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = [*SHORT, "--no-dropout", "--patch", "elu1", "--max-steps", "3"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
-    command = [*launch, str(port), "-m", "hf_linattn.finetune", *common, "--batch-size", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, "--output-dir", "two"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    two = ["--batch-size", "2", "--output-dir", "two"]
+    in_two_processes("-m", "hf_linattn.finetune", *common, *two, launcher=TORCHRUN)
     assert main([*common, "--output-dir", "one"]) == 0
     assert main([*common, "--batch-size", "1", "--grad-accum", "4", "--output-dir", "four"]) == 0
     assert json.loads(Path("two/results.json").read_text())["processes"] == 2

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
+from launched import in_two_processes
 from perplexity_workplace import TEXTS, curve, make_folder, make_texts
 from transformers import AutoTokenizer
 
@@ -71,19 +68,8 @@ def test_command_metric_and_function_agree(folder, data, model, tokenizer, tmp_p
 def test_two_processes_give_the_same_file(folder, data, tmp_path):
     extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "480", "--batch-size", "2")
     both = tmp_path / "both"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    launch += ["-m", "hf_linattn.eval.perplexity"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *launch, *command(folder, data, both, *extra)],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("byte_ppl") == 1
+    printed = in_two_processes("-m", "hf_linattn.eval.perplexity", *command(folder, data, both, *extra))
+    assert printed.count("byte_ppl") == 1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -37,6 +37,18 @@ def streaming(x):
     return softmax_weights(scores, near | first) @ x.value
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """One item per call of torch's fused softmax attention from here on."""
+    found, real = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: (found.append(1), real(*args, **kwargs))[1],
+    )
+    return found
+
+
 class TestWindow:
     @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
     @pytest.mark.parametrize("spec", ["window", "window+elu1"])
@@ -50,17 +62,11 @@ class TestWindow:
 
     @pytest.mark.parametrize("spec", ["window", "window+hedgehog", "window+gated", "window+logn"])
     @pytest.mark.parametrize("length", [1, 7, 12])
-    def test_texts_inside_the_window_are_torchs_softmax(self, spec, length, monkeypatch):
+    def test_texts_inside_the_window_are_torchs_softmax(self, spec, length, calls):
         """Longer texts, and what comes after, go on alike."""
         model, ids = model_of("llama"), tiny.tokens(2, 40)
         patch_model(model, spec, options={"size": 12})
         with torch.no_grad():
-            calls, real = [], torch.nn.functional.scaled_dot_product_attention
-            monkeypatch.setattr(
-                torch.nn.functional,
-                "scaled_dot_product_attention",
-                lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1],
-            )
             short = model(ids[:, :length], use_cache=False).logits
             assert len(calls) == len(model.model.layers)
             begun = model(ids[:, :length], use_cache=True).past_key_values
@@ -87,19 +93,15 @@ class TestWindow:
             ("window+hedgehog", {"mix": "learned", "sinks": 2}),
         ],
     )
-    def test_training_inside_the_window_is_torchs_softmax(self, spec, options, family, padding, monkeypatch):
+    def test_training_inside_the_window_is_torchs_softmax(
+        self, spec, options, family, padding, calls, monkeypatch
+    ):
         """And each weight has the gradient that it has by the general way, zeros of no use among them."""
         model, ids = model_of(family), tiny.tokens(2, 12)
         mask = torch.ones_like(ids)
         mask[0, {"none": slice(0, 0), "left": slice(0, 5), "right": slice(7, None)}[padding]] = 0
         where = {"position_ids": tiny.positions(mask)}
         patch_model(model, spec, options={"size": 12, **options})
-        calls, real = [], torch.nn.functional.scaled_dot_product_attention
-        monkeypatch.setattr(
-            torch.nn.functional,
-            "scaled_dot_product_attention",
-            lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1],
-        )
 
         def trained():
             model.zero_grad()
