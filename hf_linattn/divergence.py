@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -49,8 +50,7 @@ def _predictions_apart(student: Tensor, teacher: Tensor) -> Tensor:
 
 def _layers_apart(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
     """The mean of the layers' errors."""
-    errors = [states_error(*pair) for pair in zip(student, teacher, strict=True)]
-    return sum(errors[1:], errors[0]) / len(errors)
+    return torch.stack([states_error(*pair) for pair in zip(student, teacher, strict=True)]).mean(0)
 
 
 def _last_apart(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:

@@ -202,10 +202,8 @@ def _step_behind(count: int, tokens: Tokens, before: Recent, wants_leaving: bool
     """Where the first columns count: sinks are full, and no mark changes but that of the token's place."""
     (key, value, marks), sinks, turn = before
     size, place = marks.shape[1], int(turn[0])
-    rank, leaving = None, None
-    if sinks.marks.shape[1]:
-        assert tokens.count is not None
-        rank = tokens.count.expand(tokens.key.shape[0], -1).long() - 1
+    slots, leaving = sinks.marks.shape[1], None
+    rank = ranked(tokens, slots, causal=True)[1] if slots else None
     if wants_leaving and count == size:
         old_key, old_value = (x.narrow(2, place, 1).clone() for x in (key, value))
         leaving = Tokens(None, old_key, old_value, tokens.scaling, in_place=tokens.in_place)

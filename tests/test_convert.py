@@ -4,19 +4,14 @@
 import json
 import math
 import os
-import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import datasets
 import pytest
-import tiny
 import torch
 from finetune_workplace import (
-    free_port,
     kill_at_step,
     rows_of,
     stable_rows,
@@ -30,9 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import describe, from_pretrained
-from hf_linattn.convert import ConvertArguments, convert, learning_rate_for, main
-from hf_linattn.convert_patch import fronted
-from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.convert import convert, main
 from hf_linattn.method import Method
 from hf_linattn.training import TrainingLoop
 
@@ -139,8 +132,9 @@ def test_two_processes_give_the_result_of_one(converted):
         one = load_file(converted / stage / "model.safetensors")
         both = load_file(f"both/{stage}/model.safetensors")
         # AdamW makes whole steps of gradients that are nothing but rounding, so single numbers may differ
-        apart = torch.cat([(one[name] - both[name]).abs().flatten() for name in one])
-        assert float(apart.mean()) < 1e-5, stage
+        apart = [(one[name] - both[name]).abs().flatten() for name in one]
+        assert float(torch.cat(apart).mean()) < 1e-5, stage
+        assert max(float(tensor.median()) for tensor in apart) < 1e-5, stage
     for name, loss in read(converted / "validation.json").items():
         assert abs(read("both/validation.json")[name] - loss) < 1e-4, name
 

@@ -3,16 +3,13 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from finetune_workplace import free_port, rows_of, surroundings
+from finetune_workplace import rows_of, surroundings
 from launched import in_two_processes
 from test_masked_lm import masking, workplace
 from transformers import AutoTokenizer, BertForMaskedLM, BertModel

@@ -5,7 +5,6 @@ import math
 import shutil
 
 import pytest
-import tiny
 import torch
 from finetune_workplace import surroundings, workplace
 from test_convert import BASE, STAGES

@@ -2,8 +2,6 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest

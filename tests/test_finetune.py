@@ -2,7 +2,6 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
-import signal
 from pathlib import Path
 
 import pytest

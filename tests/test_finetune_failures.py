@@ -8,10 +8,7 @@ import os
 import re
 import resource
 import signal
-import socket
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from finetune_workplace import (
     BASE,
     SHORT,
     finished,
-    free_port,
     gain,
     kill_at_step,
     rows_of,

@@ -2,10 +2,7 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 

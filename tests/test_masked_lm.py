@@ -3,9 +3,6 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
