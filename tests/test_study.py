@@ -39,7 +39,7 @@ from study_tables import spread
 from study_texts import prepare
 
 ROWS = {f"{name}: {row.name}": (name, row) for name, table in TABLES.items() for row in table}
-TOKENS = {"long": 1e7, "scratch": 4e6}
+TOKENS = {"long": 1e7, "recall-long": 1e7, "scratch": 4e6}
 MEASURES = {
     "perplexity": perplexity.build_parser,
     "generation": generation.build_parser,
@@ -63,8 +63,9 @@ def test_commands_of_every_row_are_understood(table, row, place):
         made = {"finetune": FinetuneArguments, "convert": ConvertArguments}[row.how]
         parser = {"finetune": finetune_parser, "convert": convert_parser}[row.how]()
         arguments = made(**vars(parser.parse_args(words)))
-        if row.patch is not None:
-            parse(arguments.patch, arguments.options or {})
+        for one in arguments.patch.values() if isinstance(arguments.patch, dict) else [arguments.patch]:
+            if one is not None:
+                parse(*one) if isinstance(one, list) else parse(one, arguments.options or {})
         if row.how == "convert":
             stages = arguments.chosen_stages()
             assert stages[-1] == last_stage(row)
@@ -90,6 +91,7 @@ def test_jobs_wait_for_jobs_that_are_there(tmp_path):
     for number, job in enumerate(jobs):
         assert set(job.after) <= set(names[:number])
     assert "recall layers" in names
+    assert "recall-long layers" not in names  # its row is chosen already
     assert "scale" in names
 
 
@@ -221,8 +223,8 @@ def test_layers_kept_by_several_methods_are_one_row(place, capsys):
     path.write_text(json.dumps(found))
     place = replace(place, figures=study_figures.collect({}, place.work))
     rows = kept_rows(place)
-    better = [f"kept-2-{name}" for name in ("tuned", "gated", "window", "nope", "nope-logn", "nope-both")]
-    assert [*rows] == ["kept-2", *better, "kept-3", "kept-1-4"]
+    better = ("tuned", "gated", "window", "nope", "nope-logn", "nope-both", "nope-logn-both")
+    assert [*rows] == ["kept-2", *(f"kept-2-{name}" for name in better), "kept-3", "kept-1-4"]
     words = training_words(place, rows["kept-2-nope-logn"], 0)[3:]
     assert ConvertArguments(**vars(convert_parser().parse_args(words))).patch["2"] == "nope+logn"
     assert rows["kept-2-window"].told == "softmax in 2, `window+gated` (hedgehog) elsewhere"

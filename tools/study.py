@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = collect(load(kept) if kept else {}, work)
         places = [Place(BASES[name], args.data, work, figures) for name in args.base]
         known = {row.name for rows in TABLES.values() for row in rows}
-        known |= {name for place in places if place.base.recalls for name in kept_rows(place)}
+        known |= {name for place in places for name in kept_rows(place)}
         if unknown := set(args.rows or ()) - known:
             parser.error(f"no row is called {', '.join(sorted(unknown))}")
         jobs = all_jobs(places, args)
@@ -116,7 +116,8 @@ def all_jobs(places: Sequence[Place], args: argparse.Namespace) -> list[Job]:
         for job in jobs_for(place, rows_of(place.base, args.tables), args, seed)
     ]
     if _whole(args):
-        jobs += [_layers_job(place) for place in places if place.base.recalls and "kept" in args.tables]
+        ranked = [place for place in places if "kept" in place.base.tables and "kept" in args.tables]
+        jobs += [_layers_job(place) for place in ranked]
         jobs.append(_scale_job(places[0]))
     return jobs
 
@@ -125,7 +126,7 @@ def kept_jobs(places: Sequence[Place], args: argparse.Namespace) -> list[Job]:
     """Those of the hybrids that keep some softmax layers, as far as these are known."""
     if "kept" not in args.tables or SEEDS[0] not in args.seeds:
         return []
-    asked = [place for place in places if place.base.recalls]
+    asked = [place for place in places if "kept" in place.base.tables]
     return [job for place in asked for job in jobs_for(place, kept_rows(place).values(), args)]
 
 

@@ -28,7 +28,7 @@ class Base:
     model: str
     train: str
     held_out: str
-    documents: Literal["books", "whole books", "stories", "recalling", "code"]
+    documents: Literal["books", "whole books", "stories", "recalling", "recalling whole books", "code"]
     tables: tuple[str, ...]
     length: int = 512
     scored: int = 32768
@@ -89,6 +89,15 @@ BASES = {
             *BOOKS,
             documents="whole books",
             tables=("long",),
+        ),
+        Base(
+            "recall-long",
+            "the base of `examples/pretrain_recall.py` again, with ten times the tokens",
+            "work:recall-base",
+            *BOOKS[1:],
+            documents="recalling whole books",
+            tables=("recall-long",),
+            recalls=True,
         ),
         Base(
             "scratch",

@@ -48,6 +48,13 @@ BETTER = {
         extra=HYBRID_BOTH_AT_ONCE,
         also=", no RoPE in the kept layer, divergence and text at once in steps of 2 rows",
     ),
+    "nope-logn-both": Better(
+        "window+gated",
+        WINDOW_AND_FAR,
+        "nope+logn",
+        extra=HYBRID_BOTH_AT_ONCE,
+        also=", no RoPE but log-n in the kept layer, divergence and text at once in steps of 2 rows",
+    ),
 }
 """The best of table 1 in the other layers,"""
 CHOSEN_BY = {"kl", "recall_over_perplexity"}

@@ -66,8 +66,15 @@ TARGETS = {
     "long": (
         ("pure linear, any map, x control", "control", _linear, 1.05),
         ("window hybrid (64), x control", "control", _hybrid, 1.00),
+        ("one of six layers softmax, x control", "control", _kept(1), 1.02),
         ("pure linear, 64x over 1x of the same model", "flat", _linear, 1.03),
         ("window hybrid (64), 64x over 1x of the same model", "flat", _hybrid, 1.03),
+        ("one of six layers softmax, 64x over 1x of the same model", "flat", _kept(1), 1.03),
+    ),
+    "recall-long": (
+        ("one of six layers softmax, x control", "control", _kept(1), 1.02),
+        ("one of six layers softmax, part of the control's recall lost", "lost", _kept(1), 0.05),
+        ("one of six layers softmax, 64x over 1x of the same model", "flat", _kept(1), 1.03),
     ),
 }
 """By base: what, which ratio, of which rows, and how much."""

@@ -77,9 +77,25 @@ KEPT: tuple[Row, ...] = (LENGTHS[0], LENGTHS[1], Row("hedgehog", "convert", "hed
 """What the hybrids of `study_kept` stand beside: all layers softmax, and none."""
 
 SELDOM = ("--eval-every", "400", "--checkpoint-every", "200")
-LONG: tuple[Row, ...] = (
+LONG_HYBRID = (
+    *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, "--transfer-tokens", "300000"),
+    *("--distill-tokens", "2700000", "--ce-weight", "1", "--distill-lr", "7e-4"),
+    *("--finetune-tokens", "7000000", "--finetune-lr", "2.5e-4"),
+)
+LONG_KEPT: tuple[Row, ...] = (
     LENGTHS[0],
     Row("control", "finetune", extra=("--max-steps", "2442"), told="control: the original, fine-tuned"),
+    Row(
+        "kept-5-nope-logn",
+        "convert",
+        {"0,1,2,3,4": ["window+gated", WINDOW_AND_FAR], "5": "nope+logn"},
+        extra=LONG_HYBRID,
+        told="softmax in 5, without RoPE but with log-n, `window+gated` (hedgehog) elsewhere",
+    ),
+)
+"""Of 10 M tokens: one layer of six softmax, and its control."""
+LONG: tuple[Row, ...] = (
+    *LONG_KEPT,
     Row(
         "gated-taylor2-front",
         "convert",
@@ -108,14 +124,10 @@ LONG: tuple[Row, ...] = (
         "convert",
         "window+gated",
         WINDOW_AND_FAR,
-        (
-            *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, "--transfer-tokens", "300000"),
-            *("--distill-tokens", "2700000", "--ce-weight", "1", "--distill-lr", "7e-4"),
-            *("--finetune-tokens", "7000000", "--finetune-lr", "2.5e-4"),
-        ),
+        LONG_HYBRID,
     ),
 )
-"""Of 10 M tokens: the best map, the best hybrid, and their control."""
+"""The best map and the best hybrid beside them."""
 
 FROM_SCRATCH = ("--max-steps", "980", "--lr", "3e-3")
 SCRATCH: tuple[Row, ...] = (
@@ -124,7 +136,14 @@ SCRATCH: tuple[Row, ...] = (
     Row("softmax1", "finetune", "softmax1", extra=FROM_SCRATCH, main=True),
 )
 
-TABLES = {"lengths": LENGTHS, "stages": STAGES, "kept": KEPT, "long": LONG, "scratch": SCRATCH}
+TABLES = {
+    "lengths": LENGTHS,
+    "stages": STAGES,
+    "kept": KEPT,
+    "long": LONG,
+    "recall-long": LONG_KEPT,
+    "scratch": SCRATCH,
+}
 
 
 def rows_of(base: Base, tables: Iterable[str]) -> list[Row]:

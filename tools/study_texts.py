@@ -72,12 +72,14 @@ def _cut(place: Place, which: str, texts: list[str]) -> list[str]:
         return joined if which == "train" else ["\n\n".join(joined)]
     if place.base.documents == "code" and which == "held_out":
         texts = ["\n\n".join(texts)]  # single files are shorter than the longest window
-    if which == "train" and place.base.documents != "recalling":
-        return [text[:PER_BOOK] for text in texts] if place.base.documents == "books" else texts
+    if which == "train" and place.base.documents in ("books", "recalling"):
+        texts = [text[:PER_BOOK] for text in texts]
+    if which == "train" and not place.base.documents.startswith("recalling"):
+        return texts
     tokenizer = AutoTokenizer.from_pretrained(str(place.model))
     if which == "train":
         # each row is a block, together with the token that begins it
-        return recalling([text[:PER_BOOK] for text in texts], tokenizer, BLOCK - 1)
+        return recalling(texts, tokenizer, BLOCK - 1)
     tokens = place.base.scored // len(texts) + SPARE
     cut = []
     for text in texts:
