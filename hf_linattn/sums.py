@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_linattn.ops import kernels, linear, native
 from hf_linattn.ops.chunks import How
-from hf_linattn.ops.dispatch import has_kernels, has_step
+from hf_linattn.ops.dispatch import has_kernels, steps
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.loop import Inputs
 from hf_linattn.tokens import Tokens, upcast
@@ -18,19 +18,20 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     """As `LinearAttention.sums`."""
     query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
-    if tokens.length == 1 and has_step(query, tokens.key, tokens.value, state):
-        inputs = _inputs(attention, tokens, divide, state)
-        output, total, S, z = native.step(inputs, How(fused, attention.eps, divide), tokens.in_place)
-        return output, total, state if state is not None and S is state.S else State(S, z)
     if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(
             phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
         )
         return linear.normalised(numerator, total) if divide else numerator, total, after
-    inputs = _inputs(attention, tokens, divide, state)
-    found = kernels.attention(inputs, How(fused, attention.eps, divide), tokens.keep)
-    return found.output, found.total, State(found.S, found.z)
+    inputs, how = _inputs(attention, tokens, divide, state), How(fused, attention.eps, divide)
+    if tokens.in_place and tokens.length == 1 and steps(inputs, how):
+        found = native.step(inputs, how)
+    else:
+        found = kernels.attention(inputs, how, tokens.keep)
+    if state is not None and found.S is state.S:
+        return found.output, found.total, state
+    return found.output, found.total, State(found.S, found.z)  # type: ignore[arg-type]
 
 
 def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Tensor]:

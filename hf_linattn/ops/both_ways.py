@@ -40,7 +40,7 @@ def forward(inputs: Inputs, how: How, keep: bool, numbers: int) -> Outputs:
         group = _Group(inputs.part(rows, some), how, numbers, total)
         sums = group.summed()
         group.read(output[rows, queries], total[rows, queries].unsqueeze(-1), *sums)
-        if keep:
+        if S is not None and z is not None:
             for whole, part in zip((S, z), sums, strict=True):
                 to = whole[rows, some]
                 to.copy_(part.view(to.shape))
@@ -53,7 +53,7 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, numbers: 
     for rows, some in groups(*inputs.key.shape[:2]):
         queries = inputs.queries(some)
         group = _Group(inputs.part(rows, some), how, numbers, outputs.total)
-        sums = (x[rows, some].reshape(group.pairs, group.size, -1) for x in outputs[2:])
+        sums = (x[rows, some].reshape(group.pairs, group.size, -1) for x in outputs.after)
         own = Outputs(outputs.output[rows, queries], outputs.total[rows, queries].unsqueeze(-1), *sums)
         d_total = None if given.total is None else given.total[rows, queries].unsqueeze(-1)
         by_sums = group.by_queries(
@@ -144,8 +144,8 @@ class _Group:
 
     def by_queries(self, to: Tensor, own: Outputs, given: Given) -> tuple[Tensor, Tensor]:
         """Write the gradient of the queries; R and r come back."""
-        query = self.inputs.query
-        R, r = torch.zeros_like(own.S), torch.zeros_like(own.z)
+        query, (S, z) = self.inputs.query, own.after
+        R, r = torch.zeros_like(S), torch.zeros_like(z)
         for span, length, phi in self.spans(query, query=True):
             features = phi(query[:, :, span], False)
             g = self.buffer("d_numerator", self.of_queries, length, self.wide)
@@ -162,7 +162,7 @@ class _Group:
                 t.apart.zero_()
             if given.total is not None:
                 t.apart.add_(given.total[:, :, span])
-            torch.bmm(g.flat, own.S.mT, out=d_query.flat).baddbmm_(t.flat, own.z.mT)
+            torch.bmm(g.flat, S.mT, out=d_query.flat).baddbmm_(t.flat, z.mT)
             R.baddbmm_(features.mT, g.flat)
             r.baddbmm_(features.mT, t.flat)
             if self.how.kind != "none":

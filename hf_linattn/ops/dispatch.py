@@ -41,22 +41,23 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
     """
     if torch.compiler.is_exporting():  # an exported program runs without this package
         return False
-    if query.device.type != "cuda":
-        return query.device.type == "cpu" and key.shape[2] > 1
+    if query.is_cpu:
+        # of one token torch makes few operations, or one where it compiles them
+        return key.shape[2] > 1 or (native_library.asked() and not torch.compiler.is_compiling())
+    if not query.is_cuda:
+        return False
     allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)
     return allowed and kind == "elu1" and not packed and triton_linear.supports(query, key, value)
 
 
-def has_step(query: Tensor, key: Tensor, value: Tensor, state: tuple[Tensor, Tensor] | None) -> bool:
-    """Whether one decoded token goes through a kernel: in C++, where nobody wants gradients."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return False
-    return native.takes(Inputs(query, key, value, None, *(state or ())))
+def steps(inputs: Inputs, how: How) -> bool:
+    """Whether a decoded token may write its state over the one before: in C++, where nobody wants gradients."""
+    return not torch.is_grad_enabled() and form(inputs, how) == "native"
 
 
 def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
     """Of the forms that `ops.kernels` has."""
-    if inputs.query.device.type == "cuda":
+    if inputs.query.is_cuda:
         return "triton"
     if native.takes(inputs):
         return "native"
@@ -89,7 +90,7 @@ causal linear attention, first line that fits:
   torch.export                       vectorised torch operations
   CPU with {native_library.CPP}=1, at most 32 bits
                                      kernels in C++, in chunks of {CHUNK} tokens (ops/native.py); one token
-                                     too, where nobody wants gradients
+                                     too, unless it is compiled by torch.compile
   CPU, one token                     update of the state and read (ops/linear.py)
   CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
   the start, neither decay nor packed documents

@@ -28,16 +28,14 @@ def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
         RuntimeError: from torch, for gradients of gradients.
     """
     if torch.compiler.is_compiling():
-        return Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
+        found = Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
+        return found if keep else Outputs(*found[:2])
     if not torch.is_grad_enabled():
         return _forward(inputs, how, keep)
     # the backward of forms over all keys reads the sums, that of all scores at once does not
     keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
     # an operator would cost more
-    output, total, *after = _Attention.apply(*inputs, *how, keep)  # type: ignore[no-untyped-call]
-    if not after:
-        after = [inputs.query.new_empty(0)] * 2
-    return Outputs(output, total, *after)
+    return Outputs(*_Attention.apply(*inputs, how, keep))  # type: ignore[no-untyped-call]
 
 
 def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
@@ -72,8 +70,7 @@ def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
     valid = None if hidden is None else ~hidden
     run = triton_linear.forward if how.causal else triton_linear.global_forward
     found = run(query, key, value, valid, S, z, how.kind, how.normalise)
-    empty = found[1].new_empty(0)
-    return Outputs(*found) if keep or not how.causal else Outputs(*found[:2], empty, empty)
+    return Outputs(*found) if keep or not how.causal else Outputs(*found[:2])
 
 
 def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
@@ -82,14 +79,14 @@ def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -
     operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
     if how.causal:
         return triton_linear.backward(*operands, S, z, *outputs[:2], *kind)
-    found = triton_linear.global_backward(*operands, *outputs, *kind)
+    found = triton_linear.global_backward(*operands, *outputs[:2], *outputs.after, *kind)
     return Gradients(*found[:3])
 
 
-def _remember(ctx: Any, args: tuple[Any, ...], outputs: Outputs) -> None:
+def _remember(ctx: Any, inputs: Inputs, how: How, outputs: Outputs) -> None:
     """What the backward needs; the state after only where the decay has gradients, or all keys are seen."""
-    inputs, ctx.how = Inputs(*args[:INPUTS]), How(*args[INPUTS : INPUTS + HOW])
-    after = (None, None) if inputs.log_decay is None and ctx.how.causal else outputs[2:]
+    ctx.how = how
+    after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
 
 
@@ -108,23 +105,35 @@ def _given(
     return inputs, outputs, Given(output, total, S, z)
 
 
-def _by_arguments(found: Gradients) -> tuple[Tensor | None, ...]:
-    """In the order of the operator's arguments."""
-    return (*found[:3], None, *found[3:], *(None,) * (1 + HOW + 1))
+def _by_inputs(found: Gradients) -> tuple[Tensor | None, ...]:
+    """In the order of the operator's first arguments, with the documents."""
+    query, key, value, *rest = found
+    return query, key, value, None, *rest, None
+
+
+def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_by_inputs(_backward(*_given(ctx, *grads), ctx.how)), None, None)
+
+
+_backward_refusing_another = torch.autograd.function.once_differentiable(_backward_once)
+"""Gradients of which nobody can ask for gradients: that takes as long as an operation to say."""
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        outputs = _forward(Inputs(*args[:INPUTS]), How(*args[INPUTS:-1]), args[-1])
+        *given, how, keep = args
+        inputs = Inputs(*given)
+        outputs = _forward(inputs, how, keep)
         ctx.set_materialize_grads(False)
-        _remember(ctx, args, outputs)
-        return outputs if args[-1] else outputs[:2]  # every result costs, one without elements too
+        _remember(ctx, inputs, how, outputs)
+        return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _by_arguments(_backward(*_given(ctx, *grads), ctx.how))
+        if torch.is_grad_enabled():  # as under create_graph=True
+            return _backward_refusing_another(ctx, *grads)
+        return _backward_once(ctx, *grads)
 
 
 @torch.library.custom_op("hf_linattn::linear_attention", mutates_args=(), device_types=DEVICES)
@@ -144,7 +153,8 @@ def _operator(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
-    return _forward(inputs, How(kind, eps, normalise, causal), keep)
+    output, total, *after = _forward(inputs, How(kind, eps, normalise, causal), keep)
+    return output, total, *(total.new_empty(0) if x is None else x for x in after)  # type: ignore[return-value]
 
 
 @_operator.register_fake
@@ -201,11 +211,11 @@ def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, 
     inputs, outputs, given = _given(ctx, *grads)
     found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
     parts: Any = (None if x is None else y for x, y in zip(inputs.learned, found, strict=True))
-    return _by_arguments(Gradients(*parts))
+    return (*_by_inputs(Gradients(*parts)), *(None,) * (HOW + 1))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _remember(ctx, inputs, Outputs(*output))
+    _remember(ctx, Inputs(*inputs[:INPUTS]), How(*inputs[INPUTS:-1]), Outputs(*output))
 
 
 _operator.register_autograd(_autograd_backward, setup_context=_setup)

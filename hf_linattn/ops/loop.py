@@ -71,13 +71,20 @@ class Outputs(NamedTuple):
     Attributes:
         output: `[B, H, N, Dv]` in the dtype of the values; a view of `[B, N, H, Dv]`, as transformers wants.
         total: `[B, H, N]` in the dtype of sums.
-        S, z: the state after, of the last document; without elements where it is not wanted.
+        S, z: the state after, of the last document; None where it is not wanted.
     """
 
     output: Tensor
     total: Tensor
-    S: Tensor
-    z: Tensor
+    S: Tensor | None = None
+    z: Tensor | None = None
+
+    @property
+    def after(self) -> tuple[Tensor, Tensor]:
+        """S and z where they were wanted."""
+        assert self.S is not None
+        assert self.z is not None
+        return self.S, self.z
 
     @classmethod
     def empty(cls, inputs: Inputs, keep: bool, over: tuple[Tensor, Tensor] | None = None) -> Outputs:
@@ -89,8 +96,10 @@ class Outputs(NamedTuple):
         total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
         if over is not None:
             return cls(output, total, *over)
-        S = total.new_empty((batch, kv_heads, size, wide) if keep else 0)
-        return cls(output, total, S, total.new_empty((batch, kv_heads, size) if keep else 0))
+        if not keep:
+            return cls(output, total)
+        S = total.new_empty(batch, kv_heads, size, wide)
+        return cls(output, total, S, total.new_empty(batch, kv_heads, size))
 
 
 def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
@@ -107,7 +116,7 @@ def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
         queries = inputs.queries(some)
         loop = _Forward(inputs.part(rows, some), how, chunk, total)
         sums = loop.run(output[rows, queries], total[rows, queries], keep)
-        if keep:
+        if S is not None and z is not None:
             sums.write(S[rows, some], z[rows, some])
     return outputs
 

@@ -77,7 +77,8 @@ def decayed(found: Gradients, outputs: Outputs, given: Given) -> Gradients:
     if found.log_decay is None:
         return found
     if given.S is not None and given.z is not None:  # the state after ends with all of G
-        found.log_decay[..., -1] += (given.S * outputs.S).sum((2, 3)) + (given.z * outputs.z).sum(2)
+        S, z = outputs.after
+        found.log_decay[..., -1] += (given.S * S).sum((2, 3)) + (given.z * z).sum(2)
     by_decay = found.log_decay.double().flip(-1).cumsum(-1).flip(-1)
     return found._replace(log_decay=by_decay.to(found.log_decay.dtype))
 

@@ -21,11 +21,11 @@ _FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
 def takes(inputs: Inputs) -> bool:
     """Whether they were asked for and can: on a CPU, of at most 32 bits, and not of nothing."""
     query, key, value, _, S, z, log_decay, _ = inputs
-    if not native_library.asked() or query.device.type != "cpu" or type(query) is not Tensor:
+    if not native_library.asked() or not query.is_cpu or type(query) is not Tensor:
         return False  # a tensor of another class may have no memory to read
     if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
         return False
-    if not (_summed(S) and _summed(z) and _summed(log_decay)):
+    if any(x is not None and x.dtype != torch.float32 for x in (S, z, log_decay)):
         return False
     return bool(query.numel() and key.numel() and value.numel())
 
@@ -39,12 +39,10 @@ def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
     return _run(_dense(inputs), Outputs.empty(inputs, keep), how, keep, chunk)
 
 
-def step(inputs: Inputs, how: How, in_place: bool) -> Outputs:
-    """`forward` of one token; `in_place`: the state after it is written over the one before."""
+def step(inputs: Inputs, how: How) -> Outputs:
+    """`forward` of one token that writes the state after it over the one before."""
     S, z, inputs = inputs.S, inputs.z, _dense(inputs)
-    over = None
-    if in_place and S is not None and z is not None and inputs.S is S and inputs.z is z:
-        over = (S, z)
+    over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
     return _run(inputs, Outputs.empty(inputs, True, over), how, True, 1)
 
 
@@ -62,18 +60,19 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
             raise UnsupportedCallError(f"{native_library.CPP} was set between forward and backward")
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = _dense(inputs)
-    given = Given(_rows(given.output), *(None if x is None else x.contiguous() for x in given[1:]))
-    outputs = outputs._replace(output=_rows(outputs.output), total=outputs.total.contiguous())
-    learned = inputs.learned if how.causal else inputs[:3]
-    found = Gradients(*(None if x is None else torch.empty_like(x) for x in learned))  # type: ignore[arg-type]
-    if found.log_decay is not None:
-        found.log_decay.zero_()
-    numbers = _numbers(inputs, outputs, how, False, chunk)
-    arrays = (x for y in (given.output, *found[:3]) for x in _array(y))
-    rest = (given.total, given.S, given.z, *found[3:])
-    problem = _BACKWARD(*numbers, 0, 0, *arrays, *map(_address, rest))
-    native_library.library().linattn_backward(problem, how.eps)
-    return found
+    loss, d_total, d_S, d_z = given
+    loss, d_total, d_S, d_z = _rows(loss), _whole(d_total), _whole(d_S), _whole(d_z)
+    read = Outputs(_rows(outputs.output), outputs.total.contiguous())
+    query, key, value = (torch.empty_like(x) for x in inputs[:3])
+    S = z = decay = None
+    if how.causal:
+        S, z = (None if x is None else torch.empty_like(x) for x in (inputs.S, inputs.z))
+        decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
+    numbers = _numbers(inputs, read, how, False, chunk)
+    arrays = (*_array(loss), *_array(query), *_array(key), *_array(value))
+    rest = (_address(x) for x in (d_total, d_S, d_z, S, z, decay))
+    native_library.library().linattn_backward(_BACKWARD(*numbers, 0, 0, *arrays, *rest), how.eps)
+    return Gradients(query, key, value, S, z, decay)
 
 
 def _numbers(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> tuple[int, ...]:
@@ -103,19 +102,13 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _summed(x: Tensor | None) -> bool:
-    return x is None or x.dtype == torch.float32
+def _whole(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _dense(inputs: Inputs) -> Inputs:
     """As the kernels read them."""
-    query, key, value, hidden, S, z, log_decay, documents = inputs
+    query, key, value, hidden, *rest = inputs
     if hidden is not None and hidden.stride(1) != 1:
         hidden = hidden.contiguous()
-    if S is not None and z is not None:
-        S, z = S.contiguous(), z.contiguous()
-    if log_decay is not None:
-        log_decay = log_decay.contiguous()
-    if documents is not None:
-        documents = documents.contiguous()
-    return Inputs(_rows(query), _rows(key), _rows(value), hidden, S, z, log_decay, documents)
+    return Inputs(_rows(query), _rows(key), _rows(value), hidden, *map(_whole, rest))

@@ -30,11 +30,11 @@ def forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
         torch.div(numerator.view(output.shape), safe.view(batch, heads, length, 1), out=output)
     else:
         output.copy_(numerator.view(output.shape))
-    S, z = total.new_empty(0), total.new_empty(0)
-    if keep:
-        S = torch.bmm(key.mT, value).view(batch, kv_heads, -1, value.shape[2])
-        z = key.sum(1).view(batch, kv_heads, -1)
-    return Outputs(output, total.view(batch, heads, length), S, z)
+    total = total.view(batch, heads, length)
+    if not keep:
+        return Outputs(output, total)
+    S = torch.bmm(key.mT, value).view(batch, kv_heads, -1, value.shape[2])
+    return Outputs(output, total, S, key.sum(1).view(batch, kv_heads, -1))
 
 
 def _squares(scores: Tensor, inputs: Inputs) -> Tensor:

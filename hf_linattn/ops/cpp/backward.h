@@ -88,25 +88,27 @@ protected:
                 if (key_slopes) memset(key_slopes + j * size_row_, 0, size_row_ * sizeof(float));
             }
             if (p_.d_decay) d_decay(start)[j] -= dot(d_key, key_ + j * size_row_, size_row_);
-            write_by_slope(p_.d_key, head_, start, j, d_key);
+            write_by_slope(p_.d_key, head_, start, j, d_key, key_slopes);
             write(p_.d_value, p_.d_value.at(row_, head_, start + j), wide_, d_value);
         }
     }
 
-    void write_by_slope(const Array& to, int64_t head, int64_t start, int row, float* found) const {
-        if (const float* slope = slopes())
+    void write_by_slope(const Array& to, int64_t head, int64_t start, int row, float* found,
+                        const float* slopes) const {
+        if (slopes)
             for (int d = 0; d < size_row_; d += WIDTH)
-                store(found + d, load(found + d) * load(slope + row * size_row_ + d));
+                store(found + d, load(found + d) * load(slopes + row * size_row_ + d));
         write(to, to.at(row_, head, start + row), size_, found);
     }
 };
 
 class Backward : Gradients {
-    float *across_, *value_across_, *scores_, *d_scores_;
+    float *across_, *value_across_, *scores_, *d_scores_, *query_slopes_;
+    const bool once_;  // one chunk, and nothing before it: all gradients in one sweep
 
     static int64_t memory(const Problem& p) {
         const int64_t n = chunk_row(p);
-        return n * (padded(p.size) + padded(p.wide) + 2 * n);
+        return n * (2 * padded(p.size) + padded(p.wide) + 2 * n);
     }
 
 public:
@@ -115,10 +117,12 @@ public:
           across_(matrix(size_row_, chunk_row_)),
           value_across_(matrix(wide_row_, chunk_row_)),
           scores_(matrix(chunk_row_, chunk_row_)),
-          d_scores_(matrix(chunk_row_, chunk_row_)) {}
+          d_scores_(matrix(chunk_row_, chunk_row_)),
+          query_slopes_(matrix(chunk_row_, size_row_)),
+          once_(p.length <= chunk_ && !p.S) {}
 
     void run() {
-        by_queries();
+        if (!once_) by_queries();
         by_keys();
     }
 
@@ -165,11 +169,15 @@ private:
             }
             rows_of_product(d_scores, i, rows, seen, key_, size_row_, d_query_, size_row_, size_row_,
                             !sums_.empty);
-            for (int m = i; m < seen; ++m) {
-                float* row = d_query_ + m * size_row_;
-                if (p_.d_decay) d_decay(start)[m] += dot(row, query_ + m * size_row_, size_row_);
-                write_by_slope(p_.d_query, head, start, m, row);
-            }
+            write_queries(head, start, i, rows, slopes());
+        }
+    }
+
+    void write_queries(int64_t head, int64_t start, int first, int rows, const float* slopes) {
+        for (int m = first; m < first + rows; ++m) {
+            float* row = d_query_ + m * size_row_;
+            if (p_.d_decay) d_decay(start)[m] += dot(row, query_ + m * size_row_, size_row_);
+            write_by_slope(p_.d_query, head, start, m, row, slopes);
         }
     }
 
@@ -196,10 +204,11 @@ private:
     }
 
     void keys_of(int64_t head, int64_t start, int count) {
-        read_queries(head, start, count);
-        read_loss(head, start, count, false);
+        float* slopes = once_ && p_.map != NONE ? query_slopes_ : nullptr;
+        read_queries(head, start, count, slopes);
+        read_loss(head, start, count, once_);
         const float* shift = t(head, start);
-        const Left queries{query_, size_row_, 1}, loss{g_, wide_row_, 1};
+        const Left queries{query_, size_row_, 1}, loss{g_, wide_row_, 1}, own{d_scores_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(queries, i, rows, size_, across_, chunk_row_, scores_, chunk_row_, columns,
@@ -210,6 +219,9 @@ private:
                 link(scores_ + m * chunk_row_, m, columns);
                 shifted(d_scores_ + m * chunk_row_, shift[m], m, columns);
             }
+            if (!once_) continue;
+            rows_of_product(own, i, rows, seen, key_, size_row_, d_query_, size_row_, size_row_, false);
+            write_queries(head, start, i, rows, slopes);
         }
         for (int j = 0; j < count; j += ROWS) {  // the queries from its first key on
             const int rows = std::min(ROWS, count - j), seen_by = count - j;

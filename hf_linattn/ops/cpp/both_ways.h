@@ -74,7 +74,7 @@ private:
             float* row = d_query_ + i * size_row_;
             for (int d = 0; d < size_row_; d += WIDTH)
                 store(row + d, load(row + d) + load(all_.z + d) * shift[i]);
-            write_by_slope(p_.d_query, head, start, i, row);
+            write_by_slope(p_.d_query, head, start, i, row, slopes());
         }
     }
 };
