@@ -239,7 +239,7 @@ class PatchedAttention(nn.Module):
         attention = self.attention
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
-        for keyword in SEEN_IN_CALLS & extras.keys():
+        for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
             if keyword not in attention.expresses and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if self.cross and not attention.cross:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,14 @@ def attend(attention: Any, call: Call) -> Tensor:
         attention: a `StatefulAttention`.
         call: what the model asks; its state is read and written.
     """
+    device = call.query.device.type
+    if not torch.is_autocast_enabled(device):
+        return _attend(attention, call)
+    with torch.autocast(device, enabled=False):  # sums stay in float32
+        return _attend(attention, call)
+
+
+def _attend(attention: Any, call: Call) -> Tensor:
     layer, query, key = call.layer, call.query, call.key
     past = 0 if layer is None else layer.seen
     visibility = call.visibility
@@ -38,46 +45,40 @@ def attend(attention: Any, call: Call) -> Tensor:
     documents = visibility.documents
     if documents is not None:
         documents = documents.expand(query.shape[0], -1)
-    with _without_autocast(query.device.type):
-        new = _new_columns(documents, past, key.shape[2])
-        count = visibility.count(query.device)[:, 0] if attention.counts else None
-        valid = None if new is None else new > 0
-        tokens = Tokens(query, key, call.value, call.scaling, valid, count, keep=layer is not None)
-        if not visibility.causal:
-            if layer is not None:
-                raise UnsupportedCallError(
-                    "a bidirectional attention with a growing cache has no constant-size state"
-                )
-            output: Tensor = attention.both_ways(tokens)
-            return output.to(query.dtype)
-        state = None
+    new = _new_columns(documents, past, key.shape[2])
+    count = visibility.count(query.device)[:, 0] if attention.counts else None
+    valid = None if new is None else new > 0
+    tokens = Tokens(query, key, call.value, call.scaling, valid, count, keep=layer is not None)
+    if not visibility.causal:
         if layer is not None:
-            state = _state_before(layer, attention, documents)
-            tokens.in_place = layer.spare()
-        if new is not None and _is_packed(new, past):
-            tokens.documents = new.long().cummax(1).values
-            if layer is not None and _holds_many(tokens.documents):
+            raise UnsupportedCallError(
+                "a bidirectional attention with a growing cache has no constant-size state"
+            )
+        output: Tensor = attention.both_ways(tokens)
+        return output.to(query.dtype)
+    state = None
+    if layer is not None:
+        state = _state_before(layer, attention, documents)
+        tokens.in_place = layer.spare()
+    if new is not None and _is_packed(new, past):
+        tokens.documents = new.long().cummax(1).values
+        if layer is not None and _holds_many(tokens.documents):
+            raise UnsupportedCallError(
+                "packed documents cannot be continued from a cache: pass use_cache=False"
+            )
+        if not attention.packs:
+            if torch.compiler.is_compiling():
                 raise UnsupportedCallError(
-                    "packed documents cannot be continued from a cache: pass use_cache=False"
+                    f"{attention.name!r} takes packed documents one by one, and a compiled graph cannot "
+                    "tell them from padding: run padded or packed batches eagerly"
                 )
-            if not attention.packs:
-                if torch.compiler.is_compiling():
-                    raise UnsupportedCallError(
-                        f"{attention.name!r} takes packed documents one by one, and a compiled graph cannot "
-                        "tell them from padding: run padded or packed batches eagerly"
-                    )
-                if _holds_many(tokens.documents):
-                    return _one_by_one(attention, tokens).to(query.dtype)
-                tokens.documents = None
-        output, state = attention.causal(tokens, state)
-        if layer is not None:
-            layer.write(state, tokens)
+            if _holds_many(tokens.documents):
+                return _one_by_one(attention, tokens).to(query.dtype)
+            tokens.documents = None
+    output, state = attention.causal(tokens, state)
+    if layer is not None:
+        layer.write(state, tokens)
     return output if output.dtype == query.dtype else output.to(query.dtype)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Sums stay in float32. Entering torch's own context takes as long as a small attention."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _one_by_one(attention: Any, tokens: Tokens) -> Tensor:

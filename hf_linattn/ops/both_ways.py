@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.chunks import Buffer, Features, How, groups
+from hf_linattn.ops.chunks import Buffer, Features, How, accumulator, groups
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
 
@@ -34,7 +34,7 @@ def forward(inputs: Inputs, how: How, keep: bool, numbers: int) -> Outputs:
         keep: S and z are wanted, by `backward`.
         numbers: in a buffer.
     """
-    output, total, S, z = outputs = Outputs.empty(inputs, keep)
+    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator(*inputs[:3]))
     for rows, some in groups(*inputs.key.shape[:2]):
         queries = inputs.queries(some)
         group = _Group(inputs.part(rows, some), how, numbers, total)

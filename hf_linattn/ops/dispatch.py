@@ -51,7 +51,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
 
 
 def steps(inputs: Inputs, how: How) -> bool:
-    """Whether a decoded token may write its state over the one before: in C++, where nobody wants gradients."""
+    """Whether a decoded token writes its state over the one before: in C++, where nobody wants gradients."""
     return not torch.is_grad_enabled() and form(inputs, how) == "native"
 
 

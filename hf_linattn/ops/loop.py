@@ -87,13 +87,22 @@ class Outputs(NamedTuple):
         return self.S, self.z
 
     @classmethod
-    def empty(cls, inputs: Inputs, keep: bool, over: tuple[Tensor, Tensor] | None = None) -> Outputs:
-        """Not written yet; `over`: S and z to write over."""
+    def empty(
+        cls, inputs: Inputs, keep: bool, sums: torch.dtype, over: tuple[Tensor, Tensor] | None = None
+    ) -> Outputs:
+        """Not written yet.
+
+        Args:
+            inputs: as `causal`.
+            keep: with S and z.
+            sums: their dtype.
+            over: S and z to write over.
+        """
         batch, heads, length, size = inputs.query.shape
         kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
         by_token = (length * heads * wide, wide, heads * wide, 1)  # a view of a new tensor takes longer
         output = inputs.value.new_empty_strided((batch, heads, length, wide), by_token)
-        total = output.new_empty(batch, heads, length, dtype=accumulator(*inputs[:3]))
+        total = output.new_empty(batch, heads, length, dtype=sums)
         if over is not None:
             return cls(output, total, *over)
         if not keep:
@@ -111,7 +120,7 @@ def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
         keep: the state after is wanted.
         chunk: tokens per step.
     """
-    output, total, S, z = outputs = Outputs.empty(inputs, keep)
+    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator(*inputs[:3]))
     for rows, some in groups(*inputs.key.shape[:2]):
         queries = inputs.queries(some)
         loop = _Forward(inputs.part(rows, some), how, chunk, total)

@@ -13,6 +13,7 @@ from hf_linattn.ops.chunks import FEATURE_MAPS, How
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
 
+SUMS = torch.float32
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
 """`Problem` of ops/cpp/head.h; a forward reads the first part of it."""
@@ -25,7 +26,8 @@ def takes(inputs: Inputs) -> bool:
         return False  # a tensor of another class may have no memory to read
     if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
         return False
-    if any(x is not None and x.dtype != torch.float32 for x in (S, z, log_decay)):
+    summed = (S is None or S.dtype == SUMS) and (z is None or z.dtype == SUMS)
+    if not summed or not (log_decay is None or log_decay.dtype == SUMS):
         return False
     return bool(query.numel() and key.numel() and value.numel())
 
@@ -36,14 +38,14 @@ def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
     Raises:
         UnsupportedCallError: they cannot be compiled.
     """
-    return _run(_dense(inputs), Outputs.empty(inputs, keep), how, keep, chunk)
+    return _run(_dense(inputs), Outputs.empty(inputs, keep, SUMS), how, keep, chunk)
 
 
 def step(inputs: Inputs, how: How) -> Outputs:
     """`forward` of one token that writes the state after it over the one before."""
     S, z, inputs = inputs.S, inputs.z, _dense(inputs)
     over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
-    return _run(inputs, Outputs.empty(inputs, True, over), how, True, 1)
+    return _run(inputs, Outputs.empty(inputs, True, SUMS, over), how, True, 1)
 
 
 def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> Outputs:
