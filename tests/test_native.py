@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import test_both_ways
+import tiny
 import torch
 from test_kernels import HOWS, SHAPES, definition, every_input, random_inputs
 from test_ops import relative_error
 
+from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval.bench.rounds import Clock, Timed, measure
 from hf_linattn.ops import dispatch, kernels, native, native_library
@@ -143,6 +145,25 @@ def test_what_they_do_not_take_goes_to_torch(compiled):
     assert dispatch.form(double, how) == "quadratic"
     fewer, _ = single(double)
     assert not native.takes(fewer._replace(key=fewer.key[:, :, :0]))
+
+
+@pytest.mark.parametrize("patch", ["elu1", "gated", "hedgehog"])
+def test_a_single_token_is_learned_from(patch, compiled, monkeypatch):
+    model, ids = patch_model(tiny.llama(dtype=torch.float32), patch), tiny.tokens(3, 1)
+    backward, called = native.backward, []
+    monkeypatch.setattr(native, "backward", lambda *given: called.append(1) or backward(*given))
+    found = []
+    for asked in "10":
+        monkeypatch.setenv(native_library.CPP, asked)
+        model.zero_grad()
+        model(ids).logits.square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(called) == model.config.num_hidden_layers
+    largest = max(
+        p.abs().max() for p in found[1].values()
+    )  # a lone token's weight is 1 whatever its query is
+    for name, want in found[1].items():
+        assert (found[0][name] - want).abs().max() < 1e-6 * largest, name
 
 
 def test_nan_is_not_hidden(compiled):
