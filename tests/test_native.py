@@ -159,9 +159,7 @@ def test_a_single_token_is_learned_from(patch, compiled, monkeypatch):
         model(ids).logits.square().sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert len(called) == model.config.num_hidden_layers
-    largest = max(
-        p.abs().max() for p in found[1].values()
-    )  # a lone token's weight is 1 whatever its query is
+    largest = max(p.abs().max() for p in found[1].values())
     for name, want in found[1].items():
         assert (found[0][name] - want).abs().max() < 1e-6 * largest, name
 
