@@ -205,6 +205,25 @@ STAGES: tuple[Row, ...] = (
         HYBRID_BOTH_AT_ONCE,
         told="`window+hedgehog` (64), as before, but divergence and text at once in 0.8 M",
     ),
+    Row(
+        "window-hedgehog-both-finetune",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (
+            *(*HYBRID_BOTH_AT_ONCE, "--transfer-tokens", "100000", "--distill-tokens", "400000"),
+            *("--finetune-tokens", "500000", "--finetune-lr", "1.5e-4"),
+        ),
+        told="`window+hedgehog` (64), likewise in 0.4 M, transfer in 0.1 M, fine-tuned in the last 0.5 M",
+    ),
+    Row(
+        "window-hedgehog-both-text",
+        "convert",
+        "window+hedgehog",
+        WINDOW,
+        (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, "--ce-weight", "4", "--distill-lr", "3e-4"),
+        told="`window+hedgehog` (64), divergence and text at once in 0.8 M, the text four times as heavy",
+    ),
     *(
         Row(
             f"window-hedgehog-both-{name}",
