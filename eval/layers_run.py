@@ -13,7 +13,7 @@ import torch
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_linattn.checkpointing import filling, write_json, writing
+from hf_linattn.checkpointing import filling, writing
 from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
@@ -25,6 +25,7 @@ from .layers_rank import EVEN, Ranking, plan_for
 from .layers_study import Study
 from .loading import Curve, load_config, load_model, load_tokenizer, train_length
 from .results import check_writable, save_csv, versions
+from .results import save as save_results
 from .windows import encode, plan_windows
 
 MEASURED_BY = (
@@ -139,11 +140,9 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         raise OptionError(f"{max(keep, *counts)} softmax layers, and {args.model} has {len(layers)}")
 
     def save(row: Measured | None, outcome: dict[str, Any] | None = None) -> None:
-        with writing(args.output_dir):
-            args.output_dir.mkdir(parents=True, exist_ok=True)
         done = {"complete": outcome is not None or complete, "command": command}
         head = {"format": files.FORMAT, **done, **results, **(outcome or {})}
-        write_json(args.output_dir / "results.json", {**head, "rows": files.rows_of(rows)})
+        save_results(args.output_dir, {**head, "rows": files.rows_of(rows)})
 
     study = Study(layers, work.bench, rows, save, progress=True)
     ranking = study.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)

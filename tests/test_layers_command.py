@@ -74,6 +74,16 @@ def plans_in(printed):
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
+def test_a_model_that_overflows_leaves_no_figures(folder, data, tmp_path, capsys):
+    broken, out = from_pretrained(folder), tmp_path / "out"
+    broken.lm_head.weight.fill_(math.nan)
+    broken.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "broken")
+    assert layers.main(command(tmp_path / "broken", data, out, "--tasks", "none", "--keep", "1")) == 1
+    assert "not finite" in capsys.readouterr().err
+    assert not (out / "results.json").exists()
+
+
 def test_everything_at_once(folder, data, tmp_path, capsys, fake):
     out = tmp_path / "out"
     extra = ("--keep", "1", "--nope", "--curves", "all", "--train-length", "32", "--recall-lengths", "32,64")
