@@ -252,6 +252,15 @@ STAGES: tuple[Row, ...] = (
         told="`window+gated` (64, hedgehog), likewise",
     ),
     Row(
+        "window-gated-hedgehog-drop-both",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        (*HYBRID_BOTH_AT_ONCE, "--drop-window", "0.5"),
+        told="`window+gated` (64, hedgehog, half-lives from 4), likewise, window dropped in half of the "
+        "distillation",
+    ),
+    Row(
         "gated-taylor2-front-both",
         "convert",
         "gated",
