@@ -225,7 +225,7 @@ STAGES: tuple[Row, ...] = (
             *(*ALL_WEIGHTS, "--batch-size", "4", *OFTEN[2:], *PATCH_FASTER, "--ce-weight", "1"),
             *("--distill-lr", "7e-4", "--transfer-tokens", "100000", "--distill-tokens", "900000"),
         ),
-        told="`window+hedgehog` (64), transfer in 0.1 M, divergence and text at once in 0.9 M, steps of 4 rows",
+        told="`window+hedgehog` (64), transfer in 0.1 M, both at once in 0.9 M, steps of 4 rows",
     ),
     Row(
         "window-hedgehog-both-text",
