@@ -140,6 +140,14 @@ def test_page_compares_with_the_mean_of_the_controls(tmp_path):
     assert "| window hybrid (64), x control |" not in text
     name = "`window+hedgehog` (size 64)"
     assert f"| window hybrid (64), its linear branch alone over both | 1.50 | 4.975 | {name}" in text
+    assert "| window hybrid (64) where that is at most 1.5, x control |" not in text
+    carrying = place.folder / "branches" / "window-gated-hedgehog-0" / "results.json"
+    write(carrying, {"complete": True, "rows": [{**both[0], "perplexity": 90.0}, both[1]]})
+    write(place.folder / "perplexity" / "window-gated-hedgehog-0" / "results.json", curve(30))
+    write(place.folder / "perplexity" / "window-hedgehog-0" / "results.json", curve(22))
+    text = page(tmp_path, tmp_path, study_figures.collect({}, tmp_path))
+    assert f"| window hybrid (64), x control | 1.01 | 1.100 | {name} | missed by 0.090 |" in text
+    assert "| window hybrid (64) where that is at most 1.5, x control | 1.01 | 1.500 | `window+gated`" in text
     assert str(tmp_path) not in text
 
 
