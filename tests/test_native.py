@@ -126,10 +126,14 @@ def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monke
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
-def test_a_compiler_without_openmp_says_what_that_means(compiled, monkeypatch, tmp_path):
+@pytest.mark.parametrize("says", ["refuses", "links nothing"])
+def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypatch, tmp_path):
     name = shutil.which(native_library._compiler()[0])
     script = tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec {name} "$@"\n')
+    missing = tmp_path / "missing.cpp"
+    missing.write_text('extern "C" void nowhere(); extern "C" void calls() { nowhere(); }\n')
+    instead = "exit 1" if says == "refuses" else f'exec {name} "$@" {missing}'
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) {instead};; esac\nexec {name} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(script))

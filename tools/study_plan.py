@@ -77,11 +77,11 @@ KEPT: tuple[Row, ...] = (LENGTHS[0], LENGTHS[1], Row("hedgehog", "convert", "hed
 """What the hybrids of `study_kept` stand beside: all layers softmax, and none."""
 
 SELDOM = ("--eval-every", "400", "--checkpoint-every", "200")
-LONG_HYBRID = (
+LONGER = (
     *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, "--transfer-tokens", "300000"),
-    *("--distill-tokens", "2700000", "--ce-weight", "1", "--distill-lr", "7e-4"),
-    *("--finetune-tokens", "7000000", "--finetune-lr", "2.5e-4"),
+    *("--ce-weight", "1", "--distill-lr", "7e-4", "--finetune-lr", "2.5e-4"),
 )
+LONG_HYBRID = (*LONGER, "--distill-tokens", "2700000", "--finetune-tokens", "7000000")
 LONG_KEPT: tuple[Row, ...] = (
     LENGTHS[0],
     Row("control", "finetune", extra=("--max-steps", "2442"), told="control: the original, fine-tuned"),
@@ -125,6 +125,18 @@ LONG: tuple[Row, ...] = (
         "window+gated",
         WINDOW_AND_FAR,
         LONG_HYBRID,
+    ),
+    Row(
+        "window-gated-taylor2",
+        "convert",
+        "window+gated",
+        {**WINDOW, **TAYLOR2_BEHIND_A_LAYER},
+        (
+            *(*LONGER, "--distill-tokens", "4700000", "--drop-window", "0.05"),
+            *("--finetune-tokens", "5000000"),
+        ),
+        told="`window+gated` (64, taylor2, a layer in front, half-lives from 4), window dropped in a "
+        "twentieth of the distillation",
     ),
 )
 """The best map and the best hybrid beside them."""

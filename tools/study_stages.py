@@ -271,6 +271,45 @@ STAGES: tuple[Row, ...] = (
         told="`window+gated` (64, hedgehog, half-lives from 4), likewise, window dropped in half of the "
         "distillation",
     ),
+    *(
+        Row(
+            f"window-gated-hedgehog-drop-{name}",
+            "convert",
+            "window+gated",
+            {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+            (*HYBRID_BOTH_AT_ONCE, "--drop-window", share),
+            told=f"`window+gated` (64, hedgehog, half-lives from 4), likewise, dropped in {told} of it",
+        )
+        for name, share, told in (("seldom", "0.1", "a tenth"), ("rarely", "0.03", "3 %"))
+    ),
+    *(
+        Row(
+            f"window-gated-taylor2-{name}",
+            "convert",
+            "window+gated",
+            {**WINDOW, **TAYLOR2_BEHIND_A_LAYER},
+            (*ALL_WEIGHTS, *OFTEN, *BOTH_AT_ONCE, *extra),
+            told=f"`window+gated` (64, taylor2, a layer in front, half-lives from 4), likewise{told}",
+        )
+        for name, extra, told in (
+            ("both", PATCH_FASTER, ""),
+            (
+                "drop-both",
+                (*PATCH_FASTER, "--drop-window", "0.1"),
+                ", window dropped in a tenth of the distillation",
+            ),
+            (
+                "drop-rarely",
+                (*PATCH_FASTER, "--drop-window", "0.03"),
+                ", window dropped in 3 % of the distillation",
+            ),
+            (
+                "even",
+                ("--drop-window", "0.03"),
+                ", window dropped in 3 %, its own parameters at the same rate",
+            ),
+        )
+    ),
     Row(
         "gated-taylor2-front-both",
         "convert",

@@ -109,7 +109,8 @@ def _compile(compiler: list[str], to: Path) -> None:
         command = [*compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(made)]
         try:
             _run([*command, THREADED], "")
-        except UnsupportedCallError:  # Apple's compiler has no OpenMP
+            ctypes.CDLL(str(made))
+        except (UnsupportedCallError, OSError):  # Apple's compiler has no OpenMP; Zig's takes the option only
             _run(command, "cannot compile them")
             warnings.warn(
                 f"{CPP}=1: {compiler[0]} has no OpenMP, so the kernels in C++ use one thread. Install it "

@@ -7,6 +7,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 // ROWS x WIDE vectors of sums stay in registers, beside WIDE more and one
 #if defined(__AVX512F__)
@@ -26,16 +31,17 @@ inline void store(float* x, Floats y) { *reinterpret_cast<Unaligned*>(x) = y; }
 inline Floats all(float x) { return x - Floats{}; }
 inline int padded(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
-// Lanes in another order.
-inline Floats turned(Floats x, Ints order) {
+// Lanes of a and b, which count on from those of a, in an order that the compiler knows.
+template <class Order, int... lane>
+inline Floats shuffled(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
-    Floats found;
-    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = x[order[lane]];
-    return found;
+    return __builtin_shufflevector(a, b, Order::from(lane)...);
 #else
-    return __builtin_shuffle(x, order);
+    return __builtin_shuffle(a, b, Ints{Order::from(lane)...});
 #endif
 }
+
+typedef std::make_integer_sequence<int, WIDTH> Lanes;
 
 inline Ints lanes() {
     Ints found;
@@ -43,9 +49,15 @@ inline Ints lanes() {
     return found;
 }
 
-template <class Join>
+template <int apart>
+struct Neighbours {
+    static constexpr int from(int lane) { return lane ^ apart; }
+};
+
+template <int apart = WIDTH / 2, class Join>
 inline float joined(Floats x, Join join) {  // every lane with its neighbour, every pair with the next one
-    for (int apart = WIDTH / 2; apart; apart /= 2) x = join(x, turned(x, lanes() ^ apart));
+    x = join(x, shuffled<Neighbours<apart>>(x, x, Lanes()));
+    if constexpr (apart > 1) return joined<apart / 2>(x, join);
     return x[0];
 }
 
@@ -59,8 +71,10 @@ inline float greatest(Floats x) {
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
 inline Floats exp_of(Floats x) {
+#if !defined(__AVX512F__)
     x = x < -88.0f ? all(-88.0f) : x;  // of which the power of two is 0
-    const float shift = 12582912.0f;   // adding it rounds to whole numbers
+#endif
+    const float shift = 12582912.0f;  // adding it rounds to whole numbers
     Floats n = (x * 1.44269504088896341f + shift) - shift;
     Floats r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -71,10 +85,15 @@ inline Floats exp_of(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    const Floats zero = {};
+    return x < -88.0f ? zero : (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
     Floats scale;
     memcpy(&scale, &power, sizeof scale);
     return p * scale;
+#endif
 }
 
 // A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns].
@@ -102,9 +121,10 @@ inline void tile(const Left& a, int row, int inner, const float* b, int64_t b_ro
         for (int v = 0; v < V; ++v) store(c + m * c_row + v * WIDTH, sums[m][v]);
 }
 
+// Not inlined: beside the variables of a caller the addresses of rows would not stay in registers.
 template <int M>
-inline void strip(const Left& a, int row, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
-                  int columns, bool add) {
+__attribute__((noinline)) void strip(const Left& a, int row, int inner, const float* b, int64_t b_row,
+                                     float* c, int64_t c_row, int columns, bool add) {
     int v = 0, vectors = columns / WIDTH;
     for (; v + WIDE <= vectors; v += WIDE)
         tile<M, WIDE>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
@@ -115,13 +135,11 @@ inline void strip(const Left& a, int row, int inner, const float* b, int64_t b_r
 }
 
 // Rows `row` to `row + count` (at most ROWS) of C = A B, or C += A B; `columns` in whole vectors.
+template <int M = ROWS>
 inline void rows_of_product(const Left& a, int row, int count, int inner, const float* b, int64_t b_row,
                             float* c, int64_t c_row, int columns, bool add) {
-    c += row * c_row;
-    if (count == ROWS) return strip<ROWS>(a, row, inner, b, b_row, c, c_row, columns, add);
-    int m = 0;
-    for (; m + 2 <= count; m += 2) strip<2>(a, row + m, inner, b, b_row, c + m * c_row, c_row, columns, add);
-    if (m < count) strip<1>(a, row + m, inner, b, b_row, c + m * c_row, c_row, columns, add);
+    if (count == M) return strip<M>(a, row, inner, b, b_row, c + row * c_row, c_row, columns, add);
+    if constexpr (M > 1) rows_of_product<M - 1>(a, row, count, inner, b, b_row, c, c_row, columns, add);
 }
 
 // C = A B, or C += A B: A [rows, inner], B [inner, columns].
@@ -131,19 +149,10 @@ inline void product(const Left& a, int rows, int inner, const float* b, int64_t 
         rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);
 }
 
-inline Floats interleaved(Floats a, Floats b, bool high) {
-    Ints order;
-    for (int lane = 0; lane < WIDTH; ++lane)
-        order[lane] = lane / 2 + (high ? WIDTH / 2 : 0) + (lane % 2 ? WIDTH : 0);
-#if defined(__clang__)
-    Floats found;
-    for (int lane = 0; lane < WIDTH; ++lane)
-        found[lane] = order[lane] < WIDTH ? a[order[lane]] : b[order[lane] - WIDTH];
-    return found;
-#else
-    return __builtin_shuffle(a, b, order);
-#endif
-}
+template <int half>  // of each that takes part
+struct Interleaved {
+    static constexpr int from(int lane) { return (lane + half * WIDTH) / 2 + lane % 2 * WIDTH; }
+};
 
 // B = A^T, by perfect shuffles of square blocks: A [rows, columns], both in whole vectors.
 inline void transposed(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
@@ -153,8 +162,8 @@ inline void transposed(const float* a, int64_t a_row, int rows, int columns, flo
             for (int i = 0; i < WIDTH; ++i) now[i] = load(a + (row + i) * a_row + column);
             for (int stage = 1; stage < WIDTH; stage *= 2) {
                 for (int i = 0; i < WIDTH / 2; ++i) {
-                    next[2 * i] = interleaved(now[i], now[i + WIDTH / 2], false);
-                    next[2 * i + 1] = interleaved(now[i], now[i + WIDTH / 2], true);
+                    next[2 * i] = shuffled<Interleaved<0>>(now[i], now[i + WIDTH / 2], Lanes());
+                    next[2 * i + 1] = shuffled<Interleaved<1>>(now[i], now[i + WIDTH / 2], Lanes());
                 }
                 for (int i = 0; i < WIDTH; ++i) now[i] = next[i];
             }
