@@ -13,7 +13,7 @@ from hf_linattn.errors import OptionError
 
 
 def option(default: Any, text: str, **extra: Any) -> Any:
-    """A field with a default; `extra` may hold choices, minimum, metavar and how the text is parsed."""
+    """A field with a default; `extra` may hold choices, bounds, metavar and how the text is parsed."""
     return dataclasses.field(default=default, metadata={"help": text, **extra})
 
 
@@ -23,7 +23,7 @@ def flag_of(name: str) -> str:
 
 
 def check_values(arguments: Any) -> None:
-    """Hold every field against its minimum and choices.
+    """Hold every field against its minimum, maximum and choices.
 
     Raises:
         OptionError: naming the option and what it may be.
@@ -32,6 +32,9 @@ def check_values(arguments: Any) -> None:
         value, minimum = getattr(arguments, item.name), item.metadata.get("minimum")
         if minimum is not None and value is not None and not minimum <= value < math.inf:
             raise OptionError(f"{flag_of(item.name)} must be at least {minimum}, not {value}")
+        maximum = item.metadata.get("maximum")
+        if maximum is not None and value is not None and value > maximum:
+            raise OptionError(f"{flag_of(item.name)} must be at most {maximum}, not {value}")
         choices = item.metadata.get("choices")
         if choices and value is not None and value not in choices:
             raise OptionError(f"{flag_of(item.name)} must be one of {', '.join(choices)}, not {value!r}")
@@ -42,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
     for item in dataclasses.fields(cls):
         flag, extra = flag_of(item.name), dict(item.metadata)
         extra.pop("minimum", None)
+        extra.pop("maximum", None)
         required, parse = item.default is dataclasses.MISSING, extra.pop("parse", None)
         if item.default is False:
             parser.add_argument(flag, action="store_true", help=extra["help"])

@@ -122,7 +122,7 @@ class ConvertArguments:
         False, "stage transfer also trains copies of the query, key, value and output projections"
     )
     drop_window: float = option(
-        0.0, "part of the steps of stage distill in which hybrids have no window", minimum=0
+        0.0, "part of the steps of stage distill in which hybrids have no window", minimum=0, maximum=1
     )
     ce_weight: float = option(
         0.0, "weight of the text's own loss, added to the divergence in stage distill", minimum=0
@@ -144,6 +144,9 @@ class ConvertArguments:
     transfer_lr: float | None = option(None, "peak learning rate of stage transfer", minimum=0)
     distill_lr: float | None = option(None, "peak learning rate of stage distill", minimum=0)
     finetune_lr: float | None = option(None, "peak learning rate of stage finetune", minimum=0)
+    min_lr_rate: float = option(
+        0.1, "learning rate at the last step of a stage over the peak; a cosine between", minimum=0, maximum=1
+    )
     block_size: int = option(512, "tokens per training row", minimum=2)
     finetune_length: int | None = option(None, "tokens per row of stage finetune", minimum=2)
     batch_size: int = option(8, "rows per process and forward pass", minimum=1)
@@ -177,8 +180,6 @@ class ConvertArguments:
         check_values(self)
         if self.resume and self.overwrite:
             raise OptionError("--resume and --overwrite exclude each other")
-        if self.drop_window > 1:
-            raise OptionError(f"--drop-window is a part of the steps, at most 1, not {self.drop_window}")
         if self.patience and self.eval_data is None:
             raise OptionError("--patience watches the validation loss: give --eval-data")
         self.chosen_stages()

@@ -91,7 +91,10 @@ class FinetuneArguments:
     data_split: str = option("train", "split of --data when it is a dataset name")
     block_size: int = option(512, "tokens per training row", minimum=2)
     max_steps: int = option(1000, "updates of the weights", minimum=1)
-    lr: float = option(1e-4, "peak learning rate; a cosine takes it to a tenth at the last step", minimum=0)
+    lr: float = option(1e-4, "peak learning rate", minimum=0)
+    min_lr_rate: float = option(
+        0.1, "learning rate at the last step over the peak; a cosine between", minimum=0, maximum=1
+    )
     warmup: int | None = option(None, "steps of linear warm-up (default: 3 %% of --max-steps)", minimum=0)
     batch_size: int = option(8, "rows per process and forward pass", minimum=1)
     grad_accum: int = option(1, "forward passes per update", minimum=1)

@@ -37,9 +37,6 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
 """(blocks [B, N], their numbers [B], the step; 0 in validation) -> what the loss function gets, [B, ...]."""
 
-FINAL_LR = 0.1
-"""Learning rate of the last step, as a part of the peak."""
-
 MAX_SKIPPED = 20
 """float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
 
@@ -48,6 +45,7 @@ MAX_SKIPPED = 20
 class LoopSettings:
     """What the loop does; the names are those of the command's options.
 
+    `min_lr_rate` is the learning rate of the last step as a part of the peak, by transformers' name for it.
     `patience` validations without a lower loss end the run before `max_steps`, and the weights of the best
     one are kept; 0 never does, and keeps the last.
     """
@@ -56,6 +54,7 @@ class LoopSettings:
     lr: float
     warmup: int
     batch_size: int
+    min_lr_rate: float = 0.1
     grad_accum: int = 1
     optimizer: optimizers.Name = "adamw"
     weight_decay: float = 0.0
@@ -67,11 +66,12 @@ class LoopSettings:
 
 
 def learning_rate(step: int, settings: LoopSettings) -> float:
-    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine to its tenth."""
+    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
-    return settings.lr * (FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * done)) / 2)
+    least = settings.min_lr_rate
+    return settings.lr * (least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64]:

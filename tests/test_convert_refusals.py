@@ -62,7 +62,7 @@ def test_a_loss_that_is_no_number(capsys):
     [
         ({"stages": "transfer,stir"}, "'stir' is none of transfer, distill, finetune"),
         ({"transfer_tokens": 0, "distill_tokens": 0}, "every one has 0 tokens"),
-        ({"drop_window": 1.5}, "at most 1"),
+        ({"drop_window": 1.5}, "--drop-window must be at most 1"),
         ({"ce_weight": -1.0}, "--ce-weight must be at least 0"),
         ({"patience": 2}, "give --eval-data"),
         ({"resume": True, "overwrite": True}, "exclude each other"),

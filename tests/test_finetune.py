@@ -2,6 +2,7 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,7 @@ def test_learning_rate_warms_up_and_ends_at_a_tenth():
     assert rates[6] == pytest.approx(0.55)
     assert rates[-1] == pytest.approx(0.1)
     assert rates[3:] == sorted(rates[3:], reverse=True)
+    for part in (0.0, 1.0):
+        settings = replace(settings, min_lr_rate=part)
+        rates = [training.learning_rate(step, settings) for step in (4, 7, 10)]
+        assert rates == pytest.approx([1.0, (1 + part) / 2, part])

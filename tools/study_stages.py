@@ -14,6 +14,7 @@ from study_row import (
     OFTEN,
     PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
+    TO_ZERO,
     TUNED,
     WINDOW,
     WINDOW_AND_FAR,
@@ -252,6 +253,11 @@ STAGES: tuple[Row, ...] = (
                 (*ALL_WEIGHTS, "--batch-size", "1", *OFTEN[2:], *PATCH_FASTER, "--distill-lr", "3.5e-4"),
                 "steps of 1 row",
             ),
+            (
+                "zero",
+                (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE[2:], *TO_ZERO),
+                "rates that end at 0",
+            ),
         )
     ),
     Row(
@@ -271,16 +277,13 @@ STAGES: tuple[Row, ...] = (
         told="`window+gated` (64, hedgehog, half-lives from 4), likewise, window dropped in half of the "
         "distillation",
     ),
-    *(
-        Row(
-            f"window-gated-hedgehog-drop-{name}",
-            "convert",
-            "window+gated",
-            {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
-            (*HYBRID_BOTH_AT_ONCE, "--drop-window", share),
-            told=f"`window+gated` (64, hedgehog, half-lives from 4), likewise, dropped in {told} of it",
-        )
-        for name, share, told in (("seldom", "0.1", "a tenth"), ("rarely", "0.03", "3 %"))
+    Row(
+        "window-gated-hedgehog-drop-seldom",
+        "convert",
+        "window+gated",
+        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        (*HYBRID_BOTH_AT_ONCE, "--drop-window", "0.1"),
+        told="`window+gated` (64, hedgehog, half-lives from 4), likewise, dropped in a tenth of it",
     ),
     *(
         Row(
@@ -289,7 +292,8 @@ STAGES: tuple[Row, ...] = (
             "window+gated",
             {**WINDOW, **TAYLOR2_BEHIND_A_LAYER},
             (*ALL_WEIGHTS, *OFTEN, *BOTH_AT_ONCE, *extra),
-            told=f"`window+gated` (64, taylor2, a layer in front, half-lives from 4), likewise{told}",
+            told=f"`window+gated` (64, taylor2, a layer in front, half-lives from 4), divergence and "
+            f"text at once in steps of 2 rows{told}",
         )
         for name, extra, told in (
             ("both", PATCH_FASTER, ""),
@@ -304,6 +308,11 @@ STAGES: tuple[Row, ...] = (
                 ", window dropped in 3 % of the distillation",
             ),
             (
+                "zero",
+                (*PATCH_FASTER, *TO_ZERO, "--drop-window", "0.1"),
+                ", window dropped in a tenth of the distillation, rates that end at 0",
+            ),
+            (
                 "even",
                 ("--drop-window", "0.03"),
                 ", window dropped in 3 %, its own parameters at the same rate",
@@ -315,6 +324,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
+        TO_ZERO,
         (*ALL_WEIGHTS, *OFTEN, *BOTH_AT_ONCE),
         told="`gated` (taylor2, a layer in front), divergence and text at once, steps of 2 rows",
     ),
@@ -323,6 +333,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
+        TO_ZERO,
         (*ALL_WEIGHTS, *MUON),
         told="`gated` (taylor2, a layer in front), Muon",
     ),
@@ -331,6 +342,7 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
+        TO_ZERO,
         ("--lora", "16"),
         told="`gated` (taylor2, a layer in front), LoRA of rank 16",
     ),
@@ -340,6 +352,15 @@ STAGES: tuple[Row, ...] = (
         "finetune",
         extra=(*OFTEN, "--max-steps", "980", "--lr", "1.5e-4"),
         told="control, steps of 2 rows in place of 8, at a rate of 1.5e-4",
+    ),
+    *(
+        Row(
+            f"control-zero{name}",
+            "finetune",
+            extra=(*TO_ZERO, "--lr", rate),
+            told=f"control, rate from {rate} to 0 (others: from 3e-4 to a tenth)",
+        )
+        for name, rate in (("", "3e-4"), ("-1e-3", "1e-3"))
     ),
     Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
     Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),
