@@ -145,24 +145,44 @@ protected:
         return found;
     }
 
+    // The same, made where it is to be kept if its rows are whole vectors there.
+    State state_to_keep() {
+        if (!p_.keep || !whole()) return state(p_.S, p_.z);
+        State found = place(p_.S_after, p_.z_after);
+        found.empty = !p_.S;
+        if (p_.S && p_.S != p_.S_after) copy(place(p_.S, p_.z), wide_row_, found, wide_row_);
+        return found;
+    }
+
     void fill(State& state, int64_t S, int64_t z) const {
         state.empty = !S;
-        if (S || size_ != size_row_) {  // else the first sums are written over whatever is there
+        if (size_ != size_row_ || (S && wide_ != wide_row_)) {  // else all of it is written over
             memset(state.S, 0, size_row_ * wide_row_ * sizeof(float));
             memset(state.z, 0, size_row_ * sizeof(float));
         }
-        if (!S) return;
-        memcpy(state.z, at<float>(z) + pair_ * size_, size_ * sizeof(float));
-        for (int d = 0; d < size_; ++d)
-            memcpy(state.S + d * wide_row_, at<float>(S) + (pair_ * size_ + d) * wide_,
-                   wide_ * sizeof(float));
+        if (S) copy(place(S, z), wide_, state, wide_row_);
     }
 
     void keep(const State& state, int64_t S, int64_t z) const {
-        memcpy(at<float>(z) + pair_ * size_, state.z, size_ * sizeof(float));
+        const State kept = place(S, z);
+        if (kept.S != state.S) copy(state, wide_row_, kept, wide_);
+    }
+
+    bool whole() const { return size_ == size_row_ && wide_ == wide_row_; }
+
+    // The state of this key head among those at two addresses.
+    State place(int64_t S, int64_t z) const {
+        return {at<float>(S) + pair_ * size_ * wide_, at<float>(z) + pair_ * size_, false};
+    }
+
+    void copy(const State& from, int from_row, const State& to, int to_row) const {
+        memcpy(to.z, from.z, size_ * sizeof(float));
+        if (from_row == to_row) {
+            memcpy(to.S, from.S, size_ * to_row * sizeof(float));
+            return;
+        }
         for (int d = 0; d < size_; ++d)
-            memcpy(at<float>(S) + (pair_ * size_ + d) * wide_, state.S + d * wide_row_,
-                   wide_ * sizeof(float));
+            memcpy(to.S + d * to_row, from.S + d * from_row, wide_ * sizeof(float));
     }
 
     void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {

@@ -26,7 +26,7 @@ public:
           key_across_(matrix(size_row_, chunk_row_)),
           scores_(matrix(chunk_row_, chunk_row_)),
           numerator_(matrix(chunk_row_, wide_row_)),
-          before_(state(p.S, p.z)) {}
+          before_(state_to_keep()) {}
 
     void run() {
         for (int64_t start = 0; start < p_.length; start += chunk_) {
