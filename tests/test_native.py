@@ -151,6 +151,15 @@ def test_what_they_do_not_take_goes_to_torch(compiled):
     assert not native.takes(fewer._replace(key=fewer.key[:, :, :0]))
 
 
+@torch.no_grad()
+def test_a_token_of_64_bits_is_decoded_as_without_them(compiled):
+    model, ids = patch_model(tiny.llama(), "elu1"), tiny.tokens(1, 6)
+    cache = model(ids[:, :4]).past_key_values
+    before = [layer.state.S.data_ptr() for layer in cache.layers]
+    model(ids[:, 4:5], past_key_values=cache)
+    assert [layer.state.S.data_ptr() for layer in cache.layers] == before
+
+
 @pytest.mark.parametrize("patch", ["elu1", "gated", "hedgehog"])
 def test_a_single_token_is_learned_from(patch, compiled, monkeypatch):
     model, ids = patch_model(tiny.llama(dtype=torch.float32), patch), tiny.tokens(3, 1)

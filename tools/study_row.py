@@ -56,8 +56,6 @@ OFTEN = ("--batch-size", "2", "--eval-every", "400", "--checkpoint-every", "200"
 BOTH_AT_ONCE = ("--ce-weight", "1", "--distill-lr", "5e-4")
 """The divergence and the text in the same steps."""
 PATCH_FASTER = ("--patch-rate", "10")
-TO_ZERO = ("--min-lr-rate", "0")
-"""Where the learning rate ends; a tenth of the peak elsewhere."""
 HYBRID_BOTH_AT_ONCE = (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE)
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
 TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)

@@ -14,7 +14,6 @@ from study_row import (
     OFTEN,
     PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
-    TO_ZERO,
     TUNED,
     WINDOW,
     WINDOW_AND_FAR,
@@ -253,11 +252,6 @@ STAGES: tuple[Row, ...] = (
                 (*ALL_WEIGHTS, "--batch-size", "1", *OFTEN[2:], *PATCH_FASTER, "--distill-lr", "3.5e-4"),
                 "steps of 1 row",
             ),
-            (
-                "zero",
-                (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE[2:], *TO_ZERO),
-                "rates that end at 0",
-            ),
         )
     ),
     Row(
@@ -291,31 +285,41 @@ STAGES: tuple[Row, ...] = (
             "convert",
             "window+gated",
             {**WINDOW, **TAYLOR2_BEHIND_A_LAYER},
-            (*ALL_WEIGHTS, *OFTEN, *BOTH_AT_ONCE, *extra),
-            told=f"`window+gated` (64, taylor2, a layer in front, half-lives from 4), divergence and "
-            f"text at once in steps of 2 rows{told}",
+            (*ALL_WEIGHTS, *OFTEN, "--ce-weight", "1", "--distill-lr", rate, *extra),
+            told="`window+gated` (64, taylor2, a layer in front, half-lives from 4), divergence and text at "
+            f"once in steps of 2 rows{told}",
         )
-        for name, extra, told in (
-            ("both", PATCH_FASTER, ""),
+        for name, rate, extra, told in (
+            ("both", "5e-4", PATCH_FASTER, ""),
             (
                 "drop-both",
+                "5e-4",
                 (*PATCH_FASTER, "--drop-window", "0.1"),
                 ", window dropped in a tenth of the distillation",
             ),
             (
                 "drop-rarely",
+                "5e-4",
                 (*PATCH_FASTER, "--drop-window", "0.03"),
                 ", window dropped in 3 % of the distillation",
             ),
             (
                 "zero",
-                (*PATCH_FASTER, *TO_ZERO, "--drop-window", "0.1"),
-                ", window dropped in a tenth of the distillation, rates that end at 0",
+                "5e-4",
+                (*PATCH_FASTER, "--drop-window", "0.1", "--min-lr-rate", "0"),
+                ", window dropped in a tenth of the distillation, rates that end at 0 (others: at a tenth)",
+            ),
+            (
+                "fast",
+                "1e-3",
+                (*PATCH_FASTER, "--drop-window", "0.1"),
+                ", window dropped in a tenth of the distillation, at twice the rate",
             ),
             (
                 "even",
+                "5e-4",
                 ("--drop-window", "0.03"),
-                ", window dropped in 3 %, its own parameters at the same rate",
+                ", window dropped in 3 % of the distillation, its own parameters at no other rate",
             ),
         )
     ),
@@ -324,7 +328,6 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
-        TO_ZERO,
         (*ALL_WEIGHTS, *OFTEN, *BOTH_AT_ONCE),
         told="`gated` (taylor2, a layer in front), divergence and text at once, steps of 2 rows",
     ),
@@ -333,7 +336,6 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
-        TO_ZERO,
         (*ALL_WEIGHTS, *MUON),
         told="`gated` (taylor2, a layer in front), Muon",
     ),
@@ -342,7 +344,6 @@ STAGES: tuple[Row, ...] = (
         "convert",
         "gated",
         TAYLOR2_BEHIND_A_LAYER,
-        TO_ZERO,
         ("--lora", "16"),
         told="`gated` (taylor2, a layer in front), LoRA of rank 16",
     ),
@@ -352,15 +353,6 @@ STAGES: tuple[Row, ...] = (
         "finetune",
         extra=(*OFTEN, "--max-steps", "980", "--lr", "1.5e-4"),
         told="control, steps of 2 rows in place of 8, at a rate of 1.5e-4",
-    ),
-    *(
-        Row(
-            f"control-zero{name}",
-            "finetune",
-            extra=(*TO_ZERO, "--lr", rate),
-            told=f"control, rate from {rate} to 0 (others: from 3e-4 to a tenth)",
-        )
-        for name, rate in (("", "3e-4"), ("-1e-3", "1e-3"))
     ),
     Row("control-1e-4", "finetune", extra=("--lr", "1e-4"), told="control at a rate of 1e-4 (others: 3e-4)"),
     Row("control-1e-3", "finetune", extra=("--lr", "1e-3"), told="control at a rate of 1e-3"),

@@ -43,7 +43,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
         return False
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them
-        return key.shape[2] > 1 or (native_library.asked() and not torch.compiler.is_compiling())
+        return key.shape[2] > 1 or (not torch.compiler.is_compiling() and native.reads(query, key, value))
     if not query.is_cuda:
         return False
     allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)

@@ -19,12 +19,17 @@ _FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
 """`Problem` of ops/cpp/head.h; a forward reads the first part of it."""
 
 
-def takes(inputs: Inputs) -> bool:
-    """Whether they were asked for and can: on a CPU, of at most 32 bits, and not of nothing."""
-    query, key, value, _, S, z, log_decay, _ = inputs
+def reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether they were asked for and can read these: on a CPU, of at most 32 bits."""
     if not native_library.asked() or not query.is_cpu or type(query) is not Tensor:
         return False  # a tensor of another class may have no memory to read
-    if not (query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES):
+    return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES
+
+
+def takes(inputs: Inputs) -> bool:
+    """Whether they were asked for and can: as `reads`, sums in float32, and not of nothing."""
+    query, key, value, _, S, z, log_decay, _ = inputs
+    if not reads(query, key, value):
         return False
     summed = (S is None or S.dtype == SUMS) and (z is None or z.dtype == SUMS)
     if not summed or not (log_decay is None or log_decay.dtype == SUMS):
