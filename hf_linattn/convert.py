@@ -62,7 +62,7 @@ examples:
       --preset quick --output-dir out
   python -m hf_linattn.convert ... --output-dir out --resume   # after a crash or Ctrl-C; also the first time
   python -m hf_linattn.convert ... --patch elu1 --learn-front   # a learned layer in front of a fixed map
-  python -m hf_linattn.convert ... --patch window+hedgehog --options '{"size": 64}' --drop-window 0.5
+  python -m hf_linattn.convert ... --patch window+hedgehog --options '{"size": 64}' --drop-window 0.1
   python -m hf_linattn.convert ... --stages distill                # one stage alone
   accelerate launch --num_processes 2 -m hf_linattn.convert --model Qwen/Qwen3-0.6B --mixed-precision bf16 \\
       --patch '{"0,2-13,15-26": "hedgehog"}' --data wikitext:wikitext-103-raw-v1 --preset lora \\
