@@ -31,7 +31,7 @@ inline void store(float* x, Floats y) { *reinterpret_cast<Unaligned*>(x) = y; }
 inline Floats all(float x) { return x - Floats{}; }
 inline int padded(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
-// Lanes of a and b, which count on from those of a, in an order that the compiler knows.
+// Lanes of a and b (those of b count on from a's), in an order that the compiler knows.
 template <class Order, int... lane>
 inline Floats shuffled(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
