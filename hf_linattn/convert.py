@@ -136,6 +136,9 @@ class ConvertArguments:
         "adamw; or muon for the weights of linear layers and AdamW for the rest, at the same rates",
         choices=("adamw", "muon"),
     )
+    adam_beta2: float = option(
+        0.95, "AdamW's beta2; nearer to 1 for steps of few rows (arXiv:2507.07101)", minimum=0, maximum=0.9999
+    )
     lora: int | None = option(
         None,
         "rank of LoRA in distill and finetune; 0 trains all weights (default: see below)",

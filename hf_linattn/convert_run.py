@@ -199,7 +199,7 @@ def _stage_arguments(
     names = (
         *("text_column", "data_split", "batch_size", "grad_accum", "optimizer", "eval_split"),
         *("eval_every", "eval_blocks", "patience", "no_dropout", "mixed_precision", "dtype", "seed"),
-        *("checkpoint_every", "cpu", "sliding", "min_lr_rate"),
+        *("checkpoint_every", "cpu", "sliding", "min_lr_rate", "adam_beta2"),
     )
     held_out = arguments.eval_data
     return FinetuneArguments(

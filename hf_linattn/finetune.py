@@ -103,6 +103,9 @@ class FinetuneArguments:
         "adamw; or muon for the weights of linear layers and AdamW for the rest, at the same --lr",
         choices=("adamw", "muon"),
     )
+    adam_beta2: float = option(
+        0.95, "AdamW's beta2; nearer to 1 for steps of few rows (arXiv:2507.07101)", minimum=0, maximum=0.9999
+    )
     weight_decay: float = option(0.0, "the optimizer's weight decay", minimum=0)
     max_grad_norm: float = option(1.0, "clip the gradient to this norm; 0 does not clip", minimum=0)
     lora: int = option(

@@ -24,7 +24,7 @@ class MuonAdamW(Optimizer):
     ("Muon is Scalable for LLM Training", arXiv:2502.16982, equation 4), so that both take the same rate.
     """
 
-    def __init__(self, groups: list[Group], lr: float, weight_decay: float) -> None:
+    def __init__(self, groups: list[Group], lr: float, weight_decay: float, adam_beta2: float) -> None:
         """Groups as of any optimiser, each with "muon"; learning rate and weight decay of both."""
         self.parts: dict[bool, Optimizer] = {}
         for muon in {bool(group["muon"]) for group in groups}:
@@ -32,7 +32,7 @@ class MuonAdamW(Optimizer):
             self.parts[muon] = (
                 Muon(mine, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
                 if muon
-                else _adamw(mine, lr, weight_decay)
+                else _adamw(mine, lr, weight_decay, adam_beta2)
             )
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
@@ -52,7 +52,12 @@ class MuonAdamW(Optimizer):
 
 
 def build(
-    name: Name, model: nn.Module, rate: Callable[[str], float], lr: float, weight_decay: float
+    name: Name,
+    model: nn.Module,
+    rate: Callable[[str], float],
+    lr: float,
+    weight_decay: float,
+    adam_beta2: float = 0.95,
 ) -> Optimizer:
     """The optimiser of the parameters that require gradients.
 
@@ -64,6 +69,7 @@ def build(
         rate: factor of the learning rate by the name of the parameter; it becomes "factor" of its group.
         lr: peak learning rate.
         weight_decay: decoupled.
+        adam_beta2: decay of AdamW's mean of squared gradients.
     """
     matrices = _matrices(model) if name == "muon" else set()
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -74,11 +80,12 @@ def build(
     made: list[Group] = [
         {"params": members, "factor": factor, "muon": muon} for (factor, muon), members in groups.items()
     ]
-    return MuonAdamW(made, lr, weight_decay) if name == "muon" else _adamw(made, lr, weight_decay)
+    make = MuonAdamW if name == "muon" else _adamw
+    return make(made, lr, weight_decay, adam_beta2)
 
 
-def _adamw(groups: list[Group], lr: float, weight_decay: float) -> Optimizer:
-    return AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+def _adamw(groups: list[Group], lr: float, weight_decay: float, beta2: float) -> Optimizer:
+    return AdamW(groups, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay)
 
 
 def _matrices(model: nn.Module) -> set[int]:

@@ -58,6 +58,7 @@ class LoopSettings:
     grad_accum: int = 1
     optimizer: optimizers.Name = "adamw"
     weight_decay: float = 0.0
+    adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
     seed: int = 0
     eval_every: int = 100
@@ -174,7 +175,9 @@ class TrainingLoop:
         if not sharded:  # otherwise each part goes there by itself
             model.to(accelerator.device)
         self.bare_model = model
-        optimizer = optimizers.build(settings.optimizer, model, rate, settings.lr, settings.weight_decay)
+        optimizer = optimizers.build(
+            settings.optimizer, model, rate, settings.lr, settings.weight_decay, settings.adam_beta2
+        )
         main = accelerator.is_main_process
         self._blueprint = Blueprint(model, main) if sharded else None
         self.model: Any

@@ -22,8 +22,8 @@ BERT = {
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 31, "n_positions": 32}
 
 
-def made(model, name="muon", factor=lambda parameter: 1.0, decay=0.0):
-    return build_optimizer(name, model, factor, 0.01, decay)
+def made(model, name="muon", factor=lambda parameter: 1.0, decay=0.0, beta2=0.95):
+    return build_optimizer(name, model, factor, 0.01, decay, beta2)
 
 
 def names_of(model, optimizer, muon):
@@ -103,14 +103,18 @@ def test_its_state_goes_through_a_state_dict():
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def test_adamw_is_what_it_was():
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_adamw_is_that_of_torch(beta2):
     model = llama(dtype=torch.float32)
     other = copy.deepcopy(model)
-    ours = made(model, "adamw")
-    torchs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
-    for one, optimizer in ((model, ours), (other, torchs)):
-        gradients(one)
-        optimizer.step()
+    ours = made(model, "adamw", beta2=beta2)
+    torchs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.9, beta2), weight_decay=0.0)
+    for times in (1.0, 3.0):  # after one step alone every beta2 gives the same
+        for one, optimizer in ((model, ours), (other, torchs)):
+            gradients(one)
+            for parameter in one.parameters():
+                parameter.grad *= times
+            optimizer.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
 

@@ -55,6 +55,8 @@ OFTEN = ("--batch-size", "2", "--eval-every", "400", "--checkpoint-every", "200"
 """Four times as many steps with the same tokens."""
 BOTH_AT_ONCE = ("--ce-weight", "1", "--distill-lr", "5e-4")
 """The divergence and the text in the same steps."""
+LONG_MEMORY = ("--adam-beta2", "0.999")
+"""Of AdamW, for steps of few rows."""
 PATCH_FASTER = ("--patch-rate", "10")
 HYBRID_BOTH_AT_ONCE = (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE)
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
