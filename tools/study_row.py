@@ -63,6 +63,7 @@ FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
 TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)
 AT_A_LOW_RATE = ("--distill-tokens", "400000", "--distill-lr", "3e-4")
 NEAR_AND_FAR = {"shortest": 4, "half_life": 256}
+WINDOW_NEAR_AND_FAR = {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR}
 TAYLOR2_BEHIND_A_LAYER = {"feature_map": "taylor2", **NEAR_AND_FAR, "front": True}
 """The best linear map of the first table."""
 WINDOW_AND_FAR = {**WINDOW, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024}

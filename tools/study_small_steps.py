@@ -8,12 +8,12 @@ from study_row import (
     HYBRID_BOTH_AT_ONCE,
     LONG_MEMORY,
     MUON,
-    NEAR_AND_FAR,
     OFTEN,
     PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
     WINDOW,
     WINDOW_AND_FAR,
+    WINDOW_NEAR_AND_FAR,
     Row,
 )
 
@@ -112,7 +112,7 @@ SMALL_STEPS: tuple[Row, ...] = (
         "window-gated-hedgehog-drop-both",
         "convert",
         "window+gated",
-        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        WINDOW_NEAR_AND_FAR,
         (*HYBRID_BOTH_AT_ONCE, "--drop-window", "0.5"),
         told="`window+gated` (64, hedgehog, half-lives from 4), likewise, window dropped in half of the "
         "distillation",
@@ -121,7 +121,7 @@ SMALL_STEPS: tuple[Row, ...] = (
         "window-gated-hedgehog-drop-seldom",
         "convert",
         "window+gated",
-        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        WINDOW_NEAR_AND_FAR,
         (*HYBRID_BOTH_AT_ONCE, "--drop-window", "0.1"),
         told="`window+gated` (64, hedgehog, half-lives from 4), likewise, dropped in a tenth of it",
     ),
@@ -166,6 +166,15 @@ SMALL_STEPS: tuple[Row, ...] = (
                 "5e-4",
                 (*PATCH_FASTER, "--drop-window", "0.1", *LONG_MEMORY),
                 ", window dropped in a tenth of the distillation, AdamW's beta2 0.999 (others: 0.95)",
+            ),
+            (
+                "memory-long",
+                "5e-4",
+                (
+                    *(*PATCH_FASTER, "--drop-window", "0.1", *LONG_MEMORY),
+                    *("--transfer-tokens", "100000", "--distill-tokens", "900000"),
+                ),
+                ", window dropped in a tenth of the distillation, AdamW's beta2 0.999, 0.1 M of transfer",
             ),
             (
                 "even",

@@ -9,13 +9,13 @@ from study_row import (
     FINETUNED_LAST,
     LONG_MEMORY,
     MUON,
-    NEAR_AND_FAR,
     OFTEN,
     PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
     TUNED,
     WINDOW,
     WINDOW_AND_FAR,
+    WINDOW_NEAR_AND_FAR,
     Row,
 )
 from study_small_steps import SMALL_STEPS
@@ -154,7 +154,7 @@ STAGES: tuple[Row, ...] = (
         "window-gated-hedgehog-drop",
         "convert",
         "window+gated",
-        {**WINDOW, "feature_map": "hedgehog", **NEAR_AND_FAR},
+        WINDOW_NEAR_AND_FAR,
         (*ALL_WEIGHTS, "--drop-window", "0.5", "--distill-tokens", "400000", *FINETUNED_LAST),
         told="`window+gated` (64, hedgehog, half-lives from 4), window dropped in half of the distillation, "
         "fine-tuned in the last 0.4 M",
