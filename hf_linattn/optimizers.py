@@ -57,7 +57,7 @@ def build(
     rate: Callable[[str], float],
     lr: float,
     weight_decay: float,
-    adam_beta2: float = 0.95,
+    adam_beta2: float,
 ) -> Optimizer:
     """The optimiser of the parameters that require gradients.
 

@@ -67,7 +67,7 @@ class LoopSettings:
 
 
 def learning_rate(step: int, settings: LoopSettings) -> float:
-    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine."""
+    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine to its least."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)

@@ -58,6 +58,8 @@ BOTH_AT_ONCE = ("--ce-weight", "1", "--distill-lr", "5e-4")
 LONG_MEMORY = ("--adam-beta2", "0.999")
 """Of AdamW, for steps of few rows."""
 PATCH_FASTER = ("--patch-rate", "10")
+SHORT_TRANSFER = ("--transfer-tokens", "100000", "--distill-tokens", "900000")
+SELDOM_DROPPED = ("--drop-window", "0.1")
 HYBRID_BOTH_AT_ONCE = (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE)
 FINETUNED_LAST = ("--finetune-tokens", "400000", "--finetune-lr", "3e-4")
 TUNED = (*ALL_WEIGHTS, "--distill-tokens", "400000", *FINETUNED_LAST)

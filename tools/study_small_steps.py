@@ -10,6 +10,8 @@ from study_row import (
     MUON,
     OFTEN,
     PATCH_FASTER,
+    SELDOM_DROPPED,
+    SHORT_TRANSFER,
     TAYLOR2_BEHIND_A_LAYER,
     WINDOW,
     WINDOW_AND_FAR,
@@ -56,7 +58,7 @@ SMALL_STEPS: tuple[Row, ...] = (
         WINDOW,
         (
             *(*ALL_WEIGHTS, "--batch-size", "4", *OFTEN[2:], *PATCH_FASTER, "--ce-weight", "1"),
-            *("--distill-lr", "7e-4", "--transfer-tokens", "100000", "--distill-tokens", "900000"),
+            *("--distill-lr", "7e-4", *SHORT_TRANSFER),
         ),
         told="`window+hedgehog` (64), transfer in 0.1 M, both at once in 0.9 M, steps of 4 rows",
     ),
@@ -87,14 +89,14 @@ SMALL_STEPS: tuple[Row, ...] = (
             ),
             (
                 "memory",
-                (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE[2:], *LONG_MEMORY),
+                (*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, "--distill-lr", "5e-4", *LONG_MEMORY),
                 "AdamW's beta2 0.999 (others: 0.95)",
             ),
             (
                 "memory-long",
                 (
-                    *(*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, *BOTH_AT_ONCE[2:], *LONG_MEMORY),
-                    *("--transfer-tokens", "100000", "--distill-tokens", "900000"),
+                    *(*ALL_WEIGHTS, *OFTEN, *PATCH_FASTER, "--distill-lr", "5e-4"),
+                    *(*LONG_MEMORY, *SHORT_TRANSFER),
                 ),
                 "AdamW's beta2 0.999, transfer in 0.1 M, both at once in 0.9 M",
             ),
@@ -122,7 +124,7 @@ SMALL_STEPS: tuple[Row, ...] = (
         "convert",
         "window+gated",
         WINDOW_NEAR_AND_FAR,
-        (*HYBRID_BOTH_AT_ONCE, "--drop-window", "0.1"),
+        (*HYBRID_BOTH_AT_ONCE, *SELDOM_DROPPED),
         told="`window+gated` (64, hedgehog, half-lives from 4), likewise, dropped in a tenth of it",
     ),
     *(
@@ -140,7 +142,7 @@ SMALL_STEPS: tuple[Row, ...] = (
             (
                 "drop-both",
                 "5e-4",
-                (*PATCH_FASTER, "--drop-window", "0.1"),
+                (*PATCH_FASTER, *SELDOM_DROPPED),
                 ", window dropped in a tenth of the distillation",
             ),
             (
@@ -152,28 +154,25 @@ SMALL_STEPS: tuple[Row, ...] = (
             (
                 "zero",
                 "5e-4",
-                (*PATCH_FASTER, "--drop-window", "0.1", "--min-lr-rate", "0"),
+                (*PATCH_FASTER, *SELDOM_DROPPED, "--min-lr-rate", "0"),
                 ", window dropped in a tenth of the distillation, rates that end at 0 (others: at a tenth)",
             ),
             (
                 "fast",
                 "1e-3",
-                (*PATCH_FASTER, "--drop-window", "0.1"),
+                (*PATCH_FASTER, *SELDOM_DROPPED),
                 ", window dropped in a tenth of the distillation, at twice the rate",
             ),
             (
                 "memory",
                 "5e-4",
-                (*PATCH_FASTER, "--drop-window", "0.1", *LONG_MEMORY),
+                (*PATCH_FASTER, *SELDOM_DROPPED, *LONG_MEMORY),
                 ", window dropped in a tenth of the distillation, AdamW's beta2 0.999 (others: 0.95)",
             ),
             (
                 "memory-long",
                 "5e-4",
-                (
-                    *(*PATCH_FASTER, "--drop-window", "0.1", *LONG_MEMORY),
-                    *("--transfer-tokens", "100000", "--distill-tokens", "900000"),
-                ),
+                (*PATCH_FASTER, *SELDOM_DROPPED, *LONG_MEMORY, *SHORT_TRANSFER),
                 ", window dropped in a tenth of the distillation, AdamW's beta2 0.999, 0.1 M of transfer",
             ),
             (
