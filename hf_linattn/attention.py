@@ -155,7 +155,7 @@ class LinearAttention(StatefulAttention):
 
     packs = True
     group = "feature map"
-    fused: ClassVar[str] = "none"
+    fused: str = "none"
     eps: float = 0.0
     features: int | None = None
     summed: bool = True
@@ -203,12 +203,22 @@ class LinearAttention(StatefulAttention):
         """
         return total
 
+    @property
+    def fades(self) -> bool:
+        """Whether there is decay."""
+        return type(self).log_decay is not LinearAttention.log_decay
+
+    def decays(self, tokens: Tokens) -> Tensor | None:
+        """Logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
+        if not self.fades:
+            return None
+        decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
+        return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
+
     def mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features of keys and values, zero at padded tokens; and the logarithm of the decay."""
-        key, value = upcast(tokens.key), upcast(tokens.value)
-        decay = self.log_decay(key, value)
-        decay = None if decay is None else tokens.hide(decay.expand(key.shape[0], key.shape[1], -1))
-        return tokens.hide(self.key_map(key)), tokens.hide(value), decay
+        features = self.key_map(upcast(tokens.key))
+        return tokens.hide(features), tokens.hide(upcast(tokens.value)), self.decays(tokens)
 
     def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
         """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep`.

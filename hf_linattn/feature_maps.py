@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention
@@ -63,6 +64,11 @@ def fronted(learned: nn.ParameterDict, side: str, x: Tensor) -> Tensor:
     return torch.einsum("bhnd,hfd->bhnf", x, learned[side].to(x)) if side in learned else x
 
 
+def floored(x: Tensor, least: float) -> Tensor:
+    """Held above `least`, as by `clamp_min`, whose backward takes ten times as long on a CPU."""
+    return F.threshold(x, least, least)
+
+
 class NamedMapAttention(LinearAttention):
     """Linear attention over the map of another patch, with a learned layer in front of it where wanted."""
 
@@ -75,6 +81,15 @@ class NamedMapAttention(LinearAttention):
         self.map = named_map("feature_map", name, site)
         self.features = self.map.features
         self.fronts = fronts(site) if front else nn.ParameterDict()
+        if not front and self._adds_nothing():
+            self.fused, self.eps = self.map.fused, self.map.eps
+
+    def _adds_nothing(self) -> bool:
+        """Whether the maps are no others than those of the patch, as a class made from this one may have."""
+        changed = ((NamedMapAttention, ("query_map", "key_map")), (LinearAttention, ("mapped",)))
+        return all(
+            getattr(type(self), part) is getattr(base, part) for base, parts in changed for part in parts
+        )
 
     def query_map(self, query: Tensor) -> Tensor:
         """phi_q."""

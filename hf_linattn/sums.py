@@ -18,7 +18,8 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     """As `LinearAttention.sums`."""
     query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
-    if not has_kernels(query, tokens.key, tokens.value, fused, documents is not None):
+    linked = documents is not None or attention.fades
+    if not has_kernels(query, tokens.key, tokens.value, fused, linked):
         phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total, after = linear.causal(
             phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
@@ -38,7 +39,7 @@ def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Ten
     """Numerator, or output where `divide`, `[B, H, N, Dv]`, and total `[B, H, N]`, over all keys."""
     query, fused = tokens.query, attention.fused
     assert query is not None
-    if not has_kernels(query, tokens.key, tokens.value, fused, packed=False):
+    if not has_kernels(query, tokens.key, tokens.value, fused, linked=False):
         phi_q, (phi_k, value, _) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
         return linear.normalised(numerator, total) if divide else numerator, total
@@ -56,4 +57,4 @@ def _inputs(attention: Any, tokens: Tokens, divide: bool, state: State | None = 
         return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
     value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
     hidden = None if tokens.valid is None else ~tokens.valid
-    return Inputs(tokens.query, tokens.key, value, hidden, S, z, None, tokens.documents)
+    return Inputs(tokens.query, tokens.key, value, hidden, S, z, attention.decays(tokens), tokens.documents)

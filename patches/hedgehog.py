@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
+from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -47,4 +48,4 @@ class Hedgehog(LinearAttention):
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))
-        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1).clamp_min(FLOOR)
+        return floored(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)

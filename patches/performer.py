@@ -4,6 +4,7 @@ import math
 import zlib
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention
@@ -111,7 +112,7 @@ class Performer(LinearAttention):
     def key_map(self, key: Tensor) -> Tensor:
         """phi(k) without the constant 1 / sqrt(m), which divides away."""
         norm = key.square().sum(-1, keepdim=True) * (0.5 * key.shape[-1] ** -0.5)
-        features: Tensor = (self._projected(key) - norm).clamp(-LIMIT, LIMIT).exp()
+        features: Tensor = F.hardtanh(self._projected(key) - norm, -LIMIT, LIMIT).exp()
         return features
 
     def _projected(self, x: Tensor) -> Tensor:

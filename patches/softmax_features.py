@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention
+from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
 
 FLOOR = 1e-12
@@ -26,4 +27,4 @@ class SoftmaxFeatures(LinearAttention):
 
     def feature_map(self, x: Tensor) -> Tensor:
         """Softmax over D."""
-        return x.softmax(-1).clamp_min(FLOOR)
+        return floored(x.softmax(-1), FLOOR)

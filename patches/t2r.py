@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import OptionError
+from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -62,4 +63,4 @@ class T2R(LinearAttention):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         x = x.unflatten(1, (weight.shape[0], -1))
         x = torch.einsum("bhgnd,hfd->bhgnf", x, weight) + bias[:, None, None]
-        return x.clamp_min(FLOOR).flatten(1, 2)
+        return floored(x, FLOOR).flatten(1, 2)

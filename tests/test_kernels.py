@@ -98,8 +98,6 @@ def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=
 def every_input(shape, how):
     """With and without padding, a state before, decay and documents; dense and strided."""
     for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
-        if decay and how.kind != "none":
-            continue
         yield random_inputs(
             shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
         )

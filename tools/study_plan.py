@@ -8,6 +8,7 @@ from study_bases import Base
 from study_row import (
     ALL_WEIGHTS,
     ALONE,
+    LONG_MEMORY,
     NEAR_AND_FAR,
     PATCH_FASTER,
     TAYLOR2_BEHIND_A_LAYER,
@@ -125,6 +126,27 @@ LONG: tuple[Row, ...] = (
         "window+gated",
         WINDOW_AND_FAR,
         LONG_HYBRID,
+    ),
+    Row(
+        "window-gated-hedgehog-memory",
+        "convert",
+        "window+gated",
+        WINDOW_AND_FAR,
+        (*LONG_HYBRID, *LONG_MEMORY),
+        told="`window+gated` (64, hedgehog), likewise, AdamW's beta2 0.999 (others: 0.95)",
+    ),
+    Row(
+        "window-gated-hedgehog-both-memory",
+        "convert",
+        "window+gated",
+        WINDOW_AND_FAR,
+        (
+            *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, *LONG_MEMORY),
+            *("--transfer-tokens", "300000", "--distill-tokens", "9700000"),
+            *("--ce-weight", "3", "--distill-lr", "7e-4"),
+        ),
+        told="`window+gated` (64, hedgehog), AdamW's beta2 0.999, divergence and text at once to the end, "
+        "the text three times as heavy",
     ),
     Row(
         "window-gated-taylor2",

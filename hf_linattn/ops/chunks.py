@@ -22,7 +22,7 @@ class How(NamedTuple):
     """What is computed.
 
     Attributes:
-        kind: one of `FEATURE_MAPS`; "none" where there is decay.
+        kind: one of `FEATURE_MAPS`.
         eps: added to the features of "relu".
         normalise: divide by the totals, rows whose total is 0 giving 0; False for the numerator.
         causal: a query sees the keys up to its own; False for all keys.

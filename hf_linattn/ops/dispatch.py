@@ -29,7 +29,7 @@ TRITON = "HF_LINATTN_TRITON"
 run on a GPU yet."""
 
 
-def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bool) -> bool:
+def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bool) -> bool:
     """Whether `ops.kernels` runs where these are; else vectorised torch operations compute them.
 
     Args:
@@ -37,7 +37,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
         kind: the map inside the kernel, "none" for features.
-        packed: there are documents.
+        linked: there are documents or decay.
     """
     if torch.compiler.is_exporting():  # an exported program runs without this package
         return False
@@ -47,7 +47,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, packed: bo
     if not query.is_cuda:
         return False
     allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)
-    return allowed and kind == "elu1" and not packed and triton_linear.supports(query, key, value)
+    return allowed and kind == "elu1" and not linked and triton_linear.supports(query, key, value)
 
 
 def steps(inputs: Inputs, how: How) -> bool:
@@ -99,7 +99,8 @@ causal linear attention, first line that fits:
                                      (ops/loop.py); of {2 * CHUNK} if that is all, if rows x key heads
                                      x their size are below {SMALL}, or with several threads and
                                      fewer than {FEW} rows x key heads
-  CUDA with {TRITON}=1 and triton, elu1, no packed documents
+  CUDA with {TRITON}=1 and triton, elu1, neither decay nor packed
+  documents
                                      Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
 bidirectional and cross-attention:

@@ -88,6 +88,7 @@ protected:
                 if (key_slopes) memset(key_slopes + j * size_row_, 0, size_row_ * sizeof(float));
             }
             if (p_.d_decay) d_decay(start)[j] -= dot(d_key, key_ + j * size_row_, size_row_);
+            if (links_.split) scale(d_key, links_.entering[j], size_row_);
             write_by_slope(p_.d_key, head_, start, j, d_key, key_slopes);
             write(p_.d_value, p_.d_value.at(row_, head_, start + j), wide_, d_value);
         }
@@ -132,17 +133,17 @@ private:
         if (!sums_.empty) transposed(sums_.S, wide_row_, size_row_, wide_row_, turned_, size_row_);
         for (int64_t start = 0; start < p_.length; start += chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_keys(start, count);
             read_links(start, count);
+            read_keys(start, count);
             transposed(value_, wide_row_, padded(count), wide_row_, value_across_, chunk_row_);
             for (int64_t head = first_query(); head < last_query(); ++head) queries_of(head, start, count);
             if (start + count == p_.length) break;
             const bool add = !sums_.empty;
-            outlive(turned_, sums_.z, sums_.empty);
-            enter(count);
-            const Left values{value_, 1, wide_row_};
-            product(values, wide_, count, key_, size_row_, turned_, size_row_, size_row_, add);
-            add_keys(sums_.z, count, add);
+            advance(turned_, sums_.z, sums_.empty, count, [&] {
+                const Left values{value_, 1, wide_row_};
+                product(values, wide_, count, key_, size_row_, turned_, size_row_, size_row_, add);
+                add_keys(sums_.z, count, add);
+            });
             sums_.empty = false;
         }
     }
@@ -162,7 +163,7 @@ private:
                                 false);
                 for (int m = i; m < seen; ++m) {
                     float* row = d_query_ + m * size_row_;
-                    const float share = links_.any ? links_.reading[m] : 1;
+                    const float share = links_.pairs ? links_.reading[m] : 1;
                     for (int d = 0; d < size_row_; d += WIDTH)
                         store(row + d, (load(row + d) + load(sums_.z + d) * shift[m]) * share);
                 }
@@ -177,6 +178,7 @@ private:
         for (int m = first; m < first + rows; ++m) {
             float* row = d_query_ + m * size_row_;
             if (p_.d_decay) d_decay(start)[m] += dot(row, query_ + m * size_row_, size_row_);
+            if (links_.split) scale(row, links_.reading[m], size_row_);
             write_by_slope(p_.d_query, head, start, m, row, slopes);
         }
     }
@@ -186,17 +188,18 @@ private:
         fill(sums_, p_.d_S_after, p_.d_z_after);
         for (int64_t start = (p_.length - 1) / chunk_ * chunk_; start >= 0; start -= chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_keys(start, count, slopes());
             read_links(start, count);
+            read_keys(start, count, slopes());
             transposed(key_, size_row_, padded(count), size_row_, across_, chunk_row_);
             transposed(value_, wide_row_, padded(count), wide_row_, value_across_, chunk_row_);
+            if (links_.split) outlive(sums_.S, sums_.z, sums_.empty);
             by_sums(count);
-            if (links_.any && !sums_.empty)
+            if (links_.pairs && !sums_.empty)
                 for (int j = 0; j < count; ++j) {
                     scale(d_key_ + j * size_row_, links_.entering[j], size_row_);
                     scale(d_value_ + j * wide_row_, links_.entering[j], wide_row_);
                 }
-            outlive(sums_.S, sums_.z, sums_.empty);
+            if (links_.pairs) outlive(sums_.S, sums_.z, sums_.empty);
             for (int64_t head = first_query(); head < last_query(); ++head) keys_of(head, start, count);
             write_keys(start, count);
         }
@@ -232,7 +235,7 @@ private:
             rows_of_product(d_scores, j, rows, seen_by, query, size_row_, d_key_, size_row_, size_row_, true);
         }
         if (start == 0 && !p_.S) return;  // nothing comes before
-        if (links_.any)
+        if (links_.pairs)
             for (int i = 0; i < count; ++i) scale(query_ + i * size_row_, links_.reading[i], size_row_);
         add_losses(shift, count);
     }

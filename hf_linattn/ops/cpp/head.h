@@ -91,13 +91,19 @@ struct State {
     bool empty;
 };
 
+constexpr float SPLIT = 40;  // e^40 times features and back is far from the ends of float32
+
 // What decay and borders between documents do to one chunk, as `Links` of ops/chunks.py.
+//
+// Where no document begins in it, and it decays by no more than e^-SPLIT, e^(r_i - r_j) is a product, and
+// queries and keys are read with a factor of it each (`split`): then the chunk is as one without decay, but
+// that what is behind it takes `surviving` of all sums, its own keys among them. Else pairs have their own.
 struct Links {
-    bool any;
+    bool given, split, pairs;
     float* running;   // log decay, summed from the start of the chunk
     float* document;  // small whole numbers
     float* reading;   // what each query takes of the state before the chunk
-    float* entering;  // what the state after the chunk takes of each key
+    float* entering;  // what the state after the chunk takes of each key; in a split one its factor
     float surviving;  // and of the state before
 };
 
@@ -131,7 +137,7 @@ protected:
         value_ = matrix(n, wide_row_);
         float* rows = matrix(4, n);
         memset(rows, 0, 4 * n * sizeof(float));
-        links_ = {p.log_decay || p.documents, rows, rows + n, rows + 2 * n, rows + 3 * n, 1};
+        links_ = {p.log_decay || p.documents, false, false, rows, rows + n, rows + 2 * n, rows + 3 * n, 1};
     }
 
     static int64_t longest(const Problem& p) { return std::min(p.chunk, std::max(p.length, p.keys)); }
@@ -205,6 +211,7 @@ protected:
             }
             read_row(p_.key, head_, start + j, key, size_, size_row_);
             feature_map(p_.map, eps_, false, key, slopes ? slopes + j * size_row_ : nullptr, size_);
+            if (links_.split) scale(key, links_.entering[j], size_row_);
             read_row(p_.value, head_, start + j, value, wide_, wide_row_);
         }
         const int behind = padded(count) - count;
@@ -217,6 +224,7 @@ protected:
             float* query = query_ + i * size_row_;
             read_row(p_.query, head, start + i, query, size_, size_row_);
             feature_map(p_.map, eps_, true, query, slopes ? slopes + i * size_row_ : nullptr, size_);
+            if (links_.split) scale(query, links_.reading[i], size_row_);
         }
     }
 
@@ -225,7 +233,7 @@ protected:
     int64_t totals(int64_t head, int64_t token) const { return (row_ * p_.heads + head) * p_.length + token; }
 
     void read_links(int64_t start, int count) {
-        if (!links_.any) return;
+        if (!links_.given) return;
         const float* decay = p_.log_decay ? at<float>(p_.log_decay) + pair_ * p_.length + start : nullptr;
         const int64_t* labels = p_.documents ? at<int64_t>(p_.documents) + row_ * p_.length + start : nullptr;
         const int64_t before = labels ? labels[start ? -1 : 0] : 0;
@@ -235,16 +243,19 @@ protected:
             links_.document[i] = labels ? labels[i] - before : 0;
         }
         const float last = links_.document[count - 1];
+        links_.split = !last && running >= -SPLIT;
+        links_.pairs = !links_.split;
+        const float behind = links_.split ? 0 : running;
         for (int i = 0; i < count; ++i) {
             links_.reading[i] = links_.document[i] ? 0 : std::exp(links_.running[i]);
-            links_.entering[i] = links_.document[i] == last ? std::exp(running - links_.running[i]) : 0;
+            links_.entering[i] = links_.document[i] == last ? std::exp(behind - links_.running[i]) : 0;
         }
         links_.surviving = last ? 0 : std::exp(running);
     }
 
     // Row `row` of scores, in whole vectors: what the query takes of each key, and nothing of later ones.
     void link(float* scores, int row, int columns) const {
-        if (links_.any)
+        if (links_.pairs)
             for (int j = 0; j < columns; j += WIDTH) {
                 const Floats later = links_.running[row] - load(links_.running + j), zero = {};
                 const Floats own = load(links_.document + j) - links_.document[row];
@@ -258,17 +269,22 @@ protected:
         for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
     }
 
-    // What is left of sums behind the chunk, before its own keys or queries are added.
+    // What is left of sums behind the chunk.
     void outlive(float* S, float* z, bool empty) const {
-        if (!links_.any || empty) return;
+        if (!links_.given || empty) return;
         scale(S, links_.surviving, size_row_ * wide_row_);
         scale(z, links_.surviving, size_row_);
     }
 
-    // Keys as the state behind the chunk takes them.
-    void enter(int count) {
-        if (links_.any)
+    // Sums as they are behind the chunk; `add` adds its own keys to what is left, or before all is scaled.
+    template <class Add>
+    void advance(float* S, float* z, bool empty, int count, Add add) {
+        if (links_.pairs) {
+            outlive(S, z, empty);
             for (int j = 0; j < count; ++j) scale(key_ + j * size_row_, links_.entering[j], size_row_);
+        }
+        add();
+        if (links_.split) outlive(S, z, false);
     }
 
     // Row `row` of scores of a chunk without those of later keys, in whole vectors.

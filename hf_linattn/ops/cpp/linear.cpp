@@ -31,11 +31,12 @@ public:
     void run() {
         for (int64_t start = 0; start < p_.length; start += chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_keys(start, count);
             read_links(start, count);
+            read_keys(start, count);
             transposed(key_, size_row_, padded(count), size_row_, key_across_, chunk_row_);
             for (int64_t head = first_query(); head < last_query(); ++head) attend(head, start, count);
-            if (start + count < p_.length || p_.keep) advance(count);
+            if (start + count < p_.length || p_.keep)
+                advance(before_.S, before_.z, before_.empty, count, [&] { add_pairs(before_, count); });
         }
         if (p_.keep) keep(before_, p_.S_after, p_.z_after);
     }
@@ -56,7 +57,7 @@ private:
                 for (int j = 0; j < columns; j += WIDTH) sums += load(row + j);
                 if (!before_.empty) {
                     float* query = query_ + m * size_row_;
-                    if (links_.any) scale(query, links_.reading[m], size_row_);
+                    if (links_.pairs) scale(query, links_.reading[m], size_row_);
                     for (int d = 0; d < size_row_; d += WIDTH) sums += load(query + d) * load(before_.z + d);
                 }
                 total[m] = sum(sums);
@@ -69,12 +70,6 @@ private:
             for (int m = i; m < seen; ++m)
                 write_output(head, start + m, numerator_ + m * wide_row_, total[m]);
         }
-    }
-
-    void advance(int count) {
-        outlive(before_.S, before_.z, before_.empty);
-        enter(count);
-        add_pairs(before_, count);
     }
 };
 
