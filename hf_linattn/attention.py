@@ -151,12 +151,14 @@ class LinearAttention(StatefulAttention):
             where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
             "relu", what it adds.
+        fades: there is a `log_decay`.
     """
 
     packs = True
     group = "feature map"
     fused: str = "none"
     eps: float = 0.0
+    fades: ClassVar[bool] = False
     features: int | None = None
     summed: bool = True
 
@@ -165,6 +167,7 @@ class LinearAttention(StatefulAttention):
         own = vars(cls)
         if {"feature_map", "query_map", "key_map", "log_decay", "mapped"} & own.keys() and "fused" not in own:
             cls.fused = "none"  # not the maps of the class that it was made from
+        cls.fades = cls.log_decay is not LinearAttention.log_decay
         if "denominator" in own and "summed" not in own:
             cls.summed = False
 
@@ -203,22 +206,10 @@ class LinearAttention(StatefulAttention):
         """
         return total
 
-    @property
-    def fades(self) -> bool:
-        """Whether there is decay."""
-        return type(self).log_decay is not LinearAttention.log_decay
-
-    def decays(self, tokens: Tokens) -> Tensor | None:
-        """Logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
-        if not self.fades:
-            return None
-        decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
-        return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
-
     def mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features of keys and values, zero at padded tokens; and the logarithm of the decay."""
         features = self.key_map(upcast(tokens.key))
-        return tokens.hide(features), tokens.hide(upcast(tokens.value)), self.decays(tokens)
+        return tokens.hide(features), tokens.hide(upcast(tokens.value)), sums.decays(self, tokens)
 
     def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
         """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep`.

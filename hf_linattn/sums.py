@@ -48,6 +48,14 @@ def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Ten
     return found.output, found.total
 
 
+def decays(attention: Any, tokens: Tokens) -> Tensor | None:
+    """Logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
+    if not attention.fades:
+        return None
+    decay = attention.log_decay(upcast(tokens.key), upcast(tokens.value))
+    return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
+
+
 def _inputs(attention: Any, tokens: Tokens, divide: bool, state: State | None = None) -> Inputs:
     """Of kernels: as they come where the map is in the kernel, else features."""
     assert tokens.query is not None
@@ -57,4 +65,4 @@ def _inputs(attention: Any, tokens: Tokens, divide: bool, state: State | None = 
         return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
     value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
     hidden = None if tokens.valid is None else ~tokens.valid
-    return Inputs(tokens.query, tokens.key, value, hidden, S, z, attention.decays(tokens), tokens.documents)
+    return Inputs(tokens.query, tokens.key, value, hidden, S, z, decays(attention, tokens), tokens.documents)

@@ -138,8 +138,17 @@ class Window(StatefulAttention):
         inside: Callable[[Sums | None], Tensor],
     ) -> tuple[Tensor, linear.State]:
         """The window and the linear attention, whose state goes on."""
-        summed = tokens if self.branches == "linear" else replace(leaving, query=tokens.query)
+        summed, inside_all = replace(leaving, query=tokens.query), 0
+        if self.branches == "linear":
+            summed = tokens
+        elif inner is None and tokens.length > self.size and not torch.compiler.is_compiling():
+            inside_all = self.size  # queries that see everything before them inside the window
+            summed = summed.slice(inside_all, tokens.length)
+            if tokens.valid is None and not self.sinks:
+                summed.valid = None  # all count
         numerator, total, inner = self._linear().sums(summed, inner)
+        if inside_all:
+            numerator, total = F.pad(numerator, (0, 0, inside_all, 0)), F.pad(total, (inside_all, 0))
         return self._mixed(tokens, inside, numerator, total), inner
 
     def _holds(self, tokens: Tokens) -> bool:

@@ -2,5 +2,20 @@
 
 import os
 
+import pytest
+
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where kernels in C++ are compiled, once for all tests of a process."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def compiled(folder, monkeypatch):
+    """Kernels in C++ are asked for."""
+    monkeypatch.setenv("HF_LINATTN_CPP", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

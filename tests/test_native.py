@@ -23,18 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def compiled(folder, monkeypatch):
-    """The kernels are asked for; they are compiled once for this page."""
-    monkeypatch.setenv(native_library.CPP, "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-
-
 def single(inputs, dtype=torch.float32):
     """The same numbers in single precision, and in double as they were rounded."""
     found = {}

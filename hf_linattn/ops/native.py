@@ -68,15 +68,15 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = _dense(inputs)
     loss, d_total, d_S, d_z = given
-    loss, d_total, d_S, d_z = _rows(loss), _whole(d_total), _whole(d_S), _whole(d_z)
-    read = Outputs(_rows(outputs.output), outputs.total.contiguous())
+    loss, d_total, d_S, d_z = rows(loss), _whole(d_total), _whole(d_S), _whole(d_z)
+    read = Outputs(rows(outputs.output), outputs.total.contiguous())
     query, key, value = (torch.empty_like(x) for x in inputs[:3])
     S = z = decay = None
     if how.causal:
         S, z = (None if x is None else torch.empty_like(x) for x in (inputs.S, inputs.z))
         decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
     numbers = _numbers(inputs, read, how, False, chunk)
-    arrays = (*_array(loss), *_array(query), *_array(key), *_array(value))
+    arrays = (*array(loss), *array(query), *array(key), *array(value))
     rest = (_address(x) for x in (d_total, d_S, d_z, S, z, decay))
     native_library.library().linattn_backward(_BACKWARD(*numbers, 0, 0, *arrays, *rest), how.eps)
     return Gradients(query, key, value, S, z, decay)
@@ -90,12 +90,13 @@ def _numbers(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int)
     by_row = (0, 0) if hidden is None else (hidden.data_ptr(), hidden.stride(0))
     sizes = (batch, heads, kv_heads, length, keys, size, wide)
     options = (kind, how.normalise, how.causal, keep, chunk, threads)
-    arrays = (*_array(query), *_array(key), *_array(value), *_array(outputs.output))
+    arrays = (*array(query), *array(key), *array(value), *array(outputs.output))
     rest = (_address(S), _address(z), _address(log_decay), _address(documents), _address(outputs.total))
     return (*sizes, *options, *arrays, *by_row, *rest)
 
 
-def _array(x: Tensor) -> tuple[int, ...]:
+def array(x: Tensor) -> tuple[int, ...]:
+    """`Array` of ops/cpp/numbers.h."""
     batch, head, token, _ = x.stride()
     return x.data_ptr(), DTYPES[x.dtype], batch, head, token
 
@@ -104,7 +105,7 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None or not x.numel() else x.data_ptr()
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """With a dense last axis."""
     return x if x.stride(3) == 1 else x.contiguous()
 
@@ -118,4 +119,4 @@ def _dense(inputs: Inputs) -> Inputs:
     query, key, value, hidden, *rest = inputs
     if hidden is not None and hidden.stride(1) != 1:
         hidden = hidden.contiguous()
-    return Inputs(_rows(query), _rows(key), _rows(value), hidden, *map(_whole, rest))
+    return Inputs(rows(query), rows(key), rows(value), hidden, *map(_whole, rest))

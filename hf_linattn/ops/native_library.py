@@ -24,7 +24,7 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 CPP = "HF_LINATTN_CPP"
 """Environment variable that asks for the C++ kernels."""
 SOURCES = Path(__file__).parent / "cpp"
-MAIN = "linear.cpp"
+MAIN = "kernels.cpp"
 COMPILERS = ("c++", "g++", "clang++")
 TARGET = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 """What older compilers for ARM do not know by the other name."""
@@ -65,8 +65,8 @@ def library() -> ctypes.CDLL:
         found = ctypes.CDLL(str(built))
     except OSError as error:
         raise UnsupportedCallError(f"{built} cannot be loaded ({error}): delete it. {_without()}") from error
-    for name in ("linattn_forward", "linattn_backward"):
-        function = getattr(found, name)
+    for name in ("forward", "backward", "window_forward", "window_backward"):
+        function = getattr(found, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None
     return found
 

@@ -1,5 +1,7 @@
 """Softmax over a sliding window through the fused kernel of the CPU, joined with sums from elsewhere.
 
+Or by the kernels in C++, `ops.native_window`, which do all of this tile by tile, where they were asked for.
+
 A block of queries sees one run of keys, so blocks become rows of the kernel: overlapping views of the keys,
 no copies. It gives o = sum_W exp(s_j) v_j / Z and lse = log Z. Sums over other tokens, e^l sum_j f_j v_j and
 e^l sum_j f_j, join by
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.ops import band, linear
+from hf_linattn.ops import band, linear, native_window
 from hf_linattn.ops.band import Sums, Window
 from hf_linattn.ops.sink import BACKWARD, FORWARD, dense, fits
 from hf_linattn.ops.softmax import scores_of
@@ -152,6 +154,23 @@ class _Blocks:
         return x[:, :, self.left : x.shape[2] - self.right]
 
 
+def _parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    marks: Tensor,
+    values: Tensor | None,
+    total: Tensor | None,
+    log_scale: Tensor | None,
+    reach: int,
+    scaling: float,
+) -> tuple[Window, Sums | None]:
+    window = Window(query, key, value, marks, reach, scaling)
+    if values is None or total is None or log_scale is None:
+        return window, None
+    return window, Sums(values, total, log_scale)
+
+
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -164,6 +183,9 @@ def _forward(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """o', and lse' `[B, H, N]`, 0 where nothing is seen."""
+    seen = _parts(query, key, value, marks, values, total, log_scale, reach, scaling)
+    if native_window.takes(*seen):
+        return native_window.forward(*seen)
     blocks = _Blocks(query, key, value, marks, reach)
     (batch, heads, length), padded = query.shape[:3], blocks.count * blocks.size
     output = query.new_empty(batch, padded, heads, value.shape[-1]).transpose(1, 2)
@@ -218,6 +240,9 @@ def _backward(
     scaling: float,
 ) -> list[Tensor]:
     """By query, key and value, and by the three of the other sums."""
+    seen = _parts(query, key, value, marks, values, total, log_scale, reach, scaling)
+    if native_window.takes(*seen):
+        return native_window.backward(grad, *seen, output, lse)
     blocks = _Blocks(query, key, value, marks, reach)
     outputs, logs, given = (blocks.over_queries(x) for x in (output, lse, grad))
     by_query = torch.empty_like(blocks.query)

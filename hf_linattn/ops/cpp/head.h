@@ -1,11 +1,11 @@
-// What forward and backward share: the problem, a thread's memory, and the chunks of one key head.
+// What forward and backward share: the problem, and the chunks of one key head.
 
 #pragma once
 
 #include <cmath>
 #include <limits>
-#include <vector>
 
+#include "memory.h"
 #include "numbers.h"
 #include "tiles.h"
 
@@ -65,32 +65,13 @@ inline void feature_map(int64_t map, float eps, bool query, float* x, float* slo
     for (int i = size; i < end; ++i) x[i] = 0;
 }
 
-// Memory of a thread, kept from call to call: fresh pages would take longer than a small attention.
-class Memory {
-    std::vector<float> kept_;
-    int64_t used_ = 0;
-
-public:
-    void reserve(int64_t count) {
-        used_ = 0;
-        if (static_cast<int64_t>(kept_.size()) < count) kept_.resize(count);
-    }
-    float* take(int64_t count) {
-        used_ += count;
-        return kept_.data() + used_ - count;
-    }
-    static Memory& own() {
-        static thread_local Memory one;
-        return one;
-    }
-};
-
 // The sums over keys before a chunk, S [D, Dv] (or its transpose) and z [D].
 struct State {
     float *S, *z;
     bool empty;
 };
 
+constexpr int PIECES = 24;   // of a thread's memory, at most
 constexpr float SPLIT = 40;  // e^40 times features and back is far from the ends of float32
 
 // What decay and borders between documents do to one chunk, as `Links` of ops/chunks.py.
@@ -131,7 +112,7 @@ protected:
           wide_row_(padded(wide_)),
           chunk_row_(chunk_row(p)) {
         const int64_t n = chunk_row_;
-        Memory::own().reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory);
+        Memory::own().reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory, PIECES);
         query_ = matrix(n, size_row_);
         key_ = matrix(n, size_row_);
         value_ = matrix(n, wide_row_);
@@ -265,10 +246,6 @@ protected:
         hide_later(scores, row, columns);
     }
 
-    static void scale(float* x, float factor, int64_t count) {
-        for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
-    }
-
     // What is left of sums behind the chunk.
     void outlive(float* S, float* z, bool empty) const {
         if (!links_.given || empty) return;
@@ -320,11 +297,5 @@ protected:
             for (int e = 0; e < wide_row_; e += WIDTH) store(numerator + e, load(numerator + e) / divisor);
         }
         write(p_.output, p_.output.at(row_, head, token), wide_, numerator);
-    }
-
-    static float dot(const float* x, const float* y, int columns) {
-        Floats total = {};
-        for (int i = 0; i < columns; i += WIDTH) total += load(x + i) * load(y + i);
-        return sum(total);
     }
 };

@@ -69,6 +69,16 @@ inline float greatest(Floats x) {
     return joined(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
+inline void scale(float* x, float factor, int64_t count) {  // in whole vectors, as below
+    for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
+}
+
+inline float dot(const float* x, const float* y, int columns) {
+    Floats total = {};
+    for (int i = 0; i < columns; i += WIDTH) total += load(x + i) * load(y + i);
+    return sum(total);
+}
+
 // e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
 inline Floats exp_of(Floats x) {
 #if !defined(__AVX512F__)

@@ -1,15 +1,12 @@
-// Linear attention: causal in chunks, as ops/loop.py has it, and over all keys.
+// Causal linear attention in chunks, as ops/loop.py has it.
 //
 //     num_i = sum_{j<=i} (phi(q_i) . phi(k_j)) v_j + phi(q_i)^T S_0,   output_i = num_i / total_i
 //
-// ("Transformers are RNNs", arXiv:2006.16236, equations 18 to 20.) Everything is brought to float32 chunk by
-// chunk.
+// ("Transformers are RNNs", arXiv:2006.16236, equations 18 to 20.)
 
-#include "backward.h"
-#include "both_ways.h"
+#pragma once
+
 #include "head.h"
-
-namespace {
 
 class Forward : Head {
     float *key_across_, *scores_, *numerator_;
@@ -72,25 +69,3 @@ private:
         }
     }
 };
-
-template <class Part>
-void each_pair(const Problem& p, float eps) {
-    const int64_t pairs = p.batch * p.kv_heads;
-#pragma omp parallel for num_threads(p.threads) schedule(dynamic) if (p.threads > 1 && pairs > 1)
-    for (int64_t pair = 0; pair < pairs; ++pair) Part(p, eps, pair).run();
-}
-
-}  // namespace
-
-extern "C" {
-
-void linattn_forward(const Problem* p, float eps) {
-    p->causal ? each_pair<Forward>(*p, eps) : each_pair<BothWays>(*p, eps);
-}
-
-void linattn_backward(const Problem* p, float eps) {
-    p->causal ? each_pair<Backward>(*p, eps) : each_pair<BothWaysBackward>(*p, eps);
-}
-
-int64_t linattn_problem_size() { return sizeof(Problem) / sizeof(int64_t); }
-}

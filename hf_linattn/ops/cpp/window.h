@@ -1,0 +1,143 @@
+// Softmax over a sliding window, tile by tile: what forward and backward share. ops/window.py has the
+// formulas.
+//
+// Query i sees the columns c with i < c <= i + reach. A block of queries meets the tiles of as many columns
+// from its own first one on; of those it may still meet, a ring is kept, so every key is read once.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "memory.h"
+#include "numbers.h"
+#include "tiles.h"
+
+// Filled in by ops/native_window.py, in this order.
+struct WindowProblem {
+    int64_t batch, heads, kv_heads, length, size, wide, reach, block, threads;  // `block` in whole vectors
+    Array query, key, value, output;  // keys and values of N + reach columns
+    int64_t marks, marks_row;         // bool [B, N + reach], True at columns that count
+    Array values;                     // float32 [B, H, N, Dv]: sums over other tokens; data 0 for none
+    int64_t total, log_scale;         // float32 [B, H, N], dense, with `values`
+    int64_t lse;                      // float32 [B, H, N], dense
+    // of the backward: the loss by the output, and by what the forward was given
+    Array d_output, d_query, d_key, d_value, d_values;
+    int64_t d_total, d_log_scale;  // float32 [B, H, N], dense
+};
+
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// Columns of a tile that a strip of queries may see, in whole vectors.
+struct Range {
+    int from, to;
+};
+
+// One key head of one row, and the queries that share it.
+class Window {
+protected:
+    const WindowProblem& p_;
+    const float scaling_;
+    const int64_t row_, head_, shared_, columns_;
+    const int size_, wide_, block_, size_row_, wide_row_, tiles_;
+    float *query_, *scores_, *shade_, *shaded_;
+    int64_t loaded_ = 0;  // tiles so far
+
+    Window(const WindowProblem& p, float scaling, int64_t pair, int64_t more_memory)
+        : p_(p),
+          scaling_(scaling),
+          row_(pair / p.kv_heads),
+          head_(pair % p.kv_heads),
+          shared_(p.heads / p.kv_heads),
+          columns_(p.length + p.reach),
+          size_(p.size),
+          wide_(p.wide),
+          block_(p.block),
+          size_row_(padded(size_)),
+          wide_row_(padded(wide_)),
+          tiles_(ring(p)) {
+        const int64_t n = block_;
+        Memory::own().reserve(n * (size_row_ + n + tiles_) + tiles_ + more_memory, PIECES);
+        query_ = matrix(n, size_row_);
+        scores_ = matrix(n, n);
+        shade_ = matrix(tiles_, n);
+        shaded_ = matrix(tiles_, 1);
+    }
+
+    static constexpr int PIECES = 24;  // of a thread's memory, at most
+
+    // Tiles that the queries of a block may see.
+    static int64_t ring(const WindowProblem& p) { return (p.block - 1 + p.reach) / p.block + 1; }
+    static float* matrix(int64_t rows, int64_t columns) { return Memory::own().take(rows * columns); }
+
+    // The place of a tile in a ring of matrices.
+    float* in_ring(float* ring, int64_t tile, int64_t numbers) const {
+        return ring + tile % tiles_ * numbers;
+    }
+
+    int64_t first_query() const { return head_ * shared_; }
+    int64_t last_query() const { return (head_ + 1) * shared_; }
+    int64_t last_tile(int64_t start, int count) const { return (start + count - 1 + p_.reach) / block_; }
+    int64_t place(int64_t head, int64_t token) const { return (row_ * p_.heads + head) * p_.length + token; }
+    bool others() const { return p_.values.data; }
+
+    void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
+        read(x, x.at(row_, head, token), count, to);
+        for (int i = count; i < row; ++i) to[i] = 0;
+    }
+
+    void read_queries(int64_t head, int64_t start, int count) {
+        for (int i = 0; i < count; ++i) {
+            float* query = query_ + i * size_row_;
+            read_row(p_.query, head, start + i, query, size_, size_row_);
+            scale(query, scaling_, size_row_);
+        }
+    }
+
+    // The columns of a tile of keys or values; 0 behind the last.
+    void read_tile(const Array& x, int64_t tile, float* to, int count, int row) const {
+        const int64_t first = tile * block_;
+        const int there = std::min<int64_t>(block_, columns_ - first);
+        for (int j = 0; j < there; ++j) read_row(x, head_, first + j, to + j * row, count, row);
+        memset(to + there * row, 0, (block_ - there) * row * sizeof(float));
+    }
+
+    // What is added to the scores of a tile's columns, and of how many it takes all.
+    void read_shade(int64_t tile) {
+        float *shade = in_ring(shade_, tile, block_), &shaded = *in_ring(shaded_, tile, 1);
+        shaded = 0;
+        const uint8_t* marks = at<uint8_t>(p_.marks) + row_ * p_.marks_row;
+        for (int j = 0; j < block_; ++j) {
+            const int64_t column = tile * block_ + j;
+            shade[j] = column < columns_ && marks[column] ? 0 : NEVER;
+            shaded += shade[j] != 0;
+        }
+    }
+
+    bool dark(int64_t tile) const { return *in_ring(shaded_, tile, 1) == block_; }
+
+    // Last column of a tile that the first query of a block sees; each query sees one more than that before
+    // it.
+    int64_t farthest(int64_t block, int64_t tile) const { return p_.reach - (tile - block) * block_; }
+
+    Range range(int64_t block, int64_t tile, int row, int rows) const {
+        const int from = tile == block ? (row + 1) / WIDTH * WIDTH : 0;
+        const int64_t to = std::max<int64_t>(farthest(block, tile) + row + rows, 0);
+        return {from, padded(std::min<int64_t>(to, block_))};
+    }
+
+    // Row `row` of scores without those of columns that it does not see.
+    void hide(float* scores, int64_t block, int64_t tile, int row, Range range) const {
+        const bool inside = tile != block && farthest(block, tile) + 1 >= block_;
+        if (inside && *in_ring(shaded_, tile, 1) == 0) return;
+        const float* shade = in_ring(shade_, tile, block_);
+        const int64_t last = std::min<int64_t>(farthest(block, tile) + row, block_);
+        const int first = tile == block ? row : -1;  // columns above it
+        for (int j = range.from; j < range.to; j += WIDTH) {
+            const Ints column = lanes() + j;
+            const Floats found = load(scores + j) + load(shade + j);
+            const Ints seen = (column > first) & (column <= static_cast<int>(last));
+            store(scores + j, seen ? found : all(NEVER));
+        }
+    }
+};

@@ -1,0 +1,83 @@
+"""Softmax over a sliding window by the C++ kernels of `ops/cpp`, joined with sums from elsewhere."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops import native, native_library
+from hf_linattn.ops.band import Sums, Window
+from hf_linattn.ops.native import SUMS
+
+BLOCK = 96
+"""Queries, and columns, that go through a product together: measured, from 32 to 128."""
+VECTOR = 16
+"""Floats in the longest vectors of any processor."""
+_FORWARD, _BACKWARD = struct.Struct("39q").pack, struct.Struct("66q").pack
+"""`WindowProblem` of ops/cpp/window.h; a forward reads the first part of it."""
+
+
+def takes(window: Window, other: Sums | None) -> bool:
+    """Whether they were asked for and can read these: as `native.reads`, sums in float32."""
+    tensors = window[:3]
+    return native.reads(*tensors) and all(x.dtype == SUMS for x in other or ())
+
+
+def forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
+    """Output `[B, H, N, Dv]`, a view of `[B, N, H, Dv]`, and the log-sum-exp `[B, H, N]`, 0 where nothing is.
+
+    Raises:
+        UnsupportedCallError: they cannot be compiled.
+    """
+    window, other = _dense(window, other)
+    query, value = window.query, window.value
+    (batch, heads, length, _), wide = query.shape, value.shape[3]
+    output = query.new_empty_strided(
+        (batch, heads, length, wide), (length * heads * wide, wide, heads * wide, 1)
+    )
+    lse = query.new_empty(batch, heads, length, dtype=SUMS)
+    problem = _FORWARD(*_numbers(window, other, output, lse))
+    native_library.library().linattn_window_forward(problem, window.scaling)
+    return output, lse
+
+
+def backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, lse: Tensor) -> list[Tensor]:
+    """By query, key and value, and by the three of the other sums."""
+    window, other = _dense(window, other)
+    grad, output, lse = native.rows(grad), native.rows(output), lse.contiguous()
+    found = [torch.empty_like(x) for x in (*window[:3], *(other or ()))]
+    query, key, value, *by_other = found
+    arrays = [x for y in (grad, query, key, value) for x in native.array(y)]
+    rest = _of_others(by_other)
+    problem = _BACKWARD(*_numbers(window, other, output, lse), *arrays, *rest)
+    native_library.library().linattn_window_backward(problem, window.scaling)
+    return found
+
+
+def _numbers(window: Window, other: Sums | None, output: Tensor, lse: Tensor) -> tuple[int, ...]:
+    """`WindowProblem` up to `lse`."""
+    query, key, value, marks, reach, _ = window
+    (batch, heads, length, size), kv_heads, wide = query.shape, key.shape[1], value.shape[3]
+    block = min(BLOCK, -(-length // VECTOR) * VECTOR)
+    sizes = (batch, heads, kv_heads, length, size, wide, reach, block, torch.get_num_threads())
+    arrays = [x for y in (query, key, value, output) for x in native.array(y)]
+    return (*sizes, *arrays, marks.data_ptr(), marks.stride(0), *_of_others(other or ()), lse.data_ptr())
+
+
+def _of_others(other: Sums | list[Tensor] | tuple[()]) -> tuple[int, ...]:
+    """An array and two addresses, or zeros."""
+    if not other:
+        return (0,) * 7
+    values, total, log_scale = other
+    return (*native.array(values), total.data_ptr(), log_scale.data_ptr())
+
+
+def _dense(window: Window, other: Sums | None) -> tuple[Window, Sums | None]:
+    """As the kernels read them."""
+    query, key, value = map(native.rows, window[:3])
+    marks = window.marks if window.marks.stride(1) == 1 else window.marks.contiguous()
+    if other is not None:
+        other = Sums(native.rows(other.values), other.total.contiguous(), other.log_scale.contiguous())
+    return Window(query, key, value, marks, *window[4:]), other
