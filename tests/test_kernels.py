@@ -130,6 +130,20 @@ def test_forms_and_their_gradients_are_the_formula(how, shape):
         compare(given, how)
 
 
+def forgetful(state, packed):
+    """Chunks that forget all, e^-60 and less, between chunks that forget little, some e^-10."""
+    given = random_inputs((2, 4, 2, 400, 24, 16), How("elu1"), decay=True, state=state, packed=packed)
+    strong = (torch.arange(400) // 100 % 2).bool()
+    with torch.no_grad():
+        given.log_decay[..., strong] *= 20
+    return given
+
+
+@pytest.mark.parametrize(("state", "packed"), [*itertools.product((False, True), repeat=2)])
+def test_chunks_that_forget_all_and_chunks_that_forget_little_follow_each_other(state, packed):
+    compare(forgetful(state, packed), How("elu1"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [100, 300])
 def test_half_precision_is_summed_in_float32(dtype, length):

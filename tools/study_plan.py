@@ -136,19 +136,6 @@ LONG: tuple[Row, ...] = (
         told="`window+gated` (64, hedgehog), likewise, AdamW's beta2 0.999 (others: 0.95)",
     ),
     Row(
-        "window-gated-hedgehog-both-memory",
-        "convert",
-        "window+gated",
-        WINDOW_AND_FAR,
-        (
-            *(*ALL_WEIGHTS, *PATCH_FASTER, "--batch-size", "4", *SELDOM, *LONG_MEMORY),
-            *("--transfer-tokens", "300000", "--distill-tokens", "9700000"),
-            *("--ce-weight", "3", "--distill-lr", "7e-4"),
-        ),
-        told="`window+gated` (64, hedgehog), AdamW's beta2 0.999, divergence and text at once to the end, "
-        "the text three times as heavy",
-    ),
-    Row(
         "window-gated-taylor2",
         "convert",
         "window+gated",

@@ -14,6 +14,8 @@ from torch import Tensor
 
 FEATURE_MAPS = ("none", "elu1", "relu")
 """Elementwise maps that kernels apply; "none" where the inputs are features already."""
+SPLIT = 40.0
+"""Decay of a chunk, as a logarithm, up to which that between two tokens is made of two exponentials."""
 PAIRS = 32
 """Rows times key heads that go through a loop together: large operations, small buffers."""
 
@@ -149,9 +151,11 @@ def links(log_decay: Tensor | None, labels: Tensor | None, before: Tensor | None
     else:
         total = log_decay.cumsum(-1)
     last = total[..., -1:]
-    # above the diagonal differences are positive and could overflow: held at 0, then taken out
-    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp_(max=0).exp_().tril_()
     reading, entering, surviving = total.exp(), (last - total).exp(), last.exp()
+    if last.min() >= -SPLIT:
+        inside = (reading.unsqueeze(-1) * (-total).exp().unsqueeze(-2)).tril_()
+    else:  # above the diagonal differences are positive and could overflow: held at 0, then taken out
+        inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp_(max=0).exp_().tril_()
     if labels is not None:
         assert before is not None
         inside = inside * (labels.unsqueeze(-1) == labels.unsqueeze(-2))[:, None]
