@@ -28,7 +28,7 @@ from hf_linattn.ops.softmax import scores_of
 
 BLOCK = 32
 """Queries per row of the kernel: measured, from 32 to 256."""
-SPAN = 64
+SPAN = 16
 """Blocks per call: their masks are all that is made."""
 
 
