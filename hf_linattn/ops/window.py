@@ -154,38 +154,17 @@ class _Blocks:
         return x[:, :, self.left : x.shape[2] - self.right]
 
 
-def _parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    marks: Tensor,
-    values: Tensor | None,
-    total: Tensor | None,
-    log_scale: Tensor | None,
-    reach: int,
-    scaling: float,
-) -> tuple[Window, Sums | None]:
-    window = Window(query, key, value, marks, reach, scaling)
-    if values is None or total is None or log_scale is None:
-        return window, None
-    return window, Sums(values, total, log_scale)
+def _parts(*inputs: Any) -> tuple[Window, Sums | None]:
+    """Of the operator's arguments."""
+    query, key, value, marks, *sums, reach, scaling = inputs
+    return Window(query, key, value, marks, reach, scaling), None if sums[0] is None else Sums(*sums)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    marks: Tensor,
-    values: Tensor | None,
-    total: Tensor | None,
-    log_scale: Tensor | None,
-    reach: int,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
     """o', and lse' `[B, H, N]`, 0 where nothing is seen."""
-    seen = _parts(query, key, value, marks, values, total, log_scale, reach, scaling)
-    if native_window.takes(*seen):
-        return native_window.forward(*seen)
+    if native_window.takes(window, other):
+        return native_window.forward(window, other)
+    query, key, value, marks, reach, scaling = window
     blocks = _Blocks(query, key, value, marks, reach)
     (batch, heads, length), padded = query.shape[:3], blocks.count * blocks.size
     output = query.new_empty(batch, padded, heads, value.shape[-1]).transpose(1, 2)
@@ -201,11 +180,11 @@ def _forward(
         blocks.queries(output, rows, part).copy_(found)
         blocks.queries(lse, rows, part).copy_(logs)
     output, lse = output[:, :, :length], lse[:, :, :length]
-    if values is None or total is None or log_scale is None:
+    if other is None:
         return output, lse
     count = F.pad(marks.cumsum(1), (1, 0))
     near = (count[:, 1 + reach :] > count[:, 1 : 1 + length])[:, None]
-    return _join(output, lse, near, values, total, log_scale)
+    return _join(output, lse, near, *other)
 
 
 def _join(
@@ -225,24 +204,11 @@ def _share(some: Tensor, log_scale: Tensor, lse: Tensor) -> Tensor:
     return torch.where(some, log_scale - lse, float("-inf")).exp()
 
 
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    marks: Tensor,
-    values: Tensor | None,
-    total: Tensor | None,
-    log_scale: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-    reach: int,
-    scaling: float,
-) -> list[Tensor]:
+def _backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, lse: Tensor) -> list[Tensor]:
     """By query, key and value, and by the three of the other sums."""
-    seen = _parts(query, key, value, marks, values, total, log_scale, reach, scaling)
-    if native_window.takes(*seen):
-        return native_window.backward(grad, *seen, output, lse)
+    if native_window.takes(window, other):
+        return native_window.backward(grad, window, other, output, lse)
+    query, key, value, marks, reach, scaling = window
     blocks = _Blocks(query, key, value, marks, reach)
     outputs, logs, given = (blocks.over_queries(x) for x in (output, lse, grad))
     by_query = torch.empty_like(blocks.query)
@@ -262,12 +228,19 @@ def _backward(
         blocks.add_runs(by_key, found[1], rows, columns)
         blocks.add_runs(by_value, found[2], rows, columns)
     by = [by_query[:, :, : query.shape[2]], blocks.own_columns(by_key), blocks.own_columns(by_value)]
-    if values is None or total is None or log_scale is None:
+    if other is None:
         return by
+    values, total, log_scale = other
     share = _share(total > 0, log_scale, lse)
     fall = (grad * output).sum(-1)
     by_scale = share * ((grad * values).sum(-1) - fall * total)
     return [*by, grad * share.unsqueeze(-1), -fall * share, by_scale]
+
+
+def _backward_of(grad: Tensor, *inputs: Any) -> list[Tensor]:
+    """`_backward` of the operator's arguments."""
+    *given, output, lse, reach, scaling = inputs
+    return _backward(grad, *_parts(*given, reach, scaling), output, lse)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -283,22 +256,29 @@ def _grads(by: list[Tensor]) -> tuple[Tensor | None, ...]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, lse = _forward(*inputs)
+        output, lse = _forward(*_parts(*inputs))
         _remember(ctx, inputs, (output, lse))
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _grads(_backward(grad, *ctx.saved_tensors, *ctx.how))
+        return _grads(_backward_of(grad, *ctx.saved_tensors, *ctx.how))
 
 
 _operator = torch.library.custom_op(
-    "hf_linattn::softmax_of_window", dense(_forward), mutates_args=(), device_types="cpu"
+    "hf_linattn::softmax_of_window",
+    dense(lambda *inputs: _forward(*_parts(*inputs))),
+    mutates_args=(),
+    device_types="cpu",
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor marks, Tensor? values, Tensor? total, "
+        "Tensor? log_scale, int reach, float scaling) -> (Tensor, Tensor)"
+    ),
 )
 _backward_operator = torch.library.custom_op(
     "hf_linattn::softmax_of_window_backward",
-    lambda *inputs: [x.contiguous() for x in _backward(*inputs)],
+    lambda *inputs: [x.contiguous() for x in _backward_of(*inputs)],
     mutates_args=(),
     device_types="cpu",
     schema=(

@@ -36,7 +36,7 @@ protected:
     void read_loss(int64_t head, int64_t start, int count, bool first) {
         for (int i = 0; i < count; ++i) {
             float* g = g_ + i * wide_row_;
-            const int64_t place = totals(head, start + i);
+            const int64_t place = of_query(head, start + i);
             read_row(p_.d_output, head, start + i, g, wide_, wide_row_);
             if (p_.normalise) {
                 const float total = at<float>(p_.total)[place], inverse = total > 0 ? 1 / total : 0;

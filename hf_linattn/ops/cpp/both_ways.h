@@ -29,7 +29,7 @@ public:
                 const Left queries{query_, size_row_, 1};
                 read_queries(head, start, count);
                 product(queries, count, size_, sums_.S, wide_row_, numerator_, wide_row_, wide_row_, false);
-                float* total = at<float>(p_.total) + totals(head, start);
+                float* total = at<float>(p_.total) + of_query(head, start);
                 for (int i = 0; i < count; ++i) {
                     total[i] = dot(query_ + i * size_row_, sums_.z, size_row_);
                     write_output(head, start + i, numerator_ + i * wide_row_, total[i]);

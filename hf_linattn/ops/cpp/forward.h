@@ -41,7 +41,7 @@ public:
 private:
     void attend(int64_t head, int64_t start, int count) {
         read_queries(head, start, count);
-        float* total = at<float>(p_.total) + totals(head, start);
+        float* total = at<float>(p_.total) + of_query(head, start);
         const Left queries{query_, size_row_, 1}, scores{scores_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);

@@ -5,9 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "memory.h"
-#include "numbers.h"
-#include "tiles.h"
+#include "pair.h"
 
 enum Map : int64_t { NONE, ELU1, RELU };
 
@@ -71,7 +69,6 @@ struct State {
     bool empty;
 };
 
-constexpr int PIECES = 24;   // of a thread's memory, at most
 constexpr float SPLIT = 40;  // e^40 times features and back is far from the ends of float32
 
 // What decay and borders between documents do to one chunk, as `Links` of ops/chunks.py.
@@ -88,31 +85,17 @@ struct Links {
     float surviving;  // and of the state before
 };
 
-// One key head of one row, and the queries that share it.
-class Head {
+class Head : protected Pair<Problem> {
 protected:
-    const Problem& p_;
     const float eps_;
-    const int64_t row_, head_, shared_, pair_;
-    const int size_, wide_, chunk_, size_row_, wide_row_, chunk_row_;
+    const int chunk_, chunk_row_;
     float *query_, *key_, *value_;
     Links links_;
 
     Head(const Problem& p, float eps, int64_t pair, int64_t more_memory)
-        : p_(p),
-          eps_(eps),
-          row_(pair / p.kv_heads),
-          head_(pair % p.kv_heads),
-          shared_(p.heads / p.kv_heads),
-          pair_(pair),
-          size_(p.size),
-          wide_(p.wide),
-          chunk_(longest(p)),
-          size_row_(padded(size_)),
-          wide_row_(padded(wide_)),
-          chunk_row_(chunk_row(p)) {
+        : Pair(p, pair), eps_(eps), chunk_(longest(p)), chunk_row_(chunk_row(p)) {
         const int64_t n = chunk_row_;
-        Memory::own().reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory, PIECES);
+        reserve(n * (2 * size_row_ + wide_row_ + 4) + more_memory);
         query_ = matrix(n, size_row_);
         key_ = matrix(n, size_row_);
         value_ = matrix(n, wide_row_);
@@ -123,7 +106,6 @@ protected:
 
     static int64_t longest(const Problem& p) { return std::min(p.chunk, std::max(p.length, p.keys)); }
     static int64_t chunk_row(const Problem& p) { return padded(longest(p)); }
-    static float* matrix(int64_t rows, int64_t columns) { return Memory::own().take(rows * columns); }
 
     // What lies at these addresses, or nothing.
     State state(int64_t S, int64_t z) {
@@ -172,11 +154,6 @@ protected:
             memcpy(to.S + d * to_row, from.S + d * from_row, wide_ * sizeof(float));
     }
 
-    void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
-        read(x, x.at(row_, head, token), count, to);
-        for (int i = count; i < row; ++i) to[i] = 0;
-    }
-
     bool hidden(int64_t token) const {
         return p_.hidden && at<uint8_t>(p_.hidden)[row_ * p_.hidden_row + token];
     }
@@ -208,10 +185,6 @@ protected:
             if (links_.split) scale(query, links_.reading[i], size_row_);
         }
     }
-
-    int64_t first_query() const { return head_ * shared_; }
-    int64_t last_query() const { return (head_ + 1) * shared_; }
-    int64_t totals(int64_t head, int64_t token) const { return (row_ * p_.heads + head) * p_.length + token; }
 
     void read_links(int64_t start, int count) {
         if (!links_.given) return;

@@ -9,9 +9,7 @@
 #include <cmath>
 #include <limits>
 
-#include "memory.h"
-#include "numbers.h"
-#include "tiles.h"
+#include "pair.h"
 
 // Filled in by ops/native_window.py, in this order.
 struct WindowProblem {
@@ -33,58 +31,34 @@ struct Range {
     int from, to;
 };
 
-// One key head of one row, and the queries that share it.
-class Window {
+class Window : protected Pair<WindowProblem> {
 protected:
-    const WindowProblem& p_;
     const float scaling_;
-    const int64_t row_, head_, shared_, columns_;
-    const int size_, wide_, block_, size_row_, wide_row_, tiles_;
+    const int64_t columns_;
+    const int block_, tiles_;
     float *query_, *scores_, *shade_, *shaded_;
     int64_t loaded_ = 0;  // tiles so far
 
     Window(const WindowProblem& p, float scaling, int64_t pair, int64_t more_memory)
-        : p_(p),
-          scaling_(scaling),
-          row_(pair / p.kv_heads),
-          head_(pair % p.kv_heads),
-          shared_(p.heads / p.kv_heads),
-          columns_(p.length + p.reach),
-          size_(p.size),
-          wide_(p.wide),
-          block_(p.block),
-          size_row_(padded(size_)),
-          wide_row_(padded(wide_)),
-          tiles_(ring(p)) {
+        : Pair(p, pair), scaling_(scaling), columns_(p.length + p.reach), block_(p.block), tiles_(ring(p)) {
         const int64_t n = block_;
-        Memory::own().reserve(n * (size_row_ + n + tiles_) + tiles_ + more_memory, PIECES);
+        reserve(n * (size_row_ + n + tiles_) + tiles_ + more_memory);
         query_ = matrix(n, size_row_);
         scores_ = matrix(n, n);
         shade_ = matrix(tiles_, n);
         shaded_ = matrix(tiles_, 1);
     }
 
-    static constexpr int PIECES = 24;  // of a thread's memory, at most
-
     // Tiles that the queries of a block may see.
     static int64_t ring(const WindowProblem& p) { return (p.block - 1 + p.reach) / p.block + 1; }
-    static float* matrix(int64_t rows, int64_t columns) { return Memory::own().take(rows * columns); }
 
     // The place of a tile in a ring of matrices.
     float* in_ring(float* ring, int64_t tile, int64_t numbers) const {
         return ring + tile % tiles_ * numbers;
     }
 
-    int64_t first_query() const { return head_ * shared_; }
-    int64_t last_query() const { return (head_ + 1) * shared_; }
     int64_t last_tile(int64_t start, int count) const { return (start + count - 1 + p_.reach) / block_; }
-    int64_t place(int64_t head, int64_t token) const { return (row_ * p_.heads + head) * p_.length + token; }
     bool others() const { return p_.values.data; }
-
-    void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
-        read(x, x.at(row_, head, token), count, to);
-        for (int i = count; i < row; ++i) to[i] = 0;
-    }
 
     void read_queries(int64_t head, int64_t start, int count) {
         for (int i = 0; i < count; ++i) {

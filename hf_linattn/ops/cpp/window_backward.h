@@ -85,7 +85,7 @@ private:
     // g, g . o' and lse' of a row, and the gradients of its sums over other tokens.
     void read_loss(int64_t head, int64_t start, int row) {
         float* g = g_ + row * wide_row_;
-        const int64_t here = place(head, start) + row;
+        const int64_t here = of_query(head, start) + row;
         read_row(p_.d_output, head, start + row, g, wide_, wide_row_);
         read_row(p_.output, head, start + row, output_, wide_, wide_row_);
         lse_[row] = at<float>(p_.lse)[here];
