@@ -116,7 +116,7 @@ def _sections(place: Place, rows: Sequence[Row]) -> list[str]:
         parts += ["### Recall\n", _recall_table(place, rows)]
     if any(place.found("generation", row) for row in rows):
         parts += ["### Greedy continuations beside the original's\n", _generation_table(place, rows)]
-    if any(place.found("branches", row) for row in (*rows, *STAGES)):
+    if next(_branches(place), None):
         parts += ["### The branches of the hybrids\n", _branches_table(place)]
     stages = [row for row in STAGES if place.found("perplexity", row)]
     if not place.base.mains_only and len(stages) > 2:
@@ -210,7 +210,7 @@ def _branches_table(place: Place) -> str:
 
 def _branches(place: Place) -> Iterator[tuple[Row, dict[str, float]]]:
     """Hybrids, and the perplexity of each branch."""
-    for row in {row.name: row for row in (*LENGTHS, *STAGES)}.values():
+    for row in {row.name: row for row in (*rows_of(place.base, place.base.tables), *STAGES)}.values():
         for found in place.found("branches", row)[:1]:
             yield row, found
 
