@@ -64,11 +64,12 @@ def test_memory_of_elu1_grows_with_the_length_alone(kind):
 
 
 def test_training_elu1_takes_little_more_memory_than_its_results():
-    candidates = build(Setting(parse_shape(SMALL), "train", 4096), ["elu1", "gated"])
+    candidates = build(Setting(parse_shape(SMALL), "train", 4096), ["elu1", "gated", "hedgehog"])
     size = 8 * 4096 * 64 * 4  # of the queries; the output and three gradients are 4 of them
     peaks = {each.name: memory.peak(each.call) / size for each in candidates}
     assert peaks["elu1"] < 4.5
-    assert peaks["gated"] > 4.5  # its features lie in memory: the test can tell
+    assert peaks["gated"] < 6
+    assert peaks["hedgehog"] > 9  # its features lie in memory: the test can tell
 
 
 def test_memory_of_a_decoded_token_does_not_grow():
