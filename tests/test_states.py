@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from transformers import DynamicCache
 from hf_linattn import describe, is_linear, patch_model
 from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.ops import gates, linear
+from hf_linattn.patches.decay import Decay
 from hf_linattn.registry import parse
 
 STATEFUL = [
@@ -184,6 +186,9 @@ class TestGated:
             patch_model(tiny.llama(), "gated", options={"half_life": 0.5})
 
 
+SITE = SimpleNamespace(name="alone", heads=2, kv_heads=2, head_dim=8, value_dim=8)
+
+
 def module_of(spec, **options):
     model = patch_model(tiny.llama(), spec, options=options)
     return model.model.layers[0].self_attn.linattn.attention
@@ -193,6 +198,23 @@ def tokens_of(query, key, value):
     from hf_linattn.tokens import Tokens
 
     return Tokens(query, key, value, 0.5)
+
+
+@pytest.mark.parametrize("changed", ["query_map", "key_map", "mapped", "nothing"])
+def test_maps_that_a_class_changes_are_not_those_of_the_kernels(changed):
+    def mapped(self, tokens):
+        features, value, decay = Decay.mapped(self, tokens)
+        return 2 * features.square(), value, decay
+
+    own = {"mapped": mapped, "nothing": None}.get(changed, lambda self, x: x.square())
+    attention = type("Changed", (Decay,), {changed: own})(SITE)
+    assert attention.fused == ("elu1" if changed == "nothing" else "none")
+    generator = torch.Generator().manual_seed(0)
+    tokens = tokens_of(*(torch.randn(1, 2, 150, 8, generator=generator, dtype=torch.float64) for _ in "qkv"))
+    got = attention.causal(tokens, None)[0]
+    key, value, decay = attention.mapped(tokens)
+    want = linear.causal(attention.query_map(tokens.query), key, value, log_decay=decay)
+    assert tiny.distance(got, linear.normalised(*want[:2])) < 1e-11
 
 
 class TestEfficient:
