@@ -86,10 +86,8 @@ class NamedMapAttention(LinearAttention):
 
     def _adds_nothing(self) -> bool:
         """Whether the maps are no others than those of the patch, as a class made from this one may have."""
-        changed = ((NamedMapAttention, ("query_map", "key_map")), (LinearAttention, ("mapped",)))
-        return all(
-            getattr(type(self), part) is getattr(base, part) for base, parts in changed for part in parts
-        )
+        own, named = type(self), NamedMapAttention
+        return (own.query_map, own.key_map, own.mapped) == (named.query_map, named.key_map, named.mapped)
 
     def query_map(self, query: Tensor) -> Tensor:
         """phi_q."""

@@ -41,6 +41,13 @@ def accumulator(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
+def by_token(like: Tensor, batch: int, heads: int, length: int, wide: int) -> Tensor:
+    """New numbers `[B, H, N, Dv]`, token by token in memory, as transformers wants them."""
+    # a view of a new tensor takes longer
+    strides = (length * heads * wide, wide, heads * wide, 1)
+    return like.new_empty_strided((batch, heads, length, wide), strides)
+
+
 def groups(batch: int, heads: int) -> Iterator[tuple[slice, slice]]:
     """Slices of rows and of key heads, at most `PAIRS` pairs each."""
     rows = max(1, PAIRS // heads)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.chunks import Buffer, Features, How, Links, accumulator, groups, links
+from hf_linattn.ops.chunks import Buffer, Features, How, Links, accumulator, by_token, groups, links
 
 
 class Inputs(NamedTuple):
@@ -100,8 +100,7 @@ class Outputs(NamedTuple):
         """
         batch, heads, length, size = inputs.query.shape
         kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
-        by_token = (length * heads * wide, wide, heads * wide, 1)  # a view of a new tensor takes longer
-        output = inputs.value.new_empty_strided((batch, heads, length, wide), by_token)
+        output = by_token(inputs.value, batch, heads, length, wide)
         total = output.new_empty(batch, heads, length, dtype=sums)
         if over is not None:
             return cls(output, total, *over)

@@ -107,7 +107,7 @@ def _address(x: Tensor | None) -> int:
 
 def rows(x: Tensor) -> Tensor:
     """With a dense last axis."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
@@ -117,6 +117,5 @@ def _whole(x: Tensor | None) -> Tensor | None:
 def _dense(inputs: Inputs) -> Inputs:
     """As the kernels read them."""
     query, key, value, hidden, *rest = inputs
-    if hidden is not None and hidden.stride(1) != 1:
-        hidden = hidden.contiguous()
+    hidden = None if hidden is None else rows(hidden)
     return Inputs(rows(query), rows(key), rows(value), hidden, *map(_whole, rest))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_linattn.ops import native, native_library
 from hf_linattn.ops.band import Sums, Window
+from hf_linattn.ops.chunks import by_token
 from hf_linattn.ops.native import SUMS
 
 BLOCK = 96
@@ -21,8 +22,7 @@ _FORWARD, _BACKWARD = struct.Struct("39q").pack, struct.Struct("66q").pack
 
 def takes(window: Window, other: Sums | None) -> bool:
     """Whether they were asked for and can read these: as `native.reads`, sums in float32."""
-    tensors = window[:3]
-    return native.reads(*tensors) and all(x.dtype == SUMS for x in other or ())
+    return native.reads(window.query, window.key, window.value) and all(x.dtype == SUMS for x in other or ())
 
 
 def forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
@@ -34,9 +34,7 @@ def forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
     window, other = _dense(window, other)
     query, value = window.query, window.value
     (batch, heads, length, _), wide = query.shape, value.shape[3]
-    output = query.new_empty_strided(
-        (batch, heads, length, wide), (length * heads * wide, wide, heads * wide, 1)
-    )
+    output = by_token(query, batch, heads, length, wide)
     lse = query.new_empty(batch, heads, length, dtype=SUMS)
     problem = _FORWARD(*_numbers(window, other, output, lse))
     native_library.library().linattn_window_forward(problem, window.scaling)
@@ -76,8 +74,7 @@ def _of_others(other: Sums | list[Tensor] | tuple[()]) -> tuple[int, ...]:
 
 def _dense(window: Window, other: Sums | None) -> tuple[Window, Sums | None]:
     """As the kernels read them."""
-    query, key, value = map(native.rows, window[:3])
-    marks = window.marks if window.marks.stride(1) == 1 else window.marks.contiguous()
+    query, key, value, marks = map(native.rows, window[:4])
     if other is not None:
         other = Sums(native.rows(other.values), other.total.contiguous(), other.log_scale.contiguous())
     return Window(query, key, value, marks, *window[4:]), other
