@@ -22,6 +22,7 @@ from hf_linattn import recurrent, scores, sums
 from hf_linattn.call import Call
 from hf_linattn.errors import CacheError, OptionError, UnsupportedCallError
 from hf_linattn.ops import linear
+from hf_linattn.ops.chunks import Gate
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.softmax import scores_of, softmax_weights
 from hf_linattn.sites import Site
@@ -165,8 +166,11 @@ class LinearAttention(StatefulAttention):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        if {"feature_map", "query_map", "key_map", "log_decay", "mapped"} & own.keys() and "fused" not in own:
+        maps = {"feature_map", "query_map", "key_map", "left_out", "log_decay", "mapped"}
+        if maps & own.keys() and "fused" not in own:
             cls.fused = "none"  # not the maps of the class that it was made from
+        if {"log_decay", "mapped"} & own.keys() and "gate" not in own:
+            cls.gate = LinearAttention.gate  # type: ignore[method-assign]
         cls.fades = cls.log_decay is not LinearAttention.log_decay
         if "denominator" in own and "summed" not in own:
             cls.summed = False
@@ -184,40 +188,34 @@ class LinearAttention(StatefulAttention):
         return self.feature_map(key)
 
     def left_out(self, query: Tensor) -> Tensor | None:
-        """Logarithm of the factor per row, `[B, H, N]`, that `query_map` divided by; None for 1.
-
-        Needed where these features share a normaliser with something else.
-        """
+        """Logarithm of what `query_map` divided by, `[B, H, N]`, for a shared normaliser; None for 1."""
         return None
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
-        """Logarithm of the factor `[B or 1, Hkv, N]`, at most 0, on everything before each token; causal.
+        """Logarithm of the factor `[B or 1, Hkv, N]` on what is before each token; None for 1. Causal."""
+        return None
 
-        None where the state never forgets.
-        """
+    def gate(self) -> Gate | None:
+        """What `log_decay` is made of, where kernels can make it themselves."""
         return None
 
     def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
-        """What the numerator is divided by, `[B, H, N]`.
+        """What the numerator is divided by, `[B, H, N]`: the total, likewise, or another.
 
-        Args:
-            total: sum_j phi_q(q_i) . phi_k(k_j), the same shape.
-            count: n_i, `[B or 1, 1, N]`, where the class asks by `counts`.
+        `count` is n_i, `[B or 1, 1, N]`, where the class asks by `counts`.
         """
         return total
 
     def mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features of keys and values, zero at padded tokens; and the logarithm of the decay."""
-        features = self.key_map(upcast(tokens.key))
-        return tokens.hide(features), tokens.hide(upcast(tokens.value)), sums.decays(self, tokens)
+        key, value = self.key_map(upcast(tokens.key)), upcast(tokens.value)
+        return tokens.hide(key), tokens.hide(value), sums.decays(self, tokens)
 
     def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
         """Causal numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep`.
 
-        Args:
-            tokens: the new ones.
-            state: of those before, None for nothing.
-            divide: give the output, numerator over total, in place of the numerator.
+        `state` is that of the tokens before, None for nothing; `divide` gives the output, numerator over
+        total, in place of the numerator.
         """
         return sums.causal(self, tokens, state, divide)
 

@@ -225,5 +225,7 @@ def _as_tokens(kept: Kept, like: Tokens) -> Tokens:
 
 def padded(kept: Kept, before: int, behind: int) -> Kept:
     """With columns that do not count on both sides."""
-    sides = (0, 0, before, behind)
+    sides, whole = (0, 0, before, behind), torch.contiguous_format
+    if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
+        return Kept(*(x.clone(memory_format=whole) for x in kept))
     return Kept(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.marks, (before, behind)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_linattn.ops import kernels, linear, native
-from hf_linattn.ops.chunks import How
-from hf_linattn.ops.dispatch import has_kernels, steps
+from hf_linattn.ops.chunks import Gate, How
+from hf_linattn.ops.dispatch import CHUNK, has_kernels
 from hf_linattn.ops.linear import State
 from hf_linattn.ops.loop import Inputs
 from hf_linattn.tokens import Tokens, upcast
@@ -25,14 +26,27 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
             phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
         )
         return linear.normalised(numerator, total) if divide else numerator, total, after
-    inputs, how = _inputs(attention, tokens, divide, state), How(fused, attention.eps, divide)
-    if tokens.in_place and tokens.length == 1 and steps(inputs, how):
-        found = native.step(inputs, how)
+    how = How(fused, attention.eps, divide)
+    if runs_natively(tokens, state):
+        gate = attention.gate()
+        given = inputs(attention, tokens, divide, state, gate)
+        if tokens.in_place and tokens.length == 1:
+            found = native.step(given, how, gate)
+        else:
+            found = native.forward(given, how, tokens.keep, CHUNK, gate)
     else:
-        found = kernels.attention(inputs, how, tokens.keep)
+        found = kernels.attention(inputs(attention, tokens, divide, state), how, tokens.keep)
     if state is not None and found.S is state.S:
         return found.output, found.total, state
     return found.output, found.total, State(found.S, found.z)  # type: ignore[arg-type]
+
+
+def runs_natively(tokens: Tokens, state: State | None) -> bool:
+    """Whether the kernels in C++ take them as they are: where nobody wants gradients, nor a graph."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    assert tokens.query is not None
+    return native.takes(Inputs(tokens.query, tokens.key, tokens.value, None, *(state or (None, None))))
 
 
 def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Tensor]:
@@ -43,8 +57,8 @@ def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Ten
         phi_q, (phi_k, value, _) = attention.query_map(upcast(query)), attention.mapped(tokens)
         numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
         return linear.normalised(numerator, total) if divide else numerator, total
-    inputs = _inputs(attention, tokens, divide)._replace(log_decay=None)  # decay is for what comes before
-    found = kernels.attention(inputs, How(fused, attention.eps, divide, causal=False), keep=False)
+    given = inputs(attention, tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+    found = kernels.attention(given, How(fused, attention.eps, divide, causal=False), keep=False)
     return found.output, found.total
 
 
@@ -56,13 +70,21 @@ def decays(attention: Any, tokens: Tokens) -> Tensor | None:
     return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 
 
-def _inputs(attention: Any, tokens: Tokens, divide: bool, state: State | None = None) -> Inputs:
-    """Of kernels: as they come where the map is in the kernel, else features."""
+def inputs(
+    attention: Any, tokens: Tokens, divide: bool, state: State | None = None, gate: Gate | None = None
+) -> Inputs:
+    """Of kernels: as they come where the map is in the kernel, else features; no decay beside a gate."""
     assert tokens.query is not None
     S, z = state or (None, None)
-    if attention.fused == "none":
-        phi_q, (phi_k, value, decay) = attention.query_map(upcast(tokens.query)), attention.mapped(tokens)
-        return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
-    value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
     hidden = None if tokens.valid is None else ~tokens.valid
-    return Inputs(tokens.query, tokens.key, value, hidden, S, z, decays(attention, tokens), tokens.documents)
+    if attention.fused != "none":
+        query, key = tokens.query, tokens.key
+        value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
+        decay = None if gate is not None else decays(attention, tokens)
+    elif gate is not None:
+        query, key = attention.query_map(upcast(tokens.query)), attention.key_map(upcast(tokens.key))
+        value, decay = upcast(tokens.value), None
+    else:
+        query, hidden = attention.query_map(upcast(tokens.query)), None
+        key, value, decay = attention.mapped(tokens)
+    return Inputs(query, key, value, hidden, S, z, decay, tokens.documents)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hf_linattn.errors import OptionError
 from hf_linattn.feature_maps import NamedMapAttention
+from hf_linattn.ops.chunks import Gate
 from hf_linattn.registry import register
 from hf_linattn.sites import Site
 
@@ -75,6 +76,10 @@ class Gated(NamedMapAttention):
         weight, bias = self.weight.to(value.dtype), self.bias.to(value.dtype)
         logit = torch.einsum("bhnd,hd->bhn", value, weight) + bias[:, None]
         return nn.functional.logsigmoid(logit) / TEMPERATURE
+
+    def gate(self) -> Gate:
+        """The same for kernels."""
+        return Gate(self.weight.float().contiguous(), self.bias.float().contiguous(), TEMPERATURE)
 
 
 def _lives(heads: int, shortest: float | None, longest: float) -> list[float]:

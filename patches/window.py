@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn import recent
+from hf_linattn import one_call, recent
 from hf_linattn.attention import LinearAttention, StatefulAttention
 from hf_linattn.branches import Branches
 from hf_linattn.errors import OptionError
@@ -116,6 +116,10 @@ class Window(StatefulAttention):
         self, tokens: Tokens, state: tuple[Tensor, ...], before: Recent
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One token."""
+        if not self.sinks and self.mix == "shared" and self.branches in (None, "both"):
+            made = one_call.step(self._linear() if self.inner else None, tokens, state)
+            if made is not None:
+                return made
         seen, rank, leaving, after = recent.step(tokens, before, wants_leaving=bool(self.inner))
         inside = partial(self._inside, tokens, seen, rank, after.sinks, None)
         inner = self._inner_state(state)

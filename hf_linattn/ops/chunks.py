@@ -36,6 +36,20 @@ class How(NamedTuple):
     causal: bool = True
 
 
+class Gate(NamedTuple):
+    """A decay that kernels make of the values: log g_t = log sigmoid(w_h . v_t + b_h) / temperature.
+
+    Attributes:
+        weight: w, `[Hkv, Dv]`, float32, dense.
+        bias: b, `[Hkv]`, likewise.
+        temperature: above 0.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    temperature: float
+
+
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """The dtype of sums."""
     return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32

@@ -50,11 +50,6 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bo
     return allowed and kind == "elu1" and not linked and triton_linear.supports(query, key, value)
 
 
-def steps(inputs: Inputs, how: How) -> bool:
-    """Whether a decoded token writes its state over the one before: in C++, where nobody wants gradients."""
-    return not torch.is_grad_enabled() and form(inputs, how) == "native"
-
-
 def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
     """Of the forms that `ops.kernels` has."""
     if inputs.query.is_cuda:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import native_library
-from hf_linattn.ops.chunks import FEATURE_MAPS, How
+from hf_linattn.ops.chunks import FEATURE_MAPS, Gate, How
 from hf_linattn.ops.loop import Inputs, Outputs
 from hf_linattn.ops.loop_backward import Given, Gradients
 
 SUMS = torch.float32
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FORWARD, _BACKWARD = struct.Struct("42q").pack, struct.Struct("68q").pack
+_FORWARD, _BACKWARD = struct.Struct("15qd29q").pack, struct.Struct("15qd55q").pack
 """`Problem` of ops/cpp/head.h; a forward reads the first part of it."""
 
 
@@ -37,25 +37,25 @@ def takes(inputs: Inputs) -> bool:
     return bool(query.numel() and key.numel() and value.numel())
 
 
-def forward(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
-    """As `loop.causal` or `both_ways.forward`.
+def forward(inputs: Inputs, how: How, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
+    """As `loop.causal` or `both_ways.forward`; with a gate in place of `log_decay`.
 
     Raises:
         UnsupportedCallError: they cannot be compiled.
     """
-    return _run(_dense(inputs), Outputs.empty(inputs, keep, SUMS), how, keep, chunk)
+    return _run(dense(inputs), Outputs.empty(inputs, keep, SUMS), how, keep, chunk, gate)
 
 
-def step(inputs: Inputs, how: How) -> Outputs:
+def step(inputs: Inputs, how: How, gate: Gate | None = None) -> Outputs:
     """`forward` of one token that writes the state after it over the one before."""
-    S, z, inputs = inputs.S, inputs.z, _dense(inputs)
+    S, z, inputs = inputs.S, inputs.z, dense(inputs)
     over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
-    return _run(inputs, Outputs.empty(inputs, True, SUMS, over), how, True, 1)
+    return _run(inputs, Outputs.empty(inputs, True, SUMS, over), how, True, 1, gate)
 
 
-def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> Outputs:
-    after = (_address(outputs.S), _address(outputs.z))
-    problem = _FORWARD(*_numbers(inputs, outputs, how, keep, chunk), *after)
+def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int, gate: Gate | None) -> Outputs:
+    after = (address(outputs.S), address(outputs.z))
+    problem = _FORWARD(*_numbers(inputs, outputs, how, keep, chunk, gate), *after)
     native_library.library().linattn_forward(problem, how.eps)
     return outputs
 
@@ -66,7 +66,7 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
         if outputs.S is None or not outputs.S.numel():
             raise UnsupportedCallError(f"{native_library.CPP} was set between forward and backward")
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
-    inputs = _dense(inputs)
+    inputs = dense(inputs)
     loss, d_total, d_S, d_z = given
     loss, d_total, d_S, d_z = rows(loss), _whole(d_total), _whole(d_S), _whole(d_z)
     read = Outputs(rows(outputs.output), outputs.total.contiguous())
@@ -77,12 +77,14 @@ def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: in
         decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
     numbers = _numbers(inputs, read, how, False, chunk)
     arrays = (*array(loss), *array(query), *array(key), *array(value))
-    rest = (_address(x) for x in (d_total, d_S, d_z, S, z, decay))
+    rest = (address(x) for x in (d_total, d_S, d_z, S, z, decay))
     native_library.library().linattn_backward(_BACKWARD(*numbers, 0, 0, *arrays, *rest), how.eps)
     return Gradients(query, key, value, S, z, decay)
 
 
-def _numbers(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int) -> tuple[int, ...]:
+def _numbers(
+    inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int, gate: Gate | None = None
+) -> tuple[float, ...]:
     """`Problem` up to `total`."""
     query, key, value, hidden, S, z, log_decay, documents = inputs
     (batch, heads, length, size), (_, kv_heads, keys, wide) = query.shape, value.shape
@@ -91,8 +93,13 @@ def _numbers(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int)
     sizes = (batch, heads, kv_heads, length, keys, size, wide)
     options = (kind, how.normalise, how.causal, keep, chunk, threads)
     arrays = (*array(query), *array(key), *array(value), *array(outputs.output))
-    rest = (_address(S), _address(z), _address(log_decay), _address(documents), _address(outputs.total))
-    return (*sizes, *options, *arrays, *by_row, *rest)
+    rest = (address(S), address(z), address(log_decay), address(documents), address(outputs.total))
+    return (*sizes, *options, *gated(gate), *arrays, *by_row, *rest)
+
+
+def gated(gate: Gate | None) -> tuple[float, ...]:
+    """`Gate` of ops/cpp/gate.h."""
+    return (0, 0, 1.0) if gate is None else (gate.weight.data_ptr(), gate.bias.data_ptr(), gate.temperature)
 
 
 def array(x: Tensor) -> tuple[int, ...]:
@@ -101,7 +108,8 @@ def array(x: Tensor) -> tuple[int, ...]:
     return x.data_ptr(), DTYPES[x.dtype], batch, head, token
 
 
-def _address(x: Tensor | None) -> int:
+def address(x: Tensor | None) -> int:
+    """Of its numbers; 0 where there are none."""
     return 0 if x is None or not x.numel() else x.data_ptr()
 
 
@@ -114,7 +122,7 @@ def _whole(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _dense(inputs: Inputs) -> Inputs:
+def dense(inputs: Inputs) -> Inputs:
     """As the kernels read them."""
     query, key, value, hidden, *rest = inputs
     hidden = None if hidden is None else rows(hidden)

@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL:
         found = ctypes.CDLL(str(built))
     except OSError as error:
         raise UnsupportedCallError(f"{built} cannot be loaded ({error}): delete it. {_without()}") from error
-    for name in ("forward", "backward", "window_forward", "window_backward"):
+    for name in ("forward", "backward", "window_forward", "window_backward", "window_step"):
         function = getattr(found, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None
     return found

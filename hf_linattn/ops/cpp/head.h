@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "gate.h"
 #include "pair.h"
 
 enum Map : int64_t { NONE, ELU1, RELU };
@@ -13,6 +14,7 @@ enum Map : int64_t { NONE, ELU1, RELU };
 struct Problem {
     int64_t batch, heads, kv_heads, length, keys, size, wide;  // `keys` as many as queries where causal
     int64_t map, normalise, causal, keep, chunk, threads;
+    Gate gate;  // in place of `log_decay`
     Array query, key, value, output;
     int64_t hidden, hidden_row;  // bool [B, N], True at keys that do not count; 0 for none
     int64_t S, z;              // float32 [B, Hkv, D, Dv] and [B, Hkv, D], dense: the state before; 0 for none
@@ -101,7 +103,14 @@ protected:
         value_ = matrix(n, wide_row_);
         float* rows = matrix(4, n);
         memset(rows, 0, 4 * n * sizeof(float));
-        links_ = {p.log_decay || p.documents, false, false, rows, rows + n, rows + 2 * n, rows + 3 * n, 1};
+        links_ = {p.log_decay || p.gate.weight || p.documents,
+                  false,
+                  false,
+                  rows,
+                  rows + n,
+                  rows + 2 * n,
+                  rows + 3 * n,
+                  1};
     }
 
     static int64_t longest(const Problem& p) { return std::min(p.chunk, std::max(p.length, p.keys)); }
@@ -186,14 +195,21 @@ protected:
         }
     }
 
+    // Of the sums before a token; 0 for none.
+    float log_decay(int64_t token) {
+        if (p_.log_decay) return at<float>(p_.log_decay)[pair_ * p_.length + token];
+        if (!p_.gate.weight || hidden(token)) return 0;
+        read_row(p_.value, head_, token, value_, wide_, wide_row_);  // which are not there yet
+        return p_.gate.log_decay(head_, value_, wide_);
+    }
+
     void read_links(int64_t start, int count) {
         if (!links_.given) return;
-        const float* decay = p_.log_decay ? at<float>(p_.log_decay) + pair_ * p_.length + start : nullptr;
         const int64_t* labels = p_.documents ? at<int64_t>(p_.documents) + row_ * p_.length + start : nullptr;
         const int64_t before = labels ? labels[start ? -1 : 0] : 0;
         float running = 0;
         for (int i = 0; i < count; ++i) {
-            links_.running[i] = running += decay ? decay[i] : 0;
+            links_.running[i] = running += log_decay(start + i);
             links_.document[i] = labels ? labels[i] - before : 0;
         }
         const float last = links_.document[count - 1];

@@ -6,6 +6,7 @@
 #include "forward.h"
 #include "window_backward.h"
 #include "window_forward.h"
+#include "window_step.h"
 
 namespace {
 
@@ -34,7 +35,14 @@ void linattn_window_backward(const WindowProblem* p, float scaling) {
     each_pair<WindowBackward>(*p, scaling);
 }
 
+void linattn_window_step(const StepProblem* p, float scaling) {
+    each_pair<WindowStep>(*p, scaling);
+    mark(*p);
+}
+
 int64_t linattn_problem_size() { return sizeof(Problem) / sizeof(int64_t); }
 
 int64_t linattn_window_problem_size() { return sizeof(WindowProblem) / sizeof(int64_t); }
+
+int64_t linattn_step_problem_size() { return sizeof(StepProblem) / sizeof(int64_t); }
 }
