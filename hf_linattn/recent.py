@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,24 @@ def begun(tokens: Tokens, size: int, sinks: int) -> Recent:
     new = own(tokens, marks)
     turn = nothing.turn.fill_(tokens.length % size)
     return Recent(padded(new, 0, size - tokens.length), with_sinks(new, ranks, nothing.sinks), turn)
+
+
+def longer(tokens: Tokens, size: int, sinks: int) -> tuple[Kept, Tensor | None, Tokens, Recent]:
+    """After the first tokens of a text, more than `size`: nothing is before them, so nothing is moved.
+
+    Returns:
+        As `advance`, but what the queries see are the tokens themselves, `[B, Hkv, N, D]`; and the tokens
+        that leave are one for each query from `size` on.
+    """
+    marks, ranks = ranked(tokens, sinks, causal=True)
+    seen, cut = own(tokens, marks), tokens.length - size
+    leaving = tokens.slice(0, cut)
+    leaving = replace(leaving, query=None, count=None, valid=marks[:, :cut] if sinks else leaving.valid)
+    first = with_sinks(seen, ranks, Recent.nothing(tokens, 0, sinks).sinks)
+    window = Kept(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.marks[:, cut:])
+    if tokens.keep:  # in memory of its own, which may be written over
+        window = Kept(*(x.clone(memory_format=torch.contiguous_format) for x in window))
+    return seen, ranks, leaving, Recent(window, first, torch.zeros_like(marks[:, 0], dtype=torch.int64))
 
 
 TENSORS = 7

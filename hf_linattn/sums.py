@@ -19,13 +19,6 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
     """As `LinearAttention.sums`."""
     query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
-    linked = documents is not None or attention.fades
-    if not has_kernels(query, tokens.key, tokens.value, fused, linked):
-        phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
-        numerator, total, after = linear.causal(
-            phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
-        )
-        return linear.normalised(numerator, total) if divide else numerator, total, after
     how = How(fused, attention.eps, divide)
     if runs_natively(tokens, state):
         gate = attention.gate()
@@ -34,8 +27,14 @@ def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) ->
             found = native.step(given, how, gate)
         else:
             found = native.forward(given, how, tokens.keep, CHUNK, gate)
-    else:
+    elif has_kernels(query, tokens.key, tokens.value, fused, documents is not None or attention.fades):
         found = kernels.attention(inputs(attention, tokens, divide, state), how, tokens.keep)
+    else:
+        phi_q, (phi_k, value, decay) = attention.query_map(upcast(query)), attention.mapped(tokens)
+        numerator, total, after = linear.causal(
+            phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
+        )
+        return linear.normalised(numerator, total) if divide else numerator, total, after
     if state is not None and found.S is state.S:
         return found.output, found.total, state
     return found.output, found.total, State(found.S, found.z)  # type: ignore[arg-type]

@@ -105,7 +105,10 @@ class Window(StatefulAttention):
         before = self._before(tokens, state)
         if state is not None and recent.steps(tokens, before):
             return self._step(tokens, state, before)
-        seen, ranks, leaving, after = recent.advance(tokens, before)
+        if state is None and tokens.length > self.size and not torch.compiler.is_compiling():
+            seen, ranks, leaving, after = recent.longer(tokens, self.size, self.sinks)
+        else:
+            seen, ranks, leaving, after = recent.advance(tokens, before)
         inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
         if not self.inner:
             return inside(None), after.flat()
@@ -142,14 +145,11 @@ class Window(StatefulAttention):
         inside: Callable[[Sums | None], Tensor],
     ) -> tuple[Tensor, linear.State]:
         """The window and the linear attention, whose state goes on."""
-        summed, inside_all = replace(leaving, query=tokens.query), 0
+        assert tokens.query is not None
+        inside_all = tokens.length - leaving.length  # queries that see all before them inside the window
+        summed = replace(leaving, query=tokens.query[:, :, inside_all:])
         if self.branches == "linear":
-            summed = tokens
-        elif inner is None and tokens.length > self.size and not torch.compiler.is_compiling():
-            inside_all = self.size  # queries that see everything before them inside the window
-            summed = summed.slice(inside_all, tokens.length)
-            if tokens.valid is None and not self.sinks:
-                summed.valid = None  # all count
+            summed, inside_all = tokens, 0
         numerator, total, inner = self._linear().sums(summed, inner)
         if inside_all:
             numerator, total = F.pad(numerator, (0, 0, inside_all, 0)), F.pad(total, (inside_all, 0))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from test_window_kernel import OTHER, SHAPES, definition, inputs
+from test_window_kernel import OTHER, SHAPES, definition, inputs, without_first
 from tiny import distance
 
 from hf_linattn.ops import native_library, native_window, window
@@ -48,6 +48,25 @@ def compare(seen, beside, dtype=torch.float32, tolerance=1e-5):
 @pytest.mark.parametrize(("other", "hide"), [*itertools.product(OTHER, [False, True])])
 def test_outputs_and_gradients_are_the_formula(shape, other, hide, compiled):
     compare(*inputs(shape, other, hide)[1:])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *MORE.values()], ids=[*SHAPES, *MORE])
+def test_first_columns_may_be_missing(shape, compiled):
+    for other, count in itertools.product(OTHER[:2], {1, shape[4] // 2, shape[4]}):
+        _, seen, beside = inputs(shape, other, True)
+        leaves, fewer, sums = single(seen, beside)
+        hidden, behind = without_first(fewer, count)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        want = definition(
+            hidden._replace(**dict(zip(("query", "key", "value"), exact[:3], strict=True))),
+            Sums(*exact[3:]) if sums else None,
+        )
+        got = window.attention(behind, sums)
+        assert distance(got, want) < 1e-5 * want.abs().max().clamp_min(1)
+        weight = torch.randn_like(want)
+        found = torch.autograd.grad((got * weight.float()).sum(), leaves)
+        for a, b in zip(found, torch.autograd.grad((want * weight).sum(), exact), strict=True):
+            assert (a - b).abs().max() < 1e-4 * b.abs().max().clamp_min(1)
 
 
 def test_values_may_have_a_size_of_their_own_and_any_strides(compiled):
@@ -102,4 +121,4 @@ def test_threads_change_nothing(compiled):
 
 def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
     size = native_library.library().linattn_window_problem_size()
-    assert size == len(native_window._BACKWARD(*[0] * 66)) // 8
+    assert size == len(native_window._BACKWARD(*[0] * 67)) // 8

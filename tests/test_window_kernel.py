@@ -73,6 +73,32 @@ def test_forms_and_their_gradients_are_the_formula(form, shape, other, hide):
         assert distance(a, b) < 1e-11
 
 
+def without_first(seen: Window, count: int) -> tuple[Window, Window]:
+    """A window whose first columns do not count, and the same with only those behind them given."""
+    marks = seen.marks.clone()
+    marks[:, :count] = False
+    hidden = seen._replace(marks=marks)
+    behind = hidden._replace(
+        key=seen.key[:, :, count:], value=seen.value[:, :, count:], marks=marks[:, count:]
+    )
+    return hidden, behind
+
+
+@pytest.mark.parametrize("form", [window.attention, band.attention], ids=["fused", "blocks"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_first_columns_may_be_missing(form, shape):
+    for other, count in itertools.product(OTHER[:2], {1, shape[4] // 2, shape[4]}):
+        leaves, seen, beside = inputs(shape, other, True)
+        hidden, behind = without_first(seen, count)
+        assert behind.missing == count
+        want, got = definition(hidden, beside), form(behind, beside)
+        assert distance(got, want) < 1e-12
+        weight = torch.randn_like(want)
+        runs = [torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)]
+        for a, b in zip(*runs, strict=True):
+            assert distance(a, b) < 1e-11
+
+
 def test_operator_keeps_the_rules_of_torch():
     for other in OTHER[:2]:
         _, seen, beside = inputs((2, 2, 1, 40, 7, 8), other, True)

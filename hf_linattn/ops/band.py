@@ -19,9 +19,9 @@ class Window(NamedTuple):
 
     Attributes:
         query: `[B, H, N, D]`.
-        key: `[B, Hkv, N + reach, D]`, zero where it does not count.
+        key: `[B, Hkv, N + reach, D]`, zero where it does not count; the first columns may be missing.
         value: `[B, Hkv, N + reach, Dv]`, likewise.
-        marks: boolean `[B, N + reach]`, which columns count.
+        marks: boolean `[B, N + reach]`, which columns count; likewise.
         reach: query i sees the columns i < c <= i + reach.
         scaling: of the scores.
     """
@@ -32,6 +32,18 @@ class Window(NamedTuple):
     marks: Tensor
     reach: int
     scaling: float
+
+    @property
+    def missing(self) -> int:
+        """Columns before the first that is given: none of them counts."""
+        return self.query.shape[2] + self.reach - self.key.shape[2]
+
+    def whole(self) -> Window:
+        """With all columns."""
+        if not self.missing:
+            return self
+        key, value = (F.pad(x, (0, 0, self.missing, 0)) for x in (self.key, self.value))
+        return self._replace(key=key, value=value, marks=F.pad(self.marks, (self.missing, 0)))
 
 
 class Sums(NamedTuple):
@@ -77,7 +89,7 @@ def softmax_sums(scores: Tensor, value: Tensor) -> Sums:
 
 def attention(window: Window, other: Sums | None) -> Tensor:
     """Window and other tokens under one normaliser: `[B, H, N, Dv]`; 0 where nothing is seen."""
-    return joined(_window_sums(window), other)
+    return joined(_window_sums(window.whole()), other)
 
 
 def joined(inside: Sums, other: Sums | None) -> Tensor:

@@ -16,7 +16,7 @@ BLOCK = 96
 """Queries, and columns, that go through a product together: measured, from 32 to 128."""
 VECTOR = 16
 """Floats in the longest vectors of any processor."""
-_FORWARD, _BACKWARD = struct.Struct("39q").pack, struct.Struct("66q").pack
+_FORWARD, _BACKWARD = struct.Struct("40q").pack, struct.Struct("67q").pack
 """`WindowProblem` of ops/cpp/window.h; a forward reads the first part of it."""
 
 
@@ -59,9 +59,17 @@ def _numbers(window: Window, other: Sums | None, output: Tensor, lse: Tensor) ->
     query, key, value, marks, reach, _ = window
     (batch, heads, length, size), kv_heads, wide = query.shape, key.shape[1], value.shape[3]
     block = min(BLOCK, -(-length // VECTOR) * VECTOR)
-    sizes = (batch, heads, kv_heads, length, size, wide, reach, block, torch.get_num_threads())
+    sizes = (batch, heads, kv_heads, length, size, wide, reach, window.missing, block)
     arrays = [x for y in (query, key, value, output) for x in native.array(y)]
-    return (*sizes, *arrays, marks.data_ptr(), marks.stride(0), *_of_others(other or ()), lse.data_ptr())
+    return (
+        *sizes,
+        torch.get_num_threads(),
+        *arrays,
+        marks.data_ptr(),
+        marks.stride(0),
+        *_of_others(other or ()),
+        lse.data_ptr(),
+    )
 
 
 def _of_others(other: Sums | list[Tensor] | tuple[()]) -> tuple[int, ...]:

@@ -100,12 +100,28 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """By query, key, value and sink."""
-    grads = BACKWARD(
-        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-    )
+    grads = _by_tokens(grad, query, key, value, mask, output, lse, is_causal, scale)
     share = (sink.to(lse.dtype) - lse.unsqueeze(-1)).exp()
     by_sink = -(share * (grad * output).sum(-1, True)).sum_to_size(sink.shape)
     return (*grads, by_sink.to(sink.dtype))
+
+
+def _by_tokens(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By query, key and value."""
+    found: tuple[Tensor, Tensor, Tensor] = BACKWARD(
+        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+    )
+    return found
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -123,8 +139,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *by, by_sink = _backward(grad, *ctx.saved_tensors, *ctx.how)
-        return (*by, None, by_sink if ctx.needs_input_grad[4] else None, None, None)
+        if ctx.needs_input_grad[4]:
+            *by, by_sink = _backward(grad, *ctx.saved_tensors, *ctx.how)
+            return (*by, None, by_sink, None, None)
+        query, key, value, mask, _, output, lse = ctx.saved_tensors
+        by_tokens = _by_tokens(grad, query, key, value, mask, output, lse, *ctx.how)
+        return (*by_tokens, None, None, None, None)
 
 
 def dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

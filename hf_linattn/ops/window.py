@@ -75,18 +75,19 @@ def _beside(output: Tensor, lse: Tensor, values: Tensor, total: Tensor, log_scal
 class _Blocks:
     """A window cut into blocks of queries, each with its run of columns.
 
-    Queries and columns are padded to whole blocks where they must be.
+    Queries and columns are padded to whole blocks where they must be, and columns that are missing filled in.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, marks: Tensor, reach: int) -> None:
+    def __init__(self, window: Window) -> None:
+        query, key, value, marks, reach, _ = window
         length = query.shape[2]
         self.size = min(BLOCK, length)
         self.left, self.right = -reach % self.size, -length % self.size
-        self.columns = self.size + reach + self.left
+        self.columns, self.before = self.size + reach + self.left, self.left + window.missing
         self.count = (length + self.right) // self.size
         self.query = self.over_queries(query)
         self.key, self.value = self._over_columns(key), self._over_columns(value)
-        self.marks = F.pad(marks, (self.left, self.right)) if self.left or self.right else marks
+        self.marks = F.pad(marks, (self.before, self.right)) if self.before or self.right else marks
         row = torch.arange(self.size, device=query.device)[:, None] + self.left
         column = torch.arange(self.columns, device=query.device)
         self.near = (column > row) & (column <= row + reach)
@@ -98,7 +99,7 @@ class _Blocks:
         return F.pad(x, (*(0, 0) * (x.ndim - 3), 0, self.right))
 
     def _over_columns(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, self.left, self.right)) if self.left or self.right else x
+        return F.pad(x, (0, 0, self.before, self.right)) if self.before or self.right else x
 
     def spans(self) -> Iterator[tuple[slice, slice, slice]]:
         """Rows, queries and columns that go through the kernel together."""
@@ -150,8 +151,8 @@ class _Blocks:
             place += part[:, :, piece * self.size : (piece + 1) * self.size].transpose(0, 1)
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """Without the padding."""
-        return x[:, :, self.left : x.shape[2] - self.right]
+        """Those that were given."""
+        return x[:, :, self.before : x.shape[2] - self.right]
 
 
 def _parts(*inputs: Any) -> tuple[Window, Sums | None]:
@@ -164,8 +165,8 @@ def _forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
     """o', and lse' `[B, H, N]`, 0 where nothing is seen."""
     if native_window.takes(window, other):
         return native_window.forward(window, other)
-    query, key, value, marks, reach, scaling = window
-    blocks = _Blocks(query, key, value, marks, reach)
+    query, _, value, _, reach, scaling = window
+    blocks = _Blocks(window)
     (batch, heads, length), padded = query.shape[:3], blocks.count * blocks.size
     output = query.new_empty(batch, padded, heads, value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(batch, heads, padded, dtype=torch.promote_types(query.dtype, torch.float32))
@@ -182,7 +183,7 @@ def _forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
     output, lse = output[:, :, :length], lse[:, :, :length]
     if other is None:
         return output, lse
-    count = F.pad(marks.cumsum(1), (1, 0))
+    count = F.pad(window.marks.cumsum(1), (1 + window.missing, 0))
     near = (count[:, 1 + reach :] > count[:, 1 : 1 + length])[:, None]
     return _join(output, lse, near, *other)
 
@@ -196,7 +197,7 @@ def _join(
     joined = joined.masked_fill_(~(near | some), 0.0)
     share = (lse - joined).exp_().masked_fill_(~near, 0.0)
     output.mul_(share.unsqueeze(-1))
-    output.add_(values * _share(some, log_scale, joined).unsqueeze(-1))
+    output.addcmul_(values, _share(some, log_scale, joined).unsqueeze(-1))
     return output, joined
 
 
@@ -208,8 +209,7 @@ def _backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, 
     """By query, key and value, and by the three of the other sums."""
     if native_window.takes(window, other):
         return native_window.backward(grad, window, other, output, lse)
-    query, key, value, marks, reach, scaling = window
-    blocks = _Blocks(query, key, value, marks, reach)
+    query, blocks = window.query, _Blocks(window)
     outputs, logs, given = (blocks.over_queries(x) for x in (output, lse, grad))
     by_query = torch.empty_like(blocks.query)
     by_key, by_value = (x.new_zeros(x.shape) for x in (blocks.key, blocks.value))
@@ -222,7 +222,7 @@ def _backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, 
             0.0,
             False,
             attn_mask=blocks.mask(rows, columns, query.dtype),
-            scale=scaling,
+            scale=window.scaling,
         )
         blocks.queries(by_query, rows, part).copy_(found[0])
         blocks.add_runs(by_key, found[1], rows, columns)

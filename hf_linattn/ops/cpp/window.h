@@ -13,9 +13,10 @@
 
 // Filled in by ops/native_window.py, in this order.
 struct WindowProblem {
-    int64_t batch, heads, kv_heads, length, size, wide, reach, block, threads;  // `block` in whole vectors
-    Array query, key, value, output;  // keys and values of N + reach columns
-    int64_t marks, marks_row;         // bool [B, N + reach], True at columns that count
+    int64_t batch, heads, kv_heads, length, size, wide, reach, missing, block,
+        threads;                      // `block` in whole vectors
+    Array query, key, value, output;  // keys and values of N + reach columns, but for the first `missing`
+    int64_t marks, marks_row;         // bool, of the same columns, True where they count
     Array values;                     // float32 [B, H, N, Dv]: sums over other tokens; data 0 for none
     int64_t total, log_scale;         // float32 [B, H, N], dense, with `values`
     int64_t lse;                      // float32 [B, H, N], dense
@@ -72,7 +73,10 @@ protected:
     void read_tile(const Array& x, int64_t tile, float* to, int count, int row) const {
         const int64_t first = tile * block_;
         const int there = std::min<int64_t>(block_, columns_ - first);
-        for (int j = 0; j < there; ++j) read_row(x, head_, first + j, to + j * row, count, row);
+        const int none = std::min<int64_t>(there, std::max<int64_t>(0, p_.missing - first));
+        memset(to, 0, none * row * sizeof(float));
+        for (int j = none; j < there; ++j)
+            read_row(x, head_, first + j - p_.missing, to + j * row, count, row);
         memset(to + there * row, 0, (block_ - there) * row * sizeof(float));
     }
 
@@ -83,7 +87,8 @@ protected:
         const uint8_t* marks = at<uint8_t>(p_.marks) + row_ * p_.marks_row;
         for (int j = 0; j < block_; ++j) {
             const int64_t column = tile * block_ + j;
-            shade[j] = column < columns_ && marks[column] ? 0 : NEVER;
+            const bool there = column >= p_.missing && column < columns_;
+            shade[j] = there && marks[column - p_.missing] ? 0 : NEVER;
             shaded += shade[j] != 0;
         }
     }

@@ -56,10 +56,10 @@ private:
 
     void write_tile(int64_t tile) {
         const int64_t first = tile * block_, end = std::min(first + block_, columns_);
-        for (int64_t column = first; column < end; ++column) {
-            const int64_t j = column - first;
-            write(p_.d_key, p_.d_key.at(row_, head_, column), size_, by_size(d_key_, tile) + j * size_row_);
-            write(p_.d_value, p_.d_value.at(row_, head_, column), wide_,
+        for (int64_t column = std::max(first, p_.missing); column < end; ++column) {
+            const int64_t j = column - first, place = column - p_.missing;
+            write(p_.d_key, p_.d_key.at(row_, head_, place), size_, by_size(d_key_, tile) + j * size_row_);
+            write(p_.d_value, p_.d_value.at(row_, head_, place), wide_,
                   by_width(d_value_, tile) + j * wide_row_);
         }
     }
