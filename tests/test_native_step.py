@@ -8,6 +8,7 @@ import torch
 from test_kernels import definition as sums_of
 from test_kernels import random_inputs
 from test_ops import relative_error
+from transformers import StaticCache
 
 from hf_linattn import patch_model
 from hf_linattn.ops import native, native_library, native_step
@@ -259,3 +260,18 @@ def test_what_was_before_a_step_stays_where_somebody_may_go_back(compiled):
         cache.crop(-3)
         got = [model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(12, 20)]
     assert tiny.distance(torch.stack(got, 1), want[:, 12:]) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["window+gated", "gated"])
+def test_a_compiled_graph_holds_operators_of_torch(spec, compiled):
+    model, ids = patched(spec, torch.float32), tiny.tokens(1, 24)
+    want = model(ids, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    model(ids[:, :20], past_key_values=cache)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    for i in range(20, 24):
+        got = run(ids[:, i : i + 1], past_key_values=cache).logits[:, 0]
+        assert tiny.distance(got, want[:, i]) < 1e-4
+    torch._dynamo.reset()

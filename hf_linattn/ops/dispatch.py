@@ -106,4 +106,12 @@ bidirectional and cross-attention:
   CPU                                a sum over all keys that every query reads, in chunks whose buffers
                                      hold {NUMBERS:,} numbers, maps inside as above (ops/both_ways.py)
   CUDA                               as above
-  torch.export, any other device     the sum in vectorised torch operations (ops/linear.py)"""
+  torch.export, any other device     the sum in vectorised torch operations (ops/linear.py)
+windows, with a linear attention for the rest or without:
+  CPU with {native_library.CPP}=1, at most 32 bits
+                                     kernels in C++, tile by tile (ops/native_window.py); a decoded token
+                                     without sinks in one call (ops/native_step.py), unless it is
+                                     compiled by torch.compile
+  CPU                                torch's fused kernel, block by block (ops/window.py); a text inside the
+                                     window in one call of it
+  any other device                   vectorised torch operations (ops/band.py)"""
