@@ -119,7 +119,7 @@ def _by_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By query, key and value."""
     found: tuple[Tensor, Tensor, Tensor] = BACKWARD(
-        grad.contiguous(), query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        grad, query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
     return found
 

@@ -215,7 +215,7 @@ def _backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, 
     by_key, by_value = (x.new_zeros(x.shape) for x in (blocks.key, blocks.value))
     for rows, part, columns in blocks.spans():
         found = BACKWARD(
-            blocks.queries(given, rows, part).contiguous(),
+            blocks.queries(given, rows, part),
             *blocks.inputs(rows, part, columns),
             blocks.queries(outputs, rows, part),
             blocks.queries(logs, rows, part).contiguous(),
