@@ -192,7 +192,7 @@ class LinearAttention(StatefulAttention):
         return None
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
-        """Logarithm of the factor `[B or 1, Hkv, N]` on what is before each token; None for 1. Causal."""
+        """Logarithm, at most 0, of the factor `[B or 1, Hkv, N]` on all before each token; None for 1."""
         return None
 
     def gate(self) -> Gate | None:

@@ -61,15 +61,8 @@ def _numbers(window: Window, other: Sums | None, output: Tensor, lse: Tensor) ->
     block = min(BLOCK, -(-length // VECTOR) * VECTOR)
     sizes = (batch, heads, kv_heads, length, size, wide, reach, window.missing, block)
     arrays = [x for y in (query, key, value, output) for x in native.array(y)]
-    return (
-        *sizes,
-        torch.get_num_threads(),
-        *arrays,
-        marks.data_ptr(),
-        marks.stride(0),
-        *_of_others(other or ()),
-        lse.data_ptr(),
-    )
+    rest = (marks.data_ptr(), marks.stride(0), *_of_others(other or ()), lse.data_ptr())
+    return (*sizes, torch.get_num_threads(), *arrays, *rest)
 
 
 def _of_others(other: Sums | list[Tensor] | tuple[()]) -> tuple[int, ...]:
