@@ -60,17 +60,22 @@ def definition(seen: Window, other: Sums | None) -> Tensor:
     return values / torch.where(total > 0, total, 1).unsqueeze(-1)
 
 
+def agree(got, want, leaves):
+    """And their gradients."""
+    assert distance(got, want) < 1e-12
+    weight = torch.randn_like(want)
+    runs = [torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)]
+    for a, b in zip(*runs, strict=True):
+        assert distance(a, b) < 1e-11
+
+
 @pytest.mark.parametrize("form", [window.attention, band.attention], ids=["fused", "blocks"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("other", "hide"), [*itertools.product(OTHER, [False, True])])
 def test_forms_and_their_gradients_are_the_formula(form, shape, other, hide):
     leaves, seen, beside = inputs(shape, other, hide)
     want, got = definition(seen, beside), form(seen, beside)
-    assert distance(got, want) < 1e-12
-    weight = torch.randn_like(want)
-    runs = [torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)]
-    for a, b in zip(*runs, strict=True):
-        assert distance(a, b) < 1e-11
+    agree(got, want, leaves)
 
 
 def without_first(seen: Window, count: int) -> tuple[Window, Window]:
@@ -92,11 +97,7 @@ def test_first_columns_may_be_missing(form, shape):
         hidden, behind = without_first(seen, count)
         assert behind.missing == count
         want, got = definition(hidden, beside), form(behind, beside)
-        assert distance(got, want) < 1e-12
-        weight = torch.randn_like(want)
-        runs = [torch.autograd.grad((x * weight).sum(), leaves, retain_graph=True) for x in (got, want)]
-        for a, b in zip(*runs, strict=True):
-            assert distance(a, b) < 1e-11
+        agree(got, want, leaves)
 
 
 def test_operator_keeps_the_rules_of_torch():
