@@ -26,10 +26,8 @@ def step(rest: Any, tokens: Tokens, state: tuple[Tensor, ...]) -> tuple[Tensor, 
     """
     query = tokens.query
     assert query is not None
-    if torch.compiler.is_compiling():  # a graph holds operators of torch
-        return None
     inner = None if rest is None else State(*state[recent.TENSORS :])
-    if not native_step.takes(query, tokens.key, tokens.value, inner and inner.S):
+    if not sums.runs_natively(tokens, inner):
         return None
     if not (tokens.in_place and all(x.is_contiguous() for x in state)):
         state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)

@@ -75,15 +75,15 @@ def inputs(
     """Of kernels: as they come where the map is in the kernel, else features; no decay beside a gate."""
     assert tokens.query is not None
     S, z = state or (None, None)
+    if attention.fused == "none" and gate is None:
+        phi_q, (phi_k, value, decay) = attention.query_map(upcast(tokens.query)), attention.mapped(tokens)
+        return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
     hidden = None if tokens.valid is None else ~tokens.valid
     if attention.fused != "none":
         query, key = tokens.query, tokens.key
         value = tokens.value if divide else upcast(tokens.value)  # numerators are not rounded to 16 bits
         decay = None if gate is not None else decays(attention, tokens)
-    elif gate is not None:
+    else:
         query, key = attention.query_map(upcast(tokens.query)), attention.key_map(upcast(tokens.key))
         value, decay = upcast(tokens.value), None
-    else:
-        query, hidden = attention.query_map(upcast(tokens.query)), None
-        key, value, decay = attention.mapped(tokens)
     return Inputs(query, key, value, hidden, S, z, decay, tokens.documents)

@@ -10,10 +10,11 @@ from test_kernels import random_inputs
 from test_ops import relative_error
 from transformers import StaticCache
 
-from hf_linattn import patch_model
+from hf_linattn import one_call, patch_model
 from hf_linattn.ops import native, native_library, native_step
 from hf_linattn.ops.chunks import Gate, How
 from hf_linattn.ops.loop import Inputs
+from hf_linattn.tokens import Tokens
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, native_library.COMPILERS)), reason="no C++ compiler here"
@@ -275,3 +276,11 @@ def test_a_compiled_graph_holds_operators_of_torch(spec, compiled):
         got = run(ids[:, i : i + 1], past_key_values=cache).logits[:, 0]
         assert tiny.distance(got, want[:, i]) < 1e-4
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_batch_of_nobody_goes_to_torch(compiled):
+    (query, key, value), _, ring, _ = given((1, 2, 2, 9, 16, 24), 3, False)
+    tokens = Tokens(query[:0], key[:0], value[:0], 0.3, in_place=True)
+    state = (*(x[:0] for x in ring[:3]), *(x[:0, :0] for x in ring[:3]), ring.turn[:0])
+    assert one_call.step(None, tokens, state) is None

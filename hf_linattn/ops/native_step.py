@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_linattn.ops import native, native_library
 from hf_linattn.ops.chunks import FEATURE_MAPS, Gate, by_token
-from hf_linattn.ops.native import SUMS
 
 _STEP = struct.Struct("64qdqd").pack
 """`StepProblem` of ops/cpp/window_step.h."""
@@ -56,11 +55,6 @@ class Rest(NamedTuple):
     kind: str = "none"
     eps: float = 0.0
     left_out: Tensor | None = None
-
-
-def takes(query: Tensor, key: Tensor, value: Tensor, S: Tensor | None) -> bool:
-    """Whether they were asked for and can read these: as `native.takes`; S is that of the rest, if any."""
-    return native.reads(query, key, value) and (S is None or S.dtype == SUMS)
 
 
 def step(

@@ -27,6 +27,22 @@ struct WindowProblem {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
+// A row of the window, its sum over e^top, and others, theirs over e^log_scale, under one normaliser, in
+// place: the log-sum-exp, 0 where nothing is. A total of 0 means that there are no others; NaN does not.
+inline float join(float* row, float top, float sum, const float* others, float total, float log_scale,
+                  int count) {
+    const float inside = sum == 0 ? NEVER : top + std::log(sum);
+    if (total == 0) {
+        if (sum != 0) scale(row, 1 / sum, count);
+        return sum == 0 ? 0 : inside;
+    }
+    const float outside = log_scale + std::log(total), greater = std::max(inside, outside);
+    const float lse = greater + std::log(std::exp(inside - greater) + std::exp(outside - greater));
+    const float factor = std::exp(top - lse), share = std::exp(log_scale - lse);
+    for (int e = 0; e < count; e += WIDTH) store(row + e, load(row + e) * factor + load(others + e) * share);
+    return lse;
+}
+
 // Columns of a tile that a strip of queries may see, in whole vectors.
 struct Range {
     int from, to;

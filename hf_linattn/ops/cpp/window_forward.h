@@ -95,22 +95,12 @@ private:
     }
 
     void write_row(int64_t head, int64_t start, int row) {
-        float *numerator = numerator_ + row * wide_row_,
-              &lse = at<float>(p_.lse)[of_query(head, start) + row];
-        const float inside = sum_[row] == 0 ? NEVER : top_[row] + std::log(sum_[row]);
-        const float total = others() ? at<float>(p_.total)[of_query(head, start) + row] : 0;
-        if (total == 0) {  // NaN is not
-            lse = sum_[row] == 0 ? 0 : inside;
-            if (sum_[row] != 0) scale(numerator, 1 / sum_[row], wide_row_);
-        } else {
-            const float log_scale = at<float>(p_.log_scale)[of_query(head, start) + row];
-            const float outside = log_scale + std::log(total), greater = std::max(inside, outside);
-            lse = greater + std::log(std::exp(inside - greater) + std::exp(outside - greater));
-            const float factor = std::exp(top_[row] - lse), share = std::exp(log_scale - lse);
-            read_row(p_.values, head, start + row, other_, wide_, wide_row_);
-            for (int e = 0; e < wide_row_; e += WIDTH)
-                store(numerator + e, load(numerator + e) * factor + load(other_ + e) * share);
-        }
+        const int64_t here = of_query(head, start) + row;
+        float* numerator = numerator_ + row * wide_row_;
+        const float total = others() ? at<float>(p_.total)[here] : 0;
+        if (total != 0) read_row(p_.values, head, start + row, other_, wide_, wide_row_);
+        const float log_scale = total != 0 ? at<float>(p_.log_scale)[here] : 0;
+        at<float>(p_.lse)[here] = join(numerator, top_[row], sum_[row], other_, total, log_scale, wide_row_);
         write(p_.output, p_.output.at(row_, head, start + row), wide_, numerator);
     }
 };

@@ -184,21 +184,10 @@ private:
     }
 
     void write_row(int i) {
-        const int64_t head = first_query() + i;
-        float *numerator = numerator_ + i * wide_row_, *others = others_ + i * wide_row_;
-        const float total = p_.S ? total_[i] : 0;
-        if (total == 0) {  // NaN is not
-            if (sum_[i] != 0) scale(numerator, 1 / sum_[i], wide_row_);
-        } else {
-            const float outside = log_scale_[i] + std::log(total);
-            const float inside = sum_[i] == 0 ? NEVER : top_[i] + std::log(sum_[i]);
-            const float greater = std::max(inside, outside);
-            const float lse = greater + std::log(std::exp(inside - greater) + std::exp(outside - greater));
-            const float factor = std::exp(top_[i] - lse), share = std::exp(log_scale_[i] - lse);
-            for (int e = 0; e < wide_row_; e += WIDTH)
-                store(numerator + e, load(numerator + e) * factor + load(others + e) * share);
-        }
-        write(p_.output, p_.output.at(row_, head, 0), wide_, numerator);
+        float* numerator = numerator_ + i * wide_row_;
+        join(numerator, top_[i], sum_[i], others_ + i * wide_row_, p_.S ? total_[i] : 0, log_scale_[i],
+             wide_row_);
+        write(p_.output, p_.output.at(row_, first_query() + i, 0), wide_, numerator);
     }
 };
 
