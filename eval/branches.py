@@ -14,14 +14,14 @@ from typing import Any, get_args
 
 from torch import nn
 
-from hf_linattn.branches import Branches, use_branches
-from hf_linattn.commands import exit_status
+from hf_linattn.cli.main import exit_status
+from hf_linattn.patching.branches import Branches, use_branches
 
-from .options import checked, doubling, parse_options, whole
-from .perplexity import LENGTHS
-from .rows import Row
-from .scoring import score_length
-from .windows import Bos, Stride, encode, plan_windows
+from .common.cli import checked, doubling, parse_options, whole
+from .common.statistics import Row
+from .common.windows import Bos, Stride, encode, plan_windows
+from .perplexity.__main__ import LENGTHS
+from .perplexity.measure import score_length
 
 __all__ = ["compare_branches", "main"]
 
@@ -71,7 +71,7 @@ def compare_branches(
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window of text.
-        branches: what to measure, see `hf_linattn.branches`.
+        branches: what to measure, see `hf_linattn.patching.branches`.
         stride: scored tokens per window of text, or "full".
         max_tokens: scored tokens per length; None takes all.
         batch_size: windows of text per forward pass.
@@ -148,8 +148,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--options belongs to --patch")
 
     def work() -> None:
-        from .branches_run import run
-        from .length_tables import curve_table
+        from .perplexity.branches_run import run
+        from .perplexity.tables import curve_table
 
         results = run(args, shlex.join(["python", "-m", "hf_linattn.eval.branches", *argv]))
         print("\n".join([curve_table(results["rows"]), *results["sentences"]]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hf_linattn.commands import exit_status
+from hf_linattn.cli.main import exit_status
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     def work() -> None:
         from lm_eval.__main__ import cli_evaluate
 
-        from . import harness_model  # noqa: F401 (registers the model type)
+        from .harness import model as harness_model  # noqa: F401 (registers the model type)
 
         cli_evaluate()
 

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import evaluate
 
-from hf_linattn.eval.scoring import measure
+from .perplexity.measure import measure
 
 _DESCRIPTION = """\
 Does more context help or hurt a language model? The same tokens are scored at every length: windows of all

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.commands import exit_status
+from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, LinattnError
 
 FORMAT = "hf_linattn.samples/1"
@@ -80,7 +80,7 @@ def generate(
     import torch
     from transformers import set_seed
 
-    from .nats import scoring
+    from .common.nll import scoring
 
     how: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
@@ -165,10 +165,10 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     import torch
 
-    from hf_linattn.checkpointing import write_json
+    from hf_linattn.cli.files import write_json
 
-    from .loading import Curve, load_model, load_tokenizer
-    from .results import versions
+    from .common.models import Curve, load_model, load_tokenizer
+    from .common.results import versions
 
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
     if not prompts:

@@ -42,12 +42,12 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_linattn import from_pretrained, patch_model
-from hf_linattn.checkpointing import write_json
+from hf_linattn.cli.files import write_json
 from hf_linattn.data import load_documents
+from hf_linattn.demo.stdlib_text import stdlib_files
 from hf_linattn.errors import DataError, LinattnError, TrainingError
-from hf_linattn.finetune_model import switch_off_dropout
-from hf_linattn.stdlib_text import stdlib_files
-from hf_linattn.training import LoopSettings, TrainingLoop
+from hf_linattn.finetune.model import switch_off_dropout
+from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
 CHECKPOINT_EVERY = 50
 """Steps; what a stop can lose."""

@@ -5,7 +5,7 @@
 
 A Llama of 1.4 M parameters, context 512, with a byte-level BPE tokenizer of its own. Muon trains the hidden
 matrices, AdamW the rest. Stop it at any moment and start the same command again: it goes on from its last
-checkpoint. The files in `hf_linattn.stdlib_text.HELD_OUT` are never read.
+checkpoint. The files in `hf_linattn.demo.stdlib_text.HELD_OUT` are never read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_linattn.stdlib_text import HELD_OUT, stdlib_files
+from hf_linattn.demo.stdlib_text import HELD_OUT, stdlib_files
 
 END = "<|endoftext|>"
 CONTEXT = 512

@@ -53,12 +53,12 @@ from recall_rows import (
 )
 from torch import Tensor, nn
 
-from hf_linattn.checkpointing import filling, replacing, write_json, writing
+from hf_linattn.cli.files import filling, replacing, write_json, writing
 from hf_linattn.data import load_blocks
 from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
-from hf_linattn.eval.loading import Curve, load_model, load_tokenizer
-from hf_linattn.plots import save_loss_curve
-from hf_linattn.training import LoopSettings, TrainingLoop
+from hf_linattn.eval.common.models import Curve, load_model, load_tokenizer
+from hf_linattn.finetune.plots import save_loss_curve
+from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
 CHECKPOINT_EVERY = 100
 """Steps between checkpoints and between measurements: what a stop can lose."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_linattn.eval.loading import load_tokenizer
+from hf_linattn.eval.common.models import load_tokenizer
 
 Ids = NDArray[np.int32]
 Row = tuple[Ids, NDArray[np.bool_]]

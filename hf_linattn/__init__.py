@@ -1,10 +1,10 @@
 """Change the attention of pretrained Hugging Face models: `patch_model(model, "elu1")`."""
 
-from hf_linattn.bypass import bypassed
-from hf_linattn.checkpoint import from_pretrained
-from hf_linattn.description import describe, is_linear
 from hf_linattn.errors import LinattnError
-from hf_linattn.patching import is_patched, patch_model, patched, unpatch_model
+from hf_linattn.patching.checkpoint import from_pretrained
+from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.describe import describe, is_linear
+from hf_linattn.patching.patch import is_patched, patch_model, patched, unpatch_model
 from hf_linattn.registry import available_patches, register
 
 __all__ = [

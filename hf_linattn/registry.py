@@ -55,7 +55,8 @@ def register(name: str) -> Callable[[PatchType], PatchType]:
 def _discover() -> None:
     package = importlib.import_module("hf_linattn.patches")
     for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        importlib.import_module(info.name)
+        if not info.name.rpartition(".")[2].startswith("_"):  # helpers of patches
+            importlib.import_module(info.name)
     for entry in entry_points(group="hf_linattn.patches"):
         try:
             entry.load()

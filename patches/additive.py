@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_linattn.attention import ScoreAttention
+from hf_linattn.attention import ScoreAttention, Site, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import upcast
 
 SLICE = 2**24
 """Numbers in one slice of queries x keys x hidden; glibc gives only blocks above 32 MiB back when freed."""

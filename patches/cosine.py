@@ -3,10 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("cosine")

@@ -6,10 +6,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_linattn.attention import Site
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import NamedMapAttention
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
+
+from ._feature_maps import NamedMapAttention
 
 RATES = ("retnet", "lightning")
 

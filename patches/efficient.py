@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import StatefulAttention
-from hf_linattn.ops import gates
+from hf_linattn.attention import Site, StatefulAttention, Tokens, upcast
+from hf_linattn.ops.eager import gated
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens, upcast
 
 LOW = -1e30
 """Logarithm of nothing: finite, so that gradients are."""
@@ -62,7 +60,7 @@ class Efficient(StatefulAttention):
             before, means = torch.where(state.some[:, :, None] > 0, state.L, LOW), state.M
         running = torch.cat([before.unsqueeze(2), key], 2).logcumsumexp(2)
         now, earlier = running[:, :, 1:], running[:, :, :-1]
-        output, means = gates.causal(query, (key - now).exp(), value, earlier - now, means)
+        output, means = gated.causal(query, (key - now).exp(), value, earlier - now, means)
         return output, Averages(means, now[:, :, -1], torch.ones_like(now[:, :1, -1, 0]))
 
     def absorb(self, tokens: Tokens, state: Averages | None) -> Averages:

@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import StatefulAttention
-from hf_linattn.ops import linear
+from hf_linattn.attention import Site, StatefulAttention, Tokens, upcast
+from hf_linattn.ops.eager import linear
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens, upcast
 
 EPSILON = 1e-6
 """Added to every feature and every sum of features, as in the authors' code."""

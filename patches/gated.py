@@ -5,11 +5,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_linattn.attention import Site
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import NamedMapAttention
-from hf_linattn.ops.chunks import Gate
+from hf_linattn.ops.types import Gate
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
+
+from ._feature_maps import NamedMapAttention
 
 TEMPERATURE = 16.0
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
+
+from ._feature_maps import floored
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code, so that every query meets every key."""

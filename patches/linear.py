@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site, upcast
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import feature_maps, fronted, fronts
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import upcast
+
+from ._feature_maps import feature_maps, fronted, fronts
 
 
 def exp(x: Tensor) -> Tensor:

@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, Output
-from hf_linattn.call import Call
+from hf_linattn.attention import Attention, Call, Output, Site, upcast
 from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedMaskError
 from hf_linattn.ops.softmax import scores_of, softmax_weights
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import upcast
 
 
 @register("linformer")

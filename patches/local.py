@@ -2,11 +2,9 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, ScoreAttention
-from hf_linattn.call import Call
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, Call, ScoreAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("local")

@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Modifier
+from hf_linattn.attention import Modifier, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("logn")

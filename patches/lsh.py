@@ -5,12 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, Output, ScoreAttention
-from hf_linattn.call import Call
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, Call, Output, ScoreAttention, Site, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import upcast
 
 TINY = 1e-30
 

@@ -1,9 +1,9 @@
 """nope: the model's rotary embedding switched off."""
 
 from hf_linattn.attention import Modifier
+from hf_linattn.attention.site import ROTARY_ARGUMENT, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import ROTARY_ARGUMENT, Site
 
 
 @register("nope")

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site, Tokens
 from hf_linattn.errors import OptionError, UnsupportedCallError
-from hf_linattn.ops.linear import State
+from hf_linattn.ops.types import State
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import Tokens
 
 LIMIT = 60.0
 """Exponents of key features lie in +-60.

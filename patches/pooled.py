@@ -5,15 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, Output
-from hf_linattn.call import Call
+from hf_linattn.attention import Attention, Call, Output, Site, upcast
+from hf_linattn.attention.visibility import analyse
 from hf_linattn.errors import OptionError, UnsupportedCallError
-from hf_linattn.ops.linear import grouped
+from hf_linattn.ops.eager.linear import grouped
 from hf_linattn.ops.softmax import softmax_weights
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
-from hf_linattn.tokens import upcast
-from hf_linattn.visibility import analyse
 
 
 @register("pooled")

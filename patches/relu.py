@@ -4,10 +4,9 @@ import math
 
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 LEAST = 1e-12
 """Of eps: sums of its square are still far from where float32 ends."""

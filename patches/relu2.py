@@ -5,11 +5,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention
+from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import visible_count
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("relu2")

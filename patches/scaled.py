@@ -1,9 +1,8 @@
 """scaled: scores times another power of the head size."""
 
-from hf_linattn.attention import Modifier
+from hf_linattn.attention import Modifier, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("scaled")

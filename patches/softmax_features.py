@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention
-from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
+
+from ._feature_maps import floored
 
 FLOOR = 1e-12
 """Least feature, so that a query and a key that point to different dimensions still meet in float32."""

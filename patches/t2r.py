@@ -5,11 +5,11 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
-from hf_linattn.feature_maps import floored
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
+
+from ._feature_maps import floored
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code: a query that shares none with any key averages, in place of 0 / 0."""

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("taylor")

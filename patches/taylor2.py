@@ -6,10 +6,9 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("taylor2")

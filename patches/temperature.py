@@ -5,10 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Modifier
+from hf_linattn.attention import Modifier, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("temperature")

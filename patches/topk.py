@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, ScoreAttention
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, ScoreAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import softmax_weights
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("topk")

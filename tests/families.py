@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 import transformers
-from family_checks import CUTS, PATCHES, Result, _good, check_causal
-from family_configs import LENGTH, PAD, WINDOW, first_line
-from family_models import Slow
+from helpers.family_checks import CUTS, PATCHES, Result, _good, check_causal
+from helpers.family_configs import LENGTH, PAD, WINDOW, first_line
+from helpers.family_models import Slow
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
@@ -137,7 +137,8 @@ Every causal language model type of transformers {transformers}, {count} in all,
 One tiny random model of each type (weights scaled to std 0.2, {length} tokens in 2 rows, one padded at the
 left by {pad} tokens, windows of {window}, float64 unless said otherwise), on the CPU with torch {torch}:
 
-* **oracle**: `tests/oracle.py` computes the patch's formula in float64, N x N, on the same unpatched model.
+* **oracle**: `tests/helpers/oracle.py` computes the patch's formula in float64, N x N, on the same
+  unpatched model.
   *Right* means that the largest difference of logits is below 1e-7 of the largest logit (1e-4 in float32
   models). The oracle must also agree with the model's own attention when it computes softmax. Largest
   difference in float64: {worst}.

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.eval import perplexity
-from hf_linattn.eval.compare import is_reference
-from hf_linattn.eval.length_plot import save_plot
-from hf_linattn.eval.loading import Curve
-from hf_linattn.eval.marked import write_between
+from hf_linattn.eval.common.entries import is_reference
+from hf_linattn.eval.common.markdown import write_between
+from hf_linattn.eval.common.models import Curve
+from hf_linattn.eval.perplexity import __main__ as perplexity
+from hf_linattn.eval.perplexity.plot import save_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, IMAGE = ROOT / "docs" / "perplexity.md", "images/compare.svg"

@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_linattn import patch_model
 from hf_linattn.data import load_blocks, load_documents
-from hf_linattn.eval.bench.rounds import Clock, Timed, measure
-from hf_linattn.eval.marked import write_between
-from hf_linattn.eval.scoring import score_length
-from hf_linattn.eval.windows import encode, plan_windows
-from hf_linattn.training import LoopSettings, TrainingLoop
+from hf_linattn.eval.bench.timing import Clock, Timed, measure
+from hf_linattn.eval.common.markdown import write_between
+from hf_linattn.eval.common.windows import encode, plan_windows
+from hf_linattn.eval.perplexity.measure import score_length
+from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
 MARKS = "<!-- end to end: written by tools/end_to_end.py -->", "<!-- end of end to end -->"
 LENGTHS = (512, 2048, 8192)

@@ -1,5 +1,5 @@
 """`python -m hf_linattn.bench`: how fast and how large is a patched attention, beside softmax?
 
 The parts are usable from Python too: `calls.build` and `rounds.measure` time any patches side by side, as
-tests/test_speed.py does.
+tests/ops/test_cost.py does.
 """

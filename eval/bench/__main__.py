@@ -11,10 +11,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from hf_linattn.commands import exit_status
-from hf_linattn.eval.options import checked, doubling, parse_options, whole
+from hf_linattn.cli.main import exit_status
 
-from .setting import DTYPES, KINDS, PEERS, choices, parse_shapes
+from ..common.cli import checked, doubling, parse_options, whole
+from .settings import DTYPES, KINDS, PEERS, choices, parse_shapes
 
 EPILOG = """\
 examples (`bench` stands for `python -m hf_linattn.bench`):
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str) -> None:
-    from hf_linattn.ops.native_library import CPP, asked
+    from hf_linattn.ops.cpp.build import CPP, asked
 
     from .run import Run
     from .tables import aligned, refusals, speeds, tokens_per_second

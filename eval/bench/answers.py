@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .calls import IN_PLACE, SDPA
-from .crossing import Crossing, crossing
+from .break_even import Crossing, crossing
+from .candidates import IN_PLACE, SDPA
 
 Row = Mapping[str, Any]
 REFERENCES = (SDPA, "unpatched")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import DataError
-from hf_linattn.eval.marked import between, write_between
 
+from ..common.markdown import between, write_between
 from . import tables
 from .run import FORMAT
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import Candidate, Inputs, inputs, trained
-from .setting import Setting
+from .candidates import Candidate, Inputs, inputs, trained
+from .settings import Setting
 
 CHUNK = 64
 TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}

@@ -13,11 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hf_linattn.eval.figures import Picture, look, themed
-from hf_linattn.eval.findings import size
-
+from ..common.formatting import size
+from ..common.plotting import Picture, look, themed
 from .answers import REFERENCES, faster, groups, names, rows_of, smaller
-from .calls import IN_PLACE
+from .candidates import IN_PLACE
 
 KINDS = {"prefill": "prefill", "train": "forward and backward", "decode": "decode, one token"}
 Row = Mapping[str, Any]
@@ -156,7 +155,7 @@ def told(group: tuple[Any, ...]) -> str:
 
 def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
     """PNG files, one per shape and quantity; their names come back."""
-    from hf_linattn.checkpointing import replacing
+    from hf_linattn.cli.files import replacing
 
     written = []
     for group in groups(rows):

@@ -17,20 +17,20 @@ from transformers.utils import logging
 
 from hf_linattn import describe
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.eval import results as files
-from hf_linattn.eval.loading import Curve, load_config, load_model
-from hf_linattn.eval.machine import machine
-from hf_linattn.objectives import require_causal
+from hf_linattn.patching.causality import require_causal
 
+from ..common import results as files
+from ..common.hardware import machine
+from ..common.models import Curve, load_config, load_model
 from . import memory
 from .answers import sentences
-from .calls import check, made, own_options
-from .micro import Limits, Row, Series
-from .output import write
-from .rounds import Clock
-from .setting import Setting
-from .whole import Whole
-from .work import Ceiling, ceilings
+from .candidates import check, made, own_options
+from .model import Whole
+from .operator import Limits, Row, Series
+from .outputs import write
+from .roofline import Ceiling, ceilings
+from .settings import Setting
+from .timing import Clock
 
 FORMAT = "hf_linattn.bench/1"
 UNRECORDED = ("output_dir", "explain", "docs", "folders")

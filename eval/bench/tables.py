@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_linattn.eval.findings import size
-
+from ..common.formatting import size
 from .answers import GROUP, REFERENCES, faster, groups, names, rows_of
-from .calls import IN_PLACE
-from .crossing import Crossing
+from .break_even import Crossing
+from .candidates import IN_PLACE
 from .plots import KINDS, tokens, told
 
 Row = Mapping[str, Any]

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention
+from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
-from hf_linattn.sites import Site
 
 
 @register("sparsemax")

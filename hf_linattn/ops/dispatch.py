@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_linattn.ops import native, native_library, triton_linear
-from hf_linattn.ops.chunks import How
-from hf_linattn.ops.loop import Inputs
+from hf_linattn.ops.cpp import build
+from hf_linattn.ops.cpp import linear as native
+from hf_linattn.ops.triton import launch
+from hf_linattn.ops.types import How, Inputs
 
 SHORT = 192
 """Up to so many tokens all scores at once, unless something comes before, decays or ends."""
@@ -46,8 +47,8 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bo
         return key.shape[2] > 1 or (not torch.compiler.is_compiling() and native.reads(query, key, value))
     if not query.is_cuda:
         return False
-    allowed = os.environ.get(TRITON) == "1" and triton_linear.available(query.device)
-    return allowed and kind == "elu1" and not linked and triton_linear.supports(query, key, value)
+    allowed = os.environ.get(TRITON) == "1" and launch.available(query.device)
+    return allowed and kind == "elu1" and not linked and launch.supports(query, key, value)
 
 
 def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
@@ -83,7 +84,7 @@ def explain() -> str:
     return f"""\
 causal linear attention, first line that fits:
   torch.export                       vectorised torch operations
-  CPU with {native_library.CPP}=1, at most 32 bits
+  CPU with {build.CPP}=1, at most 32 bits
                                      kernels in C++, in chunks of {CHUNK} tokens (ops/native.py); one token
                                      too, unless it is compiled by torch.compile
   CPU, one token                     update of the state and read (ops/linear.py)
@@ -99,7 +100,7 @@ causal linear attention, first line that fits:
                                      Triton kernels (ops/triton_linear.py)
   any other device                   vectorised torch operations (ops/linear.py)
 bidirectional and cross-attention:
-  CPU with {native_library.CPP}=1, at most 32 bits
+  CPU with {build.CPP}=1, at most 32 bits
                                      kernels in C++ (ops/native.py)
   CPU, at most {SHORT_BOTH_WAYS} queries and keys
                                      all scores at once (ops/quadratic.py)
@@ -108,7 +109,7 @@ bidirectional and cross-attention:
   CUDA                               as above
   torch.export, any other device     the sum in vectorised torch operations (ops/linear.py)
 windows, with a linear attention for the rest or without:
-  CPU with {native_library.CPP}=1, at most 32 bits
+  CPU with {build.CPP}=1, at most 32 bits
                                      kernels in C++, tile by tile (ops/native_window.py); a decoded token
                                      without sinks in one call (ops/native_step.py), unless it is
                                      compiled by torch.compile

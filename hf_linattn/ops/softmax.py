@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.ops.sink import attention, fits
+from hf_linattn.ops.softmax_sink import attention, fits
 
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:

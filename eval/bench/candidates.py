@@ -1,0 +1,297 @@
+"""One attention module without projections, patched like any model, as something that can be timed.
+
+What a candidate does is what a patched module of a model does between its projections: the pre-hook finds
+the cache, the module stores its keys, the attention interface routes the call, the mask that the model made
+once is read, the output comes back as `[B, N, H, Dv]`. The reference is the same module without a patch,
+under transformers' `sdpa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_linattn.attention import Attention
+from hf_linattn.errors import OptionError
+from hf_linattn.patching.patch import patch_model
+from hf_linattn.registry import names_in, options_for, parse
+
+from .settings import Setting, Shape
+from .timing import Timed
+
+SDPA = "sdpa"
+IN_PLACE = "sdpa, keys in place"
+"""Decoding without the cache's own work: what SDPA alone takes."""
+TRAINED = 512
+"""`max_position_embeddings` of the bare model, for patches that ask how long a model was trained."""
+
+
+class BareConfig(PreTrainedConfig):
+    """Sizes of `BareModel`."""
+
+    model_type = "linattn-bare"
+
+    def __init__(self, shape: Shape | None = None, causal: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if shape is not None:
+            self.num_attention_heads, self.num_key_value_heads = shape.heads, shape.kv_heads
+            self.head_dim, self.hidden_size = shape.head_dim, shape.heads * shape.head_dim
+            self.v_head_dim, self.num_hidden_layers = shape.value_dim, 1
+        self.causal, self.max_position_embeddings = causal, TRAINED
+
+
+class BareAttention(nn.Module):
+    """What stands between the projections of transformers' attention modules."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, 0, config.causal
+        self.head_dim, self.v_head_dim = config.head_dim, config.v_head_dim
+        self.num_key_value_heads = config.num_key_value_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> Tensor:
+        """`[B, H, N, D]`, `[B, Hkv, N, D]`, `[B, Hkv, N, Dv]` -> `[B, N, H, Dv]`."""
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attention_interface: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output: Tensor = attention_interface(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling
+        )[0]
+        return output
+
+
+class BareModel(PreTrainedModel):
+    """One `BareAttention`; patched by `patch_model` like any other model."""
+
+    config_class = BareConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.attention = BareAttention(config)
+
+    def mask(self, batch: int, length: int, like: Tensor, cache: Any = None) -> Tensor | None:
+        """The mask that a model makes once for all its layers."""
+        embeddings = like.new_empty(batch, length, 1)
+        make: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
+        mask: Tensor | None = make(
+            config=self.config, inputs_embeds=embeddings, attention_mask=None, past_key_values=cache
+        )
+        return mask
+
+
+@dataclass
+class Candidate(Timed):
+    """One way to compute what the others compute too; its call gives the output `[B, N, H, Dv]`.
+
+    Attributes:
+        linear: its time is known to grow with the length, not with its square.
+        model: the module behind it, for the work it does; None where there is none of ours.
+    """
+
+    linear: bool = False
+    model: BareModel | None = None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random queries, keys and values `[B, H or Hkv, N, D or Dv]`, the output's gradient `[B, N, H, Dv]`.
+
+    The first three are views of `[B, N, H, D]`, as projections leave them.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+
+
+def inputs(setting: Setting, seed: int = 0) -> Inputs:
+    """The same numbers on every machine; decoding gets the tokens before and one more."""
+    shape, generator = setting.shape, torch.Generator().manual_seed(seed)
+    length = setting.length + (setting.kind == "decode")
+    dtype, wants = getattr(torch, setting.dtype), setting.kind == "train"
+
+    def draw(heads: int, width: int, leaf: bool = True) -> Tensor:
+        x = torch.randn(shape.batch, length, heads, width, generator=generator).to(setting.device, dtype)
+        return x.transpose(1, 2).requires_grad_(wants) if leaf else x
+
+    return Inputs(
+        draw(shape.heads, shape.head_dim),
+        draw(shape.kv_heads, shape.head_dim),
+        draw(shape.kv_heads, shape.value_dim),
+        draw(shape.heads, shape.value_dim, leaf=False),
+    )
+
+
+def check(spec: str, options: dict[str, Any], causal: bool) -> None:
+    """Whether a patch exists and goes in this direction, before any work.
+
+    Raises:
+        UnknownPatchError, OptionError: of the name or an option; also a patch of the other direction.
+    """
+    wanted = "causal" if causal else "bidirectional"
+    for part in parse(spec, own_options(spec, options)).parts:
+        if issubclass(part, Attention) and part.directions not in ("both", wanted):
+            advice = "add --bidirectional" if causal else "leave --bidirectional out"
+            raise OptionError(
+                f"{part.name!r} is {part.directions} only ({part.why}): {advice}, or leave it out"
+            )
+
+
+def own_options(spec: str, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Those of the shared options that are for this composition.
+
+    Raises:
+        UnknownPatchError, OptionError: of its names.
+    """
+    return options_for(names_in(spec), options or {})
+
+
+def made(setting: Setting, spec: str | None = None, options: dict[str, Any] | None = None) -> BareModel:
+    """The bare model of these sizes, patched unless `spec` is None.
+
+    Raises:
+        LinattnError: the patch does not suit.
+    """
+    config = BareConfig(setting.shape, setting.causal, attn_implementation="sdpa")
+    model = BareModel(config)
+    if spec is not None:
+        patch_model(model, spec, options=own_options(spec, options))
+    whole: Any = model
+    whole.to(setting.device, getattr(torch, setting.dtype)).eval()
+    return model
+
+
+def candidate(model: BareModel, name: str, setting: Setting, given: Inputs) -> Candidate:
+    """What one call of this model does in this setting."""
+    linear = is_linear(model)
+    if setting.kind == "decode":
+        step, around = _decoding(model, setting, given)
+        return Candidate(name, step, around, linear=linear, model=model)
+    mask = model.mask(setting.shape.batch, setting.length, given.query)
+    query, key, value = given.query, given.key, given.value
+    if setting.kind == "prefill":
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return model.attention(query, key, value, mask)  # type: ignore[no-any-return]
+
+        return Candidate(name, forward, linear=linear, model=model)
+    leaves = [query, key, value, *model.parameters()]
+    step = trained(lambda: model.attention(query, key, value, mask), leaves, given.gradient)
+    return Candidate(name, step, linear=linear, model=model)
+
+
+def trained(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tensor) -> Callable[[], Tensor]:
+    """Forward, then the gradients of these tensors; nothing accumulates."""
+
+    def step() -> Tensor:
+        output = forward()
+        torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+        return output.detach()
+
+    return step
+
+
+def is_linear(model: BareModel) -> bool:
+    """Whether its state is of constant size."""
+    child: Any = model.attention._modules.get("linattn")
+    return child is not None and bool(child.keeps_state)
+
+
+def _decoding(
+    model: BareModel, setting: Setting, given: Inputs
+) -> tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[None]]]:
+    """One token behind a cache that is put back after it; and around it what puts back a state's numbers."""
+    cache, batch, past = DynamicCache(), setting.shape.batch, setting.length
+    old = [x[:, :, :past] for x in (given.query, given.key, given.value)]
+    new = [x[:, :, past:] for x in (given.query, given.key, given.value)]
+    with torch.no_grad():
+        if is_linear(model):
+            model.attention(*old, model.mask(batch, past, given.query, cache), cache)
+        else:
+            cache.update(old[1], old[2], 0)
+        mask = model.mask(batch, 1, given.query, cache)
+    references, numbers = put_back(cache)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            output: Tensor = model.attention(*new, mask, cache)
+            references()
+        return output
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        yield
+        numbers()
+
+    return step, around
+
+
+def put_back(cache: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What makes a cache again what it is now: its references, and the numbers in its states.
+
+    Keys are put back by reference, which takes no time worth measuring. States keep their size while decoding
+    writes over them, so their numbers can wait until nothing is timed.
+    """
+    before = [dict(vars(layer)) for layer in cache.layers]
+    states = [(x, x.clone()) for values in before for x in values.get("state") or ()]
+
+    def references() -> None:
+        for layer, values in zip(cache.layers, before, strict=True):
+            vars(layer).update(values)
+
+    def numbers() -> None:
+        for x, saved in states:
+            x.copy_(saved)
+
+    return references, numbers
+
+
+def in_place(model: BareModel, setting: Setting, given: Inputs) -> Candidate:
+    """SDPA over keys that are there already: a decoded token without what the cache does."""
+    query = given.query[:, :, setting.length :]
+    key, value = given.key.contiguous(), given.value.contiguous()
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return model.attention(query, key, value, None)  # type: ignore[no-any-return]
+
+    return Candidate(IN_PLACE, step)
+
+
+def build(
+    setting: Setting, specs: list[str], options: dict[str, Any] | None = None, seed: int = 0
+) -> list[Candidate]:
+    """The reference first, then the patches; all of them on the same tensors.
+
+    Raises:
+        LinattnError: a patch does not suit these sizes.
+    """
+    given = inputs(setting, seed)
+    reference = made(setting)
+    found = [candidate(reference, SDPA, setting, given)]
+    if setting.kind == "decode":
+        found.append(in_place(reference, setting, given))
+    for spec in specs:
+        torch.manual_seed(seed)  # of maps that are drawn
+        found.append(candidate(made(setting, spec, options), spec, setting, given))
+    return found

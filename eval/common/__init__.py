@@ -1,0 +1,1 @@
+"""What the evaluation commands share: models, text, results, tables and figures."""

@@ -1,0 +1,44 @@
+"""Numbers as text."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float) -> str:
+    """Three digits, or more where the whole part has more."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def times(ratio: float) -> str:
+    """`2.3 times`."""
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
+
+
+def percent(ratio: float) -> str:
+    """How far a ratio is from 1."""
+    distance = abs(ratio - 1) * 100
+    return f"{distance:.0f} %" if distance >= 2 else f"{distance:.1f} %"
+
+
+def change(ratio: float) -> str:
+    """`12 % more`, or from a doubling on `2.3 times as much`."""
+    if ratio >= 2:
+        return f"{times(ratio)} as much"
+    if abs(ratio - 1) < 0.0005:
+        return "no change"
+    return f"{percent(ratio)} {'more' if ratio > 1 else 'less'}"
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that suits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
+
+
+def exponential(nats: float) -> float:
+    """Perplexity of a loss; infinite where it does not fit."""
+    return math.exp(nats) if nats < 700 else math.inf

@@ -1,0 +1,140 @@
+"""Models as the evaluation commands take them: a folder, a patch to try on it, a scaling of its RoPE."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+
+from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
+from hf_linattn.errors import CheckpointError, DataError, OptionError
+
+from .cli import parse_rope_scaling
+
+UNPATCHED = "unpatched"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A model to measure and the name of its curve.
+
+    Attributes:
+        label: name in tables and plots.
+        source: folder or name for `from_pretrained`.
+        patch: patch put on after loading; "unpatched" takes off the one that the folder has.
+        options: options of the patch.
+        rope_scaling: KIND:FACTOR, or None for the model's own.
+    """
+
+    label: str
+    source: str
+    patch: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: str | None = None
+
+
+def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str = "cpu") -> nn.Module:
+    """Load, patch and move a model.
+
+    Raises:
+        CheckpointError: there is no model at the source.
+        OptionError: the RoPE scaling is unknown or does not suit the model.
+        LinattnError: the patch is unknown or does not suit the model.
+    """
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model: Any = from_pretrained(curve.source, dtype=wanted)
+    except OSError as error:
+        raise CheckpointError(f"no model at {curve.source!r}: {_first_line(error)}") from error
+    if curve.rope_scaling is not None:
+        scale_rope(model, curve.rope_scaling)
+    if curve.patch == UNPATCHED and is_patched(model):
+        unpatch_model(model)
+    elif curve.patch not in (None, UNPATCHED):
+        patch_model(model, curve.patch, options=curve.options)
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def load_config(source: str) -> Any:
+    """The model's configuration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
+        raise CheckpointError(f"no such folder: {source}")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model at {source!r}: {_first_line(error)}") from error
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a folder.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # transformers 5 raises any of these for a folder without tokenizer files
+        raise DataError(
+            f"no tokenizer at {source!r} ({_first_line(error)}); name one with --tokenizer"
+        ) from error
+
+
+def train_length(source: str) -> int | None:
+    """Tokens of context the model was pretrained on, as far as its configuration says."""
+    config = load_config(source).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    length = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def scale_rope(model: nn.Module, rope_scaling: str) -> None:
+    """Rebuild the RoPE of a loaded model from its configuration with another scaling, in place.
+
+    Where layer types have RoPEs of their own, that of full attention is scaled: others never see more than a
+    window.
+
+    Raises:
+        OptionError: the model has no RoPE, or one that is scaled already.
+    """
+    for name, module in scaled_rotaries(model, rope_scaling).items():
+        model.set_submodule(name, module)
+
+
+def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
+    """What `scale_rope` puts into the model, by dotted name; the model stays as it is.
+
+    Raises:
+        OptionError: see `scale_rope`.
+    """
+    kind, factor = parse_rope_scaling(rope_scaling)
+    rotaries = {name: module for name, module in model.named_modules() if hasattr(module, "rope_type")}
+    if not rotaries:
+        raise OptionError(f"{type(model).__name__} has no RoPE to scale")
+    scaled: dict[str, nn.Module] = {}
+    for name, module in rotaries.items():
+        config = copy.deepcopy(module.config)
+        parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+        if parameters["rope_type"] != "default":
+            raise OptionError(
+                f"the RoPE of this model is scaled already ({parameters['rope_type']}); another scaling "
+                "would replace that"
+            )
+        parameters.update(rope_type=kind, factor=factor)
+        if kind == "yarn":
+            parameters["original_max_position_embeddings"] = config.max_position_embeddings
+        scaled[name] = type(module)(config=config)
+    return scaled
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,70 @@
+"""Colours, markers and pictures that all figures share."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+COLOURS = (
+    *("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d"),
+    *("#2a3fd6", "#66b81a", "#882233", "#e01fd0"),
+)
+"""The first eight are distinct also for the colour-blind (Okabe and Ito); the 13th curve has another line."""
+
+
+MARKERS = "sD^vP*Xo<>hp"
+
+
+LINES = ("-", "-.", ":")
+
+
+GREY = "#8a93a1"
+
+
+THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
+"""Ink, grid lines, small text."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image for a page: data URIs for both colour schemes, and what it shows in words."""
+
+    light: str
+    dark: str
+    alt: str
+
+
+def look(index: int | None) -> dict[str, Any]:
+    """Colour, marker and line of the curve with this index; None is the model as it came."""
+    if index is None:
+        return {"color": GREY, "marker": "o", "linestyle": "--"}
+    again, place = divmod(index, len(COLOURS))
+    return {"color": COLOURS[place], "marker": MARKERS[place], "linestyle": LINES[again % len(LINES)]}
+
+
+def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
+    """A figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
+    uris = {}
+    for theme, (ink, grid, small) in THEMES.items():
+        settings: Any = {
+            "svg.hashsalt": "hf_linattn",
+            "text.color": small,
+            "axes.labelcolor": small,
+            "axes.edgecolor": grid,
+            "xtick.color": small,
+            "ytick.color": small,
+            "grid.color": grid,
+            "font.size": 10,
+        }
+        with rc_context(settings):
+            figure = build(ink, grid)
+            file = io.BytesIO()
+            figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+    return Picture(uris["light"], uris["dark"], alt)

@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.cost`: bytes of state and tokens per second beside the unpatched model."""

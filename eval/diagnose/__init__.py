@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.diagnose`: what each head attends to."""

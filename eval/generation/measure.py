@@ -1,0 +1,247 @@
+"""Continuations of two models side by side, and how far their predictions lie apart. No files in here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hf_linattn import bypassed
+from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.patching.causality import require_causal
+from hf_linattn.training.divergence import token_divergence
+
+from ..common.nll import scoring, window_logits
+from ..common.windows import Bos, Document, Texts, Window, encode
+from .comparison import ORIGINAL, Comparison, Continuation, agreement, repetition
+
+POSITIONS = 64
+"""Positions whose logits are raised to float32 at a time."""
+
+Side = Callable[[], AbstractContextManager[nn.Module]]
+"""Gives a model that computes as one of the two, for a while."""
+
+
+def compare_generation(
+    original: nn.Module | None,
+    others: Mapping[str, nn.Module],
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    new_tokens: int = 64,
+    batch_size: int = 8,
+    bos: Bos = "auto",
+    progress: bool = False,
+) -> Comparison:
+    """Let models continue the same prompts greedily, and compare them with the original.
+
+    Args:
+        original: the unpatched model. None takes the one patched model with its own attention (`bypassed`):
+            that is the original as long as its weights were not trained since.
+        others: patched models by label; all models are left as they are found.
+        tokenizer: of all of them.
+        prompts: texts; empty ones are left out.
+        new_tokens: tokens to write after each prompt, fewer where the original's end-of-text token comes.
+        batch_size: prompts of one length per forward pass.
+        bos: "auto", "yes" or "no", see `windows.encode`.
+        progress: show bars on stderr.
+
+    Raises:
+        OptionError: nothing to compare, or a number below 1.
+        DataError: no prompt holds a token, other vocabularies, or predictions that are not numbers.
+        UnsupportedModelError: a model that sees later tokens (an encoder), or has no cache.
+        NotPatchedError: no original, and a model that is not patched.
+    """
+    if not others or ORIGINAL in others:
+        raise OptionError(f"name at least one other model, and none of them {ORIGINAL!r}")
+    if original is None and len(others) > 1:
+        raise OptionError("several models need an original of their own: their weights may differ")
+    rows = [document.ids.tolist() for document in encode(tokenizer, prompts, bos=bos).documents]
+    own = inside(next(iter(others.values()))) if original is None else itself(original)
+    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    found = continue_all(own, ORIGINAL, rows, new_tokens, **settings)
+    for label, model in others.items():
+        found += compare_with(own, itself(model), label, rows, found[: len(rows)], new_tokens, **settings)
+    return Comparison(rows, found)
+
+
+def itself(model: nn.Module) -> Side:
+    """The model as it is."""
+
+    @contextmanager
+    def use() -> Iterator[nn.Module]:
+        with scoring(model):
+            yield model
+
+    return use
+
+
+def inside(model: nn.Module) -> Side:
+    """The original inside a patched model."""
+
+    @contextmanager
+    def use() -> Iterator[nn.Module]:
+        with bypassed(model), scoring(model):
+            yield model
+
+    return use
+
+
+def continue_all(
+    side: Side,
+    label: str,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    batch_size: int = 8,
+    stop: frozenset[int] | None = None,
+    progress: bool = False,
+) -> list[Continuation]:
+    """Greedy continuations; `stop` are tokens that end a text, None for the model's own."""
+    if new_tokens < 1 or batch_size < 1:
+        raise OptionError(f"new tokens and batch size must be at least 1, got {new_tokens} and {batch_size}")
+    written: dict[int, list[int]] = {}
+    total = len(prompts) * new_tokens
+    with side() as model:
+        _check(model, max(map(len, prompts)) + new_tokens)
+        ends = stops(model) if stop is None else stop
+    with tqdm(total=total, desc=label, unit="tok", disable=not progress) as bar:
+        for batch in _batches(list(map(len, prompts)), batch_size):
+            ids = torch.tensor([prompts[index] for index in batch])
+            with side() as model:
+                rows = _greedy(model, ids, new_tokens, ends, bar.update)
+            written.update(zip(batch, rows, strict=True))
+        bar.update(total - bar.n)
+    return [
+        Continuation(label, index, written[index], repetition(written[index]))
+        for index in range(len(prompts))
+    ]
+
+
+def compare_with(
+    original: Side,
+    other: Side,
+    label: str,
+    prompts: Sequence[Sequence[int]],
+    originals: Sequence[Continuation],
+    new_tokens: int,
+    *,
+    batch_size: int = 8,
+    progress: bool = False,
+) -> list[Continuation]:
+    """The other model's continuations, held against those of the original."""
+    with original() as model:
+        ends = stops(model)
+    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    written = continue_all(other, label, prompts, new_tokens, stop=ends, **settings)
+    divergence = _divergences(original, other, label, prompts, originals, **settings)
+    return [
+        Continuation(
+            label, found.prompt, found.ids, found.repetition, agreement(first.ids, found.ids), *apart
+        )
+        for found, first, apart in zip(written, originals, divergence, strict=True)
+    ]
+
+
+def _divergences(
+    original: Side,
+    other: Side,
+    label: str,
+    prompts: Sequence[Sequence[int]],
+    originals: Sequence[Continuation],
+    batch_size: int,
+    progress: bool,
+) -> list[tuple[tuple[float, ...], tuple[bool, ...]]]:
+    """KL(original || other), and whether the first choice is the same, along the original's continuations."""
+    rows = [torch.tensor([*prompt, *first.ids]) for prompt, first in zip(prompts, originals, strict=True)]
+    texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
+    shapes = [(len(row), len(first.ids)) for row, first in zip(rows, originals, strict=True)]
+    found: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
+    with tqdm(total=len(rows), desc=f"{label}, KL", unit="prompt", disable=not progress) as bar:
+        for batch in _batches(shapes, batch_size):
+            windows = [Window(index, 0, *shapes[index]) for index in batch]
+            logits = []
+            for side in (original, other):
+                with side() as model:
+                    logits.append(window_logits(model, texts, windows)[0])
+            if logits[0].shape != logits[1].shape:
+                raise DataError(
+                    f"{label} predicts one of {logits[1].shape[-1]} tokens, the original one of "
+                    f"{logits[0].shape[-1]}: predictions can be compared over one vocabulary only"
+                )
+            parts = zip(*(x.split(POSITIONS, 1) for x in logits), strict=True)
+            found_kl = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
+            kl = torch.cat(found_kl, 1).clamp_min(0)  # rounding takes it below
+            if not bool(kl.isfinite().all()):
+                raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
+            same = logits[0].argmax(-1).cpu() == logits[1].argmax(-1).cpu()
+            for place, index in enumerate(batch):
+                found[index] = (tuple(kl[place].tolist()), tuple(same[place].tolist()))
+            bar.update(len(batch))
+    return [found[index] for index in range(len(rows))]
+
+
+def _check(model: nn.Module, length: int) -> None:
+    """Refuse what cannot continue a text of this length, before anything is measured."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it"
+        )
+    require_causal(model)
+    ids = torch.zeros(length, dtype=torch.long)
+    window_logits(model, Texts([Document(ids, ids)], None), [Window(0, 0, length, 1)])
+
+
+def _greedy(
+    model: nn.Module, ids: Tensor, new_tokens: int, ends: frozenset[int], advance: Callable[[int], object]
+) -> list[list[int]]:
+    """[B, N] -> B lists of the tokens with the highest logit, through the model's cache."""
+    step = ids.to(next(model.parameters()).device)
+    stop = torch.tensor(sorted(ends), dtype=torch.long, device=step.device)
+    ended = torch.zeros(len(step), dtype=torch.bool, device=step.device)
+    written, cache = [], None
+    for _ in range(new_tokens):
+        out = model(input_ids=step, past_key_values=cache, use_cache=True)
+        cache = getattr(out, "past_key_values", None)
+        if cache is None:
+            raise UnsupportedModelError(f"{type(model).__name__} keeps no cache to continue a text from")
+        logits = out.logits[:, -1]
+        if bool(logits.isnan().any()):
+            raise DataError(f"the logits of {type(model).__name__} are not numbers; try --dtype float32")
+        step = logits.argmax(-1, keepdim=True)
+        written.append(step)
+        advance(len(step))
+        ended |= torch.isin(step[:, 0], stop)
+        if bool(ended.all()):
+            break
+    return [_cut(row, ends) for row in torch.cat(written, 1).tolist()]
+
+
+def _cut(row: list[int], ends: frozenset[int]) -> list[int]:
+    """Up to the first token that ends the text, that one too."""
+    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+
+
+def _batches(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
+    """Indices with equal shapes, so that nothing is padded."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, shape in enumerate(shapes):
+        groups[shape].append(index)
+    for group in groups.values():
+        for start in range(0, len(group), batch_size):
+            yield group[start : start + batch_size]
+
+
+def stops(model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text, as the model's configurations name them."""
+    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    return frozenset()

@@ -1,0 +1,174 @@
+"""What a comparison of generation leaves behind: a table, a csv, a page to read and a plot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from hf_linattn.cli.files import replacing
+
+from ..common.plotting import look
+from ..common.results import save_csv
+from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
+
+FORMAT = "hf_linattn.generation/1"
+COLUMNS = ("model", "prompt", "prompt_tokens", "tokens", "agreement", "repetition", "kl", "top1", "text")
+PROMPT_END = 400
+"""Letters of a prompt's end that the page shows."""
+MARK = "▸"
+"""Stands where a continuation leaves the original's."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """One line per model, as aligned text."""
+    width = max(len("model"), *(len(one.model) for one in summaries))
+    titles = ("agreement", "identical", "repetition", "KL, nats", "stderr", "top-1")
+    lines = [" ".join([f"{'model':<{width}}", *(f"{title:>10}" for title in titles)])]
+    for one in summaries:
+        cells = [f"{cell:>10}" for cell in _cells(one)]
+        lines.append(" ".join([f"{one.model:<{width}}", *cells]))
+    return "\n".join(lines)
+
+
+def _cells(one: Summary) -> list[str]:
+    same = None if one.identical is None else f"{one.identical}/{one.prompts}"
+    values = (_format(one.repetition, ".3f"), _format(one.kl, ".4g"), _format(one.kl_stderr, ".2g"))
+    return [_format(one.agreement, ".1f"), same or "-", *values, _format(one.top1, ".1%")]
+
+
+def _format(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def write(folder: Path, found: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
+    """The csv, the page and the plot, each whole or not at all."""
+    save_csv(folder / "generation.csv", [_row(found, one, decode) for one in found.continuations], COLUMNS)
+    with replacing(folder / "generation.md") as partial:
+        partial.write_text(page(found, new_tokens, decode, heading), encoding="utf-8")
+    with replacing(folder / "kl.png") as partial:
+        save_plot(partial, found.summaries())
+
+
+def _row(found: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
+    count = len(one.kl)
+    return {
+        "model": one.model,
+        "prompt": one.prompt,
+        "prompt_tokens": len(found.prompts[one.prompt]),
+        "tokens": len(one.ids),
+        "agreement": one.agreement,
+        "repetition": one.repetition,
+        "kl": math.fsum(one.kl) / count if count else None,
+        "top1": sum(one.top1) / count if count else None,
+        "text": decode(one.ids),
+    }
+
+
+def page(found: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
+    """Markdown: the table, KL by position, and the continuations of every prompt side by side."""
+    summaries = found.summaries()
+    lines = [f"# {heading}", "", *_summary_lines(summaries, new_tokens), *_bucket_lines(summaries)]
+    lines += ["![KL against position](kl.png)", "", "## Continuations", ""]
+    lines += [f"{MARK} marks where a continuation leaves the original's; ⏎ is a new line.", ""]
+    labels = found.labels
+    by_prompt = list(zip(*(found.of(label) for label in labels), strict=True))
+    for index, row in enumerate(by_prompt):
+        text = decode(found.prompts[index])
+        shown = text if len(text) <= PROMPT_END else "… " + text[-PROMPT_END:]
+        lines += [f"### Prompt {index + 1}, {len(found.prompts[index])} tokens", "", f"> {_safe(shown)}", ""]
+        lines += _markdown(labels, [[_marked(one, row[0], decode) for one in row]])
+    return "\n".join(lines)
+
+
+def _summary_lines(summaries: Sequence[Summary], new_tokens: int) -> Iterator[str]:
+    yield (
+        f"Greedy, {new_tokens} tokens after each of {summaries[0].prompts} prompts. Agreement: tokens before "
+        "the first that differs from the original's. Repetition: share of 4-grams seen before in the "
+        "continuation. KL(original ‖ model) in nats per token and top-1 (share of positions where both would "
+        "write the same token) are taken along the original's continuation."
+    )
+    yield ""
+    titles = ["model", "agreement", "identical", "repetition", "KL", "its stderr", "top-1"]
+    yield from _markdown(titles, [[_safe(one.model), *_cells(one)] for one in summaries])
+
+
+def _bucket_lines(summaries: Sequence[Summary]) -> Iterator[str]:
+    yield "KL in nats by position in the continuation, the top-1 agreement behind it:"
+    yield ""
+    others = [one for one in summaries if one.buckets]
+    spans = [
+        str(bucket.first) if bucket.first == bucket.last else f"{bucket.first}-{bucket.last}"
+        for bucket in others[0].buckets
+    ]
+    cells = [[f"{bucket.kl:.3g}, {bucket.top1:.0%}" for bucket in one.buckets] for one in others]
+    rows = [[_safe(one.model), *row] for one, row in zip(others, cells, strict=True)]
+    yield from _markdown(["model", *spans], rows)
+
+
+def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(map(_safe, titles)) + " |"
+    yield "|" + "---|" * len(titles)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    yield ""
+
+
+def _marked(one: Continuation, first: Continuation, decode: Decode) -> str:
+    """A continuation as a cell, with a mark where it leaves the original's."""
+    text = decode(one.ids)
+    if one.agreement is None or one.ids == first.ids:
+        return _safe(text)
+    # of the texts, not of the tokens: the bytes of one letter may belong to several tokens
+    place = agreement([*map(ord, decode(first.ids))], [*map(ord, text)])
+    return _safe(text[:place]) + MARK + _safe(text[place:])
+
+
+def _safe(text: str) -> str:
+    """Text as itself inside a table of markdown."""
+    kept = "".join("\\" + letter if letter in "\\`*_[]|#~$" else letter for letter in text)
+    kept = kept.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return "⏎ ".join(line.strip("\r") for line in kept.split("\n"))
+
+
+def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
+    """KL over the position in the continuation, a point per bucket, both logarithmic."""
+    figure = Figure(
+        figsize=(7.6 + 0.085 * max(len(one.model) for one in summaries), 4.5), layout="constrained"
+    )
+    axes = figure.subplots()
+    drawn = []
+    for index, one in enumerate(summary for summary in summaries if summary.model != ORIGINAL):
+        values = [bucket.kl if bucket.kl > 0 else math.nan for bucket in one.buckets]
+        middles = [math.sqrt(bucket.first * bucket.last) for bucket in one.buckets]
+        nowhere = all(map(math.isnan, values))
+        label = f"{one.model} (0 everywhere)" if nowhere else one.model
+        axes.plot(middles, values, label=label, **look(index))
+        drawn += [] if nowhere else [one]
+    axes.set_xscale("log", base=2)
+    if drawn:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel="token of the original's continuation", ylabel="KL(original || model), nats per token")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    with rc_context({"svg.hashsalt": "hf_linattn"}):
+        figure.savefig(path, format="png", dpi=150)
+
+
+def rows_of(found: Comparison) -> list[dict[str, Any]]:
+    """For json."""
+    return [asdict(one) for one in found.continuations]
+
+
+def continuations_of(rows: Sequence[Mapping[str, Any]]) -> list[Continuation]:
+    """From json."""
+    return [Continuation(**{**row, "kl": tuple(row["kl"]), "top1": tuple(row["top1"])}) for row in rows]

@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.harness`: lm-evaluation-harness on patched models."""

@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.layers`: which layers should stay softmax."""

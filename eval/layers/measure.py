@@ -1,0 +1,215 @@
+"""One arrangement of linear layers and softmax layers, measured: perplexity, KL to the original, recall."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_linattn import bypassed
+from hf_linattn.errors import OptionError
+
+from ..common.nll import LOSS_CHUNK, scoring, window_logits
+from ..common.statistics import Piece, make_row, ratio_error
+from ..common.windows import Plan
+from .model import OWN, Layer, Spec, with_own
+
+Key = tuple[tuple[int, ...], str]
+"""What tells arrangements apart: numbers of the layers that are not linear, and what they are."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one arrangement does.
+
+    Attributes:
+        own: numbers of the layers that do not have their linear form.
+        kept: the attention of those: "softmax", or a patch such as "nope+logn".
+        tokens: scored; nats: mean negative log-likelihood per token; perplexity: exp(nats); stderr: of that,
+            over documents, or windows of a single one.
+        kl: KL(original || this) in nats per token; kl_stderr: over the same groups.
+        recall: rows of `eval.recall`, None where it was not measured.
+    """
+
+    own: tuple[int, ...]
+    kept: str
+    tokens: int
+    nats: float
+    perplexity: float
+    stderr: float | None
+    kl: float
+    kl_stderr: float | None
+    recall: list[dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> Key:
+        """What tells arrangements apart."""
+        return self.own, self.kept
+
+    @property
+    def samples(self) -> int:
+        """Questions of recall."""
+        return sum(row["samples"] for row in self.recall or [])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the questions of recall that are answered."""
+        return self._mean("accuracy")
+
+    @property
+    def chance(self) -> float | None:
+        """Share that guessing answers."""
+        return self._mean("chance")
+
+    def accuracy_at(self, length: int) -> float | None:
+        """`accuracy` among the questions of one length."""
+        rows = [row for row in self.recall or [] if row["length"] == length]
+        return replace(self, recall=rows).accuracy
+
+    def _mean(self, name: str) -> float | None:
+        if not self.samples:
+            return None
+        assert self.recall is not None
+        return math.fsum(row[name] * row["samples"] for row in self.recall) / self.samples
+
+
+def key_of(own: Collection[int], kept: str = OWN) -> Key:
+    """The `Measured.key` of an arrangement; without layers there is nothing to keep."""
+    return tuple(sorted(own)), kept if own else OWN
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Arguments of `eval.recall.measure_recall`."""
+
+    tasks: tuple[str, ...] = ("induction",)
+    lengths: tuple[int, ...] = (512,)
+    samples: int = 20
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model and what it is measured on.
+
+    Attributes:
+        model: patched in every layer; left as it is found.
+        tokenizer: its tokenizer.
+        layers: of `layers_of`.
+        plan: windows of one length.
+        recall: None for none.
+        batch_size: windows per forward pass.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    layers: Sequence[Layer]
+    plan: Plan
+    recall: Recall | None = field(default_factory=Recall)
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what no measurement could use."""
+        if self.batch_size < 1:
+            raise OptionError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    @property
+    def size(self) -> int:
+        """Tokens read for one arrangement, by the original and by what is measured."""
+        length = self.plan.lengths[0]
+        return 2 * length * len(self.plan.windows(length))
+
+    def measure(
+        self,
+        own: Collection[int],
+        kept: Spec,
+        *,
+        recall: bool,
+        advance: Callable[[int], object] | None = None,
+    ) -> Measured:
+        """Measure one arrangement.
+
+        Args:
+            own: numbers of the layers that do not have their linear form.
+            kept: the attention of those.
+            recall: whether to ask for recall too.
+            advance: told the tokens read.
+
+        Raises:
+            DataError: the loss is not finite.
+            LinattnError: `kept` does not suit the model.
+        """
+        key, name = key_of(own, kept[0])
+        with with_own(self.model, self.layers, key, kept) as names:
+            asked = self._recall(names) if recall else None  # first: it may refuse what was asked for
+            row, kl, kl_stderr = self._text(names, advance or (lambda tokens: None))
+        return Measured(key, name, row.tokens, row.nats, row.perplexity, row.stderr, kl, kl_stderr, asked)
+
+    def with_recall(self, row: Measured, kept: Spec) -> Measured:
+        """The row with its recall, where that was not measured before."""
+        with with_own(self.model, self.layers, row.own, kept) as names:
+            return replace(row, recall=self._recall(names))
+
+    def _text(self, names: list[str], advance: Callable[[int], object]) -> tuple[Any, float, float | None]:
+        length = self.plan.lengths[0]
+        windows = self.plan.windows(length)
+        nats, divergences = [], []
+        with scoring(self.model):
+            for start in range(0, len(windows), self.batch_size):
+                batch = windows[start : start + self.batch_size]
+                with bypassed(self.model):
+                    original, targets = window_logits(self.model, self.plan.texts, batch)
+                advance(len(batch) * length)
+                with bypassed(self.model, names):
+                    found, _ = window_logits(self.model, self.plan.texts, batch)
+                advance(len(batch) * length)
+                sums = _sums(original, found, targets)
+                nats += sums[0]
+                divergences += sums[1]
+        documents = self.plan.texts.documents
+        pieces = []
+        for window, total in zip(windows, nats, strict=True):
+            size = documents[window.document].bytes_between(window.end - window.scored, window.end)
+            pieces.append(Piece(window.document, window.scored, size, total))
+        row = make_row(length, pieces, [])
+        groups: dict[int, list[tuple[float, int]]] = {}
+        for index, window in enumerate(windows):
+            group = window.document if row.documents > 1 else index
+            groups.setdefault(group, []).append((divergences[index], window.scored))
+        sums_of = [math.fsum(x for x, _ in group) for group in groups.values()]
+        tokens = [sum(n for _, n in group) for group in groups.values()]
+        return row, math.fsum(divergences) / row.tokens, ratio_error(sums_of, tokens)
+
+    def _recall(self, names: list[str]) -> list[dict[str, Any]] | None:
+        if self.recall is None:
+            return None
+        from ..recall.__main__ import measure_recall
+
+        with bypassed(self.model, names):
+            rows = measure_recall(
+                self.model,
+                self.tokenizer,
+                tasks=self.recall.tasks,
+                lengths=self.recall.lengths,
+                samples=self.recall.samples,
+                seed=self.recall.seed,
+            )
+        return [asdict(row) for row in rows]
+
+
+def _sums(original: Tensor, found: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
+    """Logits [B, N, V] twice, tokens [B, N] -> per row, summed: nats of `found`, KL(original || found)."""
+    nats = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
+    divergences = torch.zeros_like(nats)
+    parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, found, targets)), strict=True)
+    for first, second, wanted in parts:
+        log_p, log_q = (x.float().log_softmax(-1) for x in (first, second))
+        nats -= log_q.gather(-1, wanted[..., None])[..., 0].double().sum(1)
+        p = log_p.exp()
+        # a token that the model rules out has no part in the sum, and -inf - -inf is no number
+        divergences += torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).double().sum(1)
+    return nats.tolist(), divergences.tolist()

@@ -1,0 +1,238 @@
+"""Which layers stay softmax, in arithmetic alone: worth, scores, orders, plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hf_linattn.errors import OptionError
+
+from .measure import Key, Measured, key_of
+from .model import OWN, Layer, Spec
+
+Rank = Literal["recall_over_perplexity", "recall", "perplexity", "kl"]
+RANKS: tuple[Rank, ...] = get_args(Rank)
+Sense = Literal["replace", "restore"]
+SENSES: tuple[Sense, ...] = get_args(Sense)
+EVEN = "even"
+CAP = 50.0
+"""Highest `recall_over_perplexity`, HALO's."""
+LEAST_RECALL = 0.1
+"""Recall of the original above chance below which what a layer costs cannot be told from noise."""
+NOTHING = 1e-12
+"""Differences of accuracies and nats up to here are rounding."""
+
+Rows = Mapping[Key, Measured]
+
+
+def by_recall(rank: str) -> bool:
+    """Whether the rank needs recall."""
+    return rank.startswith("recall")
+
+
+def numbers_of(layers: Sequence[Layer]) -> list[int]:
+    """The layers' numbers, in order."""
+    return [layer.number for layer in layers]
+
+
+def alone(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
+    """For each layer, which layers have their own attention when it is measured.
+
+    "replace": all but this one. "restore": this one alone.
+    """
+    numbers = numbers_of(layers)
+    if sense == "restore":
+        return [(number,) for number in numbers]
+    return [tuple(sorted(other for other in numbers if other != number)) for number in numbers]
+
+
+def base(layers: Sequence[Layer], sense: Sense) -> tuple[int, ...]:
+    """What `alone` is compared with: the original, or the model without any softmax."""
+    return tuple(sorted(numbers_of(layers))) if sense == "replace" else ()
+
+
+def recalls(original: Measured) -> bool:
+    """Whether the original's recall is far enough above chance for losses to be seen."""
+    if original.accuracy is None or original.chance is None:
+        return False
+    return original.accuracy - original.chance >= LEAST_RECALL
+
+
+def worth(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
+    """What each layer's own attention is worth, by measure: what its loss costs, or its return brings.
+
+    "perplexity" and "kl" in nats per token, "recall" in accuracy; the last is absent where none was measured.
+    """
+    before, sign = rows[key_of(base(layers, sense))], 1 if sense == "replace" else -1
+    after = [rows[key_of(own)] for own in alone(layers, sense)]
+    found = {
+        "perplexity": [sign * (row.nats - before.nats) for row in after],
+        "kl": [sign * (row.kl - before.kl) for row in after],
+    }
+    accuracies = [row.accuracy for row in after]
+    if before.accuracy is not None and None not in accuracies:
+        found["recall"] = [sign * (before.accuracy - (x or 0.0)) for x in accuracies]
+    return found
+
+
+def noise_of(original: Measured) -> float:
+    """Recall that a layer must lose at least for the loss to count: two standard errors, or one sample.
+
+    The errors are those of the original's recall over its samples.
+    """
+    rows = original.recall or []
+    squares = math.fsum(((row["stderr"] or 0.0) * row["samples"]) ** 2 for row in rows)
+    samples = max(original.samples, 1)
+    return max(2 * math.sqrt(squares) / samples, 1 / samples)
+
+
+def beyond_noise(recall: Sequence[float], noise: float) -> list[float]:
+    """Recall lost beyond the layer that loses least; 0 where it is not more than the noise."""
+    least = min(recall)
+    return [lost - least if lost - least > max(noise, NOTHING) else 0.0 for lost in recall]
+
+
+def recall_over_perplexity(
+    recall: Sequence[float], perplexity: Sequence[float], noise: float = 0.0
+) -> list[float]:
+    """Recall lost over nats lost, both beyond the layer that loses least: min(50, (r - min r) / (p - min p)).
+
+    HALO's score (arXiv:2601.22156), min(50, (max R - R) / (max C - C)), with R the recall of the model in
+    which one layer was replaced, the maximum over those models, and the negative nats per token in the place
+    of its C, the accuracy in commonsense questions. What differs: a recall lost that noise explains is 0, and
+    so is its score. Else the layer that loses the least nats, whose denominator is 0, would come first for
+    one answer of a thousand. Where it does lose recall, its score is 50.
+    """
+    cheapest = min(perplexity)
+    scores = []
+    for above, nats in zip(beyond_noise(recall, noise), perplexity, strict=True):
+        below = nats - cheapest
+        if above == 0:
+            scores.append(0.0)
+        else:
+            scores.append(CAP if below <= NOTHING else min(CAP, above / below))
+    return scores
+
+
+def scores_of(values: Mapping[str, Sequence[float]], noise: float = 0.0) -> dict[str, list[float]]:
+    """Rank -> a score per layer, highest where softmax should stay; by recall only where there is any."""
+    scores: dict[str, list[float]] = {rank: list(values[rank]) for rank in RANKS if rank in values}
+    if "recall" in values:
+        ratio = recall_over_perplexity(values["recall"], values["perplexity"], noise)
+        scores = {"recall_over_perplexity": ratio, **scores, "recall": beyond_noise(values["recall"], noise)}
+    return scores
+
+
+def ordered(layers: Sequence[Layer], scores: Sequence[float], kl: Sequence[float]) -> list[int]:
+    """Numbers of the layers, the first to stay first; equal scores by KL, then by number."""
+    keys = zip(numbers_of(layers), scores, kl, strict=True)
+    return [number for number, *_ in sorted(keys, key=lambda key: (-round(key[1], 12), -key[2], key[0]))]
+
+
+def even(layers: Sequence[Layer], keep: int) -> tuple[int, ...]:
+    """So many layers at even distances: places floor((2 i + 1) L / 2 keep)."""
+    numbers = numbers_of(layers)
+    return tuple(numbers[(2 * i + 1) * len(numbers) // (2 * keep)] for i in range(keep))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Layers in the order in which they should stay softmax.
+
+    Attributes:
+        layers: all of them, as in the model.
+        rank, sense: how they were ranked; note: why so, where that was not what was asked for.
+        order: numbers of the layers, the first to stay first.
+        scores: rank -> score per layer, for every rank that can be had.
+        worth: measure -> what each layer's own attention is worth; see `worth`.
+        rows: everything that was measured.
+    """
+
+    layers: list[Layer]
+    rank: str
+    sense: Sense
+    order: list[int]
+    scores: dict[str, list[float]]
+    worth: dict[str, list[float]]
+    rows: dict[Key, Measured]
+    note: str = ""
+
+    def kept(self, keep: int, curve: str | None = None) -> tuple[int, ...]:
+        """The layers that stay, by the chosen rank, another one, or `even`.
+
+        Raises:
+            OptionError: there are not so many layers.
+        """
+        if not 0 <= keep <= len(self.layers):
+            raise OptionError(
+                f"{keep} softmax layers of {len(self.layers)}: expected 0 to {len(self.layers)}"
+            )
+        if curve == EVEN:
+            return even(self.layers, keep)
+        if curve in (None, self.rank):
+            return tuple(sorted(self.order[:keep]))
+        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.worth["kl"])[:keep]))
+
+
+def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, Any]:
+    """A plan for `patch_model` that keeps so many layers; JSON can hold it.
+
+    Args:
+        ranking: of `rank_layers`.
+        keep: number of softmax layers.
+        kept: their attention: "softmax", or a patch and its options, such as ("nope", {}).
+
+    Raises:
+        OptionError: there are not so many layers.
+    """
+    return plan_of(ranking.layers, ranking.kept(keep), kept)
+
+
+def plan_of(layers: Sequence[Layer], own: Collection[int], kept: Spec | str = OWN) -> dict[str, Any]:
+    """`{"0,2-5": "hedgehog", "1": "softmax"}`: the layers `own` have `kept`, the others their linear form."""
+    groups: list[tuple[Spec, list[Layer]]] = []
+    for layer in layers:
+        stays = (kept, {}) if isinstance(kept, str) else kept
+        spec = stays if layer.number in own else (layer.patch, layer.options)
+        group = next((members for other, members in groups if other == spec), None)
+        if group is None:
+            groups.append((spec, [layer]))
+        else:
+            group.append(layer)
+    plan: dict[str, Any] = {}
+    for (patch, options), members in groups:
+        value = [patch, options] if any(options.values()) else patch
+        if all(layer.key.isdecimal() for layer in members):
+            plan[_ranges([layer.number for layer in members])] = value
+        else:
+            plan.update({layer.key: value for layer in members})
+    return plan
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 2, 3, 4] -> "0,2-4"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def state_bytes(layers: Sequence[Layer], own: Collection[int], tokens: int) -> int | None:
+    """Bytes of one sequence's state and cache after so many tokens; None where a layer's cannot be told.
+
+    A layer with a window is counted with all tokens: what its cache holds is its implementation's choice.
+    """
+    total = 0
+    for layer in layers:
+        stays = layer.number in own or layer.state_bytes is None
+        size = None if layer.bytes_per_token is None else layer.bytes_per_token * tokens
+        part = size if stays else layer.state_bytes
+        if part is None:
+            return None
+        total += part
+    return total

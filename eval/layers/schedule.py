@@ -1,0 +1,212 @@
+"""What is measured, in which order, and what comes of it: nothing that is there already is measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from torch import nn
+from tqdm import tqdm
+
+from hf_linattn.errors import OptionError
+
+from ..common.windows import Bos, encode, plan_windows
+from .measure import Bench, Key, Measured, Recall, key_of
+from .model import OWN, Layer, Spec, layers_of
+from .ranking import (
+    RANKS,
+    Rank,
+    Ranking,
+    Sense,
+    alone,
+    base,
+    by_recall,
+    noise_of,
+    numbers_of,
+    ordered,
+    recalls,
+    scores_of,
+    worth,
+)
+
+
+def nothing(row: Measured) -> None:
+    """In place of saving."""
+
+
+@dataclass
+class Study:
+    """Arrangements of one model, each measured once.
+
+    Attributes:
+        layers: of the model.
+        bench: makes the bench; called when something is missing, once.
+        rows: what was measured.
+        save: called after each measurement.
+        progress: show a bar on stderr.
+    """
+
+    layers: Sequence[Layer]
+    bench: Callable[[], Bench]
+    rows: dict[Key, Measured] = field(default_factory=dict)
+    save: Callable[[Measured], None] = nothing
+    progress: bool = False
+
+    def measure(self, wanted: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool) -> None:
+        """Measure what is missing of these arrangements.
+
+        Args:
+            wanted: for each, the numbers of the layers that do not have their linear form.
+            kept: the attention of those.
+            recall: whether recall is wanted too.
+        """
+        keys = list(dict.fromkeys(key_of(own, kept[0]) for own in wanted))
+        missing = [key for key in keys if key not in self.rows]
+        bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]
+        if not missing and not bare:
+            return
+        bench = self.bench()
+        total = bench.size * len(missing)
+        with tqdm(total=total, unit="tok", unit_scale=True, disable=not self.progress) as bar:
+            for own, name in missing:
+                bar.set_description(_title(self.layers, own, name))
+                self._add(bench.measure(own, kept, recall=recall, advance=bar.update))
+            for key in bare:
+                bar.set_description(f"recall, {_title(self.layers, *key)}")
+                self._add(bench.with_recall(self.rows[key], kept))
+
+    def _add(self, row: Measured) -> None:
+        self.rows[row.key] = row
+        self.save(row)
+
+    def original(self, *, recall: bool) -> Measured:
+        """The model with its own attention in every layer."""
+        own = base(self.layers, "replace")
+        self.measure([own], recall=recall)
+        return self.rows[key_of(own)]
+
+    def ranking(self, rank: Rank | None, sense: Sense, *, recall: bool, force: bool = False) -> Ranking:
+        """Measure the layers one by one and rank them.
+
+        Args:
+            rank: None takes "recall_over_perplexity" where the original can recall, else "kl".
+            sense: see `alone`.
+            recall: whether recall is asked for at all.
+            force: rank by recall also where the original has none to speak of.
+
+        Raises:
+            OptionError: a rank by recall, of a model that cannot recall.
+        """
+        original = self.original(recall=recall)
+        usable = recall and (force or recalls(original))
+        if rank is not None and by_recall(rank) and not usable:
+            raise OptionError(
+                f"{why_not(original)}. Take --rank kl or perplexity, or --force-recall"
+                if recall
+                else f"{rank} needs recall, and no task is measured"
+            )
+        chosen = rank or ("recall_over_perplexity" if usable else "kl")
+        note = ""
+        if recall and not usable:
+            note = f"{why_not(original)}, so layers are ranked by {chosen}"
+        self.measure([base(self.layers, sense), (), *alone(self.layers, sense)], recall=usable)
+        values = worth(self.layers, self.rows, sense)
+        if not usable:
+            values.pop("recall", None)
+        scores = scores_of(values, noise_of(original))
+        order = ordered(self.layers, scores[chosen], values["kl"])
+        return Ranking(list(self.layers), chosen, sense, order, scores, values, self.rows, note)
+
+    def tradeoff(
+        self, ranking: Ranking, curves: Sequence[str], counts: Sequence[int], kept: Sequence[Spec]
+    ) -> list[dict[str, Any]]:
+        """Measure so many softmax layers by each curve, and other attentions in them along the chosen rank.
+
+        Returns:
+            A row per curve, kept attention and count: "curve", "kept", "count" and "key" of the measurement.
+        """
+        recall = "recall" in ranking.worth
+        found = []
+        pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves] + [
+            (ranking.rank, spec) for spec in kept
+        ]
+        for curve, spec in pairs:
+            sets = {count: ranking.kept(count, curve) for count in counts}
+            self.measure(sets.values(), spec, recall=recall)
+            found += [
+                {"curve": curve, "kept": spec[0], "count": count, "key": key_of(own, spec[0])}
+                for count, own in sets.items()
+            ]
+        return found
+
+
+def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
+    linear = [number for number in numbers_of(layers) if number not in own]
+    if not own or not linear:
+        return "all linear" if not own else f"all {kept}"
+    few, what = (own, kept) if len(own) <= len(linear) else (linear, "linear")
+    return f"{what}: {','.join(map(str, few))}"
+
+
+def why_not(original: Measured) -> str:
+    """Why recall is not used, in a clause."""
+    assert original.accuracy is not None
+    assert original.chance is not None
+    return (
+        f"the original's recall is {100 * original.accuracy:.3g} % in {original.samples} samples "
+        f"(chance {100 * original.chance:.2g} %): it cannot do the task, and what a layer costs in it would "
+        "be noise"
+    )
+
+
+def rank_layers(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Iterable[str],
+    *,
+    rank: Rank | None = None,
+    sense: Sense = "replace",
+    length: int = 512,
+    max_tokens: int | None = 16384,
+    recall: Recall | None = None,
+    force_recall: bool = False,
+    batch_size: int = 1,
+    bos: Bos = "auto",
+    join: bool = False,
+    progress: bool = False,
+) -> Ranking:
+    """Measure each layer of a model that is linear everywhere, and rank which should stay softmax.
+
+    Args:
+        model: patched in every layer, its other weights those of the original; left as it is found.
+        tokenizer: its tokenizer.
+        documents: held-out texts.
+        rank: "recall_over_perplexity", "recall", "perplexity" or "kl"; None for the first where the original
+            can recall, else the last.
+        sense: "replace" puts the linear form into one layer of the original; "restore" gives one layer of the
+            linear model its own attention back.
+        length: tokens per window; windows lie side by side.
+        max_tokens: tokens read per arrangement; None takes all.
+        recall: questions of recall; None for none.
+        force_recall: rank by recall also where the original has none to speak of.
+        batch_size: windows per forward pass.
+        bos: see `windows.encode`.
+        join: one document of all.
+        progress: show bars on stderr.
+
+    Raises:
+        OptionError: a rank by recall that cannot be had; an argument out of its range.
+        NotPatchedError, PlanError, UnsupportedModelError: see `layers_of`.
+        DataError: the text is too short, or the loss is not finite.
+    """
+    if rank is not None and rank not in RANKS:
+        raise OptionError(f"rank must be one of {', '.join(RANKS)}, got {rank!r}")
+    if sense not in get_args(Sense):
+        raise OptionError(f"sense must be replace or restore, got {sense!r}")
+    layers = layers_of(model)
+    texts = encode(tokenizer, documents, bos=bos, join=join)
+    plan = plan_windows(texts, [length], stride="full", max_tokens=max_tokens)
+    bench = Bench(model, tokenizer, layers, plan, recall, batch_size)
+    study = Study(layers, lambda: bench, progress=progress)
+    return study.ranking(rank, sense, recall=recall is not None, force=force_recall)

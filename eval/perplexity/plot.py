@@ -1,0 +1,89 @@
+"""The plot of the perplexity command: curves over length, as many as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+from ..common.plotting import look
+
+INSIDE = 5
+"""Curves whose names still fit into the plot; those of more stand beside it."""
+
+
+def save_plot(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    train_length: int | None,
+    *,
+    stream: bool = False,
+    reference: Collection[str] = (),
+    kind: Literal["png", "svg"] = "png",
+) -> None:
+    """Perplexity over length, both logarithmic, with standard errors and a line at the training length.
+
+    Args:
+        path: the file.
+        rows: points of all curves, told apart by "model".
+        train_length: where the line stands, if anywhere.
+        stream: the lengths are ends of position buckets.
+        reference: curves drawn in grey and dashed: the model as it came.
+        kind: of file.
+    """
+    labels = list(dict.fromkeys(row["model"] for row in rows))
+    coloured = [label for label in labels if label not in reference]
+    size = (7.0, 4.5)
+    if len(labels) > INSIDE:
+        size = (7.6 + 0.085 * max(map(len, labels)), max(4.5, 1 + 0.27 * len(labels)))
+    # a Figure of its own instead of pyplot leaves the caller's backend and open figures alone
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    for label in labels:
+        curve = [row for row in rows if row["model"] == label]
+        lengths, values = [row["length"] for row in curve], [row["perplexity"] for row in curve]
+        errors = [row["stderr"] or 0.0 for row in curve]
+        style = look(None if label in reference else coloured.index(label))
+        axes.errorbar(lengths, values, errors, capsize=2.5, elinewidth=0.8, label=label, **style)
+    if train_length:
+        axes.axvline(train_length, color="grey", linestyle=":", label=f"trained at {train_length}")
+    _scale(axes, [row["length"] for row in rows], [row["perplexity"] for row in rows], stream)
+    axes.set(
+        xlabel="position in the document, up to" if stream else "tokens of context",
+        ylabel="perplexity per token",
+    )
+    if len(labels) > INSIDE:
+        _legend_beside(figure, axes, {row["model"]: row["perplexity"] for row in rows})
+    else:
+        axes.legend()
+    # an .svg holds random ids and the date unless told otherwise
+    with rc_context({"svg.hashsalt": "hf_linattn"}):
+        figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _scale(axes: Axes, lengths: Sequence[int], values: Sequence[float], stream: bool) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    if not stream:
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+        axes.xaxis.set_minor_locator(NullLocator())
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if max(values) < 20 * min(values):
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    else:
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3, which="both")
+
+
+def _legend_beside(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
+    """Names in the order of the ends of the curves, where the eye looks for them."""
+    pairs = list(zip(*axes.get_legend_handles_labels(), strict=True))
+    pairs.sort(key=lambda pair: ends.get(pair[1], 0.0), reverse=True)
+    handles, names = zip(*pairs, strict=True)
+    figure.legend(handles, names, loc="outside right upper", frameon=False)

@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.recall`: does a model find again what it read?"""

@@ -1,0 +1,107 @@
+"""What prompts are built of: the tokenizer's BOS, its random tokens, and words that are one token each."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Literal
+
+from hf_linattn.errors import DataError
+
+from ..common.windows import encode
+from .sample import Candidates
+
+WORDS = 1024
+"""Words that are looked for; no task needs more."""
+SHORTEST_WORD = 3
+
+
+class Vocabulary:
+    """Pieces of prompts, as tokens of one tokenizer.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        size: rows of the model's embedding: tokens from there on cannot be read.
+        bos: "yes" begins every prompt with BOS, "no" never, "auto" where the tokenizer does so itself.
+
+    Raises:
+        OptionError: BOS is asked for, but the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: Any, size: int, bos: Literal["auto", "yes", "no"] = "auto") -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        with_bos, without = (encode(tokenizer, ["a"], bos=each).documents[0].ids for each in (bos, "no"))
+        self.start: list[int] = with_bos[: len(with_bos) - len(without)].tolist()
+        """[BOS] or []."""
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, none of them special.
+
+        Raises:
+            DataError: the model has no embedding for one of them.
+        """
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids and max(ids) >= self.size:
+            raise DataError(
+                f"token {max(ids)} of the tokenizer is none of the model, which has {self.size}: they do not "
+                "belong together"
+            )
+        return ids
+
+    def split(self, before: str, text: str) -> tuple[list[int], list[int]]:
+        """The tokens of `before + text` before the first that holds a part of `text`, and from there on."""
+        short, whole = self.ids(before), self.ids(before + text)
+        same = 0
+        while same < min(len(short), len(whole)) and short[same] == whole[same]:
+            same += 1
+        return whole[:same], whole[same:]
+
+    def line(self, text: str) -> list[int]:
+        """The tokens of a line of text, its end included, as they are between other lines."""
+        return self.split("\n", text + "\n")[1]
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """All tokens but special and added ones, sorted."""
+        left_out = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return sorted(i for i in self.tokenizer.get_vocab().values() if i not in left_out and i < self.size)
+
+    @cached_property
+    def every_token(self) -> Candidates:
+        """Each of them as an answer."""
+        return Candidates(tuple((token,) for token in self.tokens))
+
+    @cached_property
+    def colon(self) -> list[int]:
+        """`:` after a word."""
+        return self.split("The", ":")[1]
+
+    @cached_property
+    def comma(self) -> list[int]:
+        """`,` after a word."""
+        return self.split("The", ",")[1]
+
+    @cached_property
+    def words(self) -> list[int]:
+        """Tokens of a blank and lowercase letters that stay whole beside each other, commas and colons."""
+        start = self.ids("The")
+        text = self._decode(start)
+        found = []
+        for token in self.tokens:
+            piece = self._decode([*start, token])
+            word = piece.removeprefix(text + " ")
+            if word == piece or len(word) < SHORTEST_WORD or not _is_lowercase(word):
+                continue
+            line = self.ids(f"The {word} {word}: {word}, {word}")
+            if line == [*start, token, token, *self.colon, token, *self.comma, token]:
+                found.append(token)
+                if len(found) == WORDS:
+                    break
+        return found
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _is_lowercase(word: str) -> bool:
+    return word.isascii() and word.isalpha() and word.islower()

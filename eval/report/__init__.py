@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.eval.report`: result folders on one page."""

@@ -1,0 +1,121 @@
+"""What may stand side by side: results that were asked the same share a group; others say how they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .discover import Found
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass
+class Groups:
+    """Settings of one kind of results, in the order of their appearance."""
+
+    settings: list[dict[str, Any]] = field(default_factory=list)
+
+    def index(self, settings: Mapping[str, Any]) -> int:
+        """Number of the group with these settings."""
+        wanted = json.loads(json.dumps(settings))
+        if wanted not in self.settings:
+            self.settings.append(wanted)
+        return self.settings.index(wanted)
+
+    def mark(self, group: int | None) -> str:
+        """A letter where there are several groups."""
+        return "" if group is None or len(self.settings) < 2 else letter(group)
+
+    def told(self) -> list[tuple[str, str]]:
+        """(letter, in words): the first with all its settings, others by what differs from it."""
+        first = self.settings[0] if self.settings else {}
+        lines = []
+        for group, settings in enumerate(self.settings):
+            if group == 0:
+                pairs = [f"{name} {_value(value)}" for name, value in settings.items() if value is not None]
+                lines.append((letter(0), ", ".join(pairs)))
+                continue
+            others = [
+                f"{name} {_value(settings.get(name))} where {letter(0)} has {_value(first.get(name))}"
+                for name in dict.fromkeys([*first, *settings])
+                if settings.get(name) != first.get(name)
+            ]
+            lines.append((letter(group), ", ".join(others)))
+        return lines
+
+
+def letter(group: int) -> str:
+    """`a`, `b`, ..., `z`, `a2`, ..."""
+    again, place = divmod(group, len(LETTERS))
+    return LETTERS[place] + (str(again + 1) if again else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_value, value))
+    return "none" if value is None else str(value)
+
+
+def settings_of(found: Found, original: str | None = None) -> dict[str, Any]:
+    """What a result was asked, apart from the model.
+
+    Args:
+        found: results of perplexity, recall, generation or cost.
+        original: key of the model that a generation was compared with.
+    """
+    content, arguments = found.content, found.content["arguments"]
+    if found.kind == "perplexity":
+        facts = content.get("data", {})
+        names = ["stride", "max_tokens", "bos", "join", "stream", "column", "split"]
+        names += ["segment"] if arguments.get("stream") else []
+        counts = {row["length"]: row["tokens"] for row in content["rows"]}
+        return {
+            "data": _name(arguments.get("data")),
+            **{f"{name} of the text": facts.get(name) for name in ("documents", "tokens", "bytes")},
+            # which tokens are scored depends on the longest length too
+            "lengths": sorted(counts),
+            "tokens scored": sorted(set(counts.values())),
+            **{name: arguments.get(name) for name in names},
+        }
+    if found.kind == "recall":
+        plain = ("lengths", "depths", "samples", "bos", "seed", "cases")
+        return {name: arguments.get(name) for name in plain}
+    if found.kind == "generation":
+        text = hashlib.sha256(json.dumps(content.get("prompts")).encode()).hexdigest()[:8]
+        return {
+            "beside": original,
+            "prompts": f"{len(content.get('prompts', []))} (sha256 {text})",
+            "new tokens": arguments.get("new_tokens"),
+        }
+    told = content["run"]
+    return {
+        "batch": arguments.get("batch_size"),
+        "new tokens": arguments.get("new_tokens"),
+        **{name: told.get(name) for name in ("dtype", "device", "machine", "threads")},
+        **{name: content["versions"].get(name) for name in ("torch", "transformers")},
+    }
+
+
+def _name(source: Any) -> Any:
+    return Path(source).name if isinstance(source, str) else source
+
+
+def training_of(found: Found, base: str) -> dict[str, Any]:
+    """What a training run was given, apart from patch and output folder."""
+    content, arguments = found.content, found.content["arguments"]
+    if found.kind == "convert":
+        return {"command": "convert", "model": base, "data": _name(arguments.get("data"))}
+    plain = ("block_size", "lr", "lora", "seed", "train_only_patch")
+    return {
+        "command": "finetune",
+        "model": base,
+        "data": _name(arguments.get("data")),
+        "tokens": content["tokens"],
+        "batch": content.get("global_batch"),
+        **{name: arguments.get(name) for name in plain},
+    }

@@ -1,0 +1,193 @@
+"""Which results are of the same model: sources as results files record them, brought to one key each."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.patching.interface import NAME
+
+from ..common.models import UNPATCHED
+from .discover import Found, reading
+
+AS_IT_IS = ""
+"""Variant of a model as its folder has it."""
+UP = 3
+"""How many levels above a results folder a relative source is looked for, after the current directory."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model in one results file.
+
+    Attributes:
+        found: the results.
+        label: what the model is called there.
+        key: of the folder, the same in all files.
+        variant: `AS_IT_IS`, "unpatched", or the patch put on at measuring, with options and scaling of RoPE.
+        main: the file is about this model; others stand in it to be compared with.
+    """
+
+    found: Found
+    label: str
+    key: str
+    variant: str
+    main: bool
+
+
+class Models:
+    """Keys of sources.
+
+    A source that is a folder is that folder; one that a training run recorded as its output folder is that
+    run; else the only model known by the same folder name; else its own text.
+
+    Args:
+        found: all results on the page.
+    """
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self.notes: list[str] = []
+        self.unpatched: set[str] = set()  # known to have their own attention although the folder is gone
+        self.shown: dict[str, Path] = {}  # folder whose name a row gets
+        self._recorded: dict[str, set[str]] = defaultdict(set)
+        for item in found:
+            with reading(item):
+                item.content["arguments"].items()
+                list(_sources(item))
+            if item.kind in ("finetune", "convert"):
+                last = item.folder if item.kind == "finetune" else item.folder / item.stages[-1].name
+                key = str(last.resolve())
+                self.shown[key] = item.folder
+                texts = [item.content["arguments"].get("output_dir"), str(item.folder.resolve())]
+                texts += [item.stages[-1].results["arguments"].get("output_dir")]
+                for text in texts:
+                    self._recorded[str(text)].add(key)
+        self._known: dict[str, set[str]] = defaultdict(set)  # folder name -> keys that are there
+        sources = [(source, item) for item in found for source in _sources(item)]
+        for there in [*self.shown, *(self._there(source, item.folder) for source, item in sources)]:
+            if there is not None:
+                self._known[self.folder(there).name].add(there)
+        lost: dict[str, set[str]] = defaultdict(set)
+        for source, item in sources:
+            if self._there(source, item.folder) is None:
+                lost[Path(source).name].add(source)
+        self._lost = {name: sorted(texts) for name, texts in lost.items()}
+        for name, texts in self._lost.items():
+            same = self._known.get(name, set())
+            if len(same) == 1 or (not same and len(texts) > 1):
+                what = f"{', '.join(texts)} not found; taken for the model of the same folder name"
+                self.notes.append(f"{name}: {what}")
+
+    def key(self, source: str, near: Path) -> str:
+        """Key of a source in the results that are in the folder `near`."""
+        there = self._there(source, near)
+        if there is not None:
+            return there
+        name = Path(source).name
+        same = self._known.get(name, set())
+        if len(same) == 1:
+            return next(iter(same))
+        return source if same else self._lost.get(name, [source])[0]
+
+    def _there(self, source: str, near: Path) -> str | None:
+        recorded = self._recorded.get(source, set())
+        if len(recorded) == 1:
+            return next(iter(recorded))
+        path = Path(source).expanduser()
+        places = [path] if path.is_absolute() else [Path.cwd() / path, *_above(near, path)]
+        for place in places:
+            if (place / "config.json").is_file() or (place / "plan.json").is_file():
+                text = str(place.resolve())
+                again = self._recorded.get(text, {text})
+                return next(iter(again)) if len(again) == 1 else text
+        return None
+
+    def folder(self, key: str) -> Path:
+        """The folder whose name stands for this key."""
+        return self.shown.get(key, Path(key))
+
+    def patched(self, key: str) -> bool | None:
+        """Whether the folder has a patch; None where that cannot be known."""
+        try:
+            config = json.loads((Path(key) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False if key in self.unpatched else None
+        return NAME in config
+
+
+def _above(near: Path, path: Path) -> list[Path]:
+    return [folder / path for folder in [near.resolve(), *near.resolve().parents][: UP + 1]]
+
+
+def _sources(item: Found) -> Iterable[str]:
+    """Every model that a results file names."""
+    arguments = item.content["arguments"]
+    models = item.content.get("models")
+    if item.kind in ("finetune", "convert", "branches"):
+        yield str(arguments["model"])
+    elif item.kind != "diagnose" and models:
+        yield from (str(model["source"]) for model in models)
+        if item.kind == "generation":
+            yield str(item.content["original"]["source"])
+
+
+def subjects(item: Found, models: Models) -> list[Subject]:
+    """The models in a results file, the one that it is about first."""
+    arguments = item.content["arguments"]
+    if item.kind in ("finetune", "convert"):
+        last = item.stages[-1].results["arguments"].get("output_dir")
+        own = next(key for key, folder in models.shown.items() if folder == item.folder)
+        base = models.key(str(arguments["model"]), item.folder)
+        if arguments.get("patch") and base != own:
+            models.unpatched.add(base)  # a patch is put on a model that has none
+        return [Subject(item, str(last), own, AS_IT_IS, True)]
+    if item.kind == "branches":
+        fields = {name: arguments.get(name) for name in ("patch", "options")}
+        curves: list[dict[str, Any]] = [{"label": "", "source": arguments["model"], **fields}]
+    else:
+        curves = [dict(model) for model in item.content.get("models", [])]
+    if item.kind == "generation":
+        source = item.content["original"]["source"]
+        curves.append({"label": "original", "source": source, "patch": UNPATCHED})
+    if item.kind == "recall" and curves[0]["label"] == Path(curves[0]["source"]).name:
+        # the command calls a patched folder's original "... unpatched"
+        models.unpatched.add(models.key(str(curves[0]["source"]), item.folder))
+    found = []
+    for place, curve in enumerate(curves):
+        key = models.key(str(curve["source"]), item.folder)
+        as_is = any(c.get("patch") is None and c["source"] == curve["source"] for c in curves)
+        variant = _variant(curve, models.patched(key), as_is)
+        main = place == 0 if item.kind != "generation" else curve["label"] != "original"
+        found.append(Subject(item, str(curve["label"]), key, variant, main))
+    return found
+
+
+def _variant(curve: Mapping[str, Any], patched: bool | None, as_is: bool) -> str:
+    patch, scaling = curve.get("patch"), curve.get("rope_scaling")
+    at = f"@{scaling}" if scaling else ""
+    if patch is None:
+        return at or AS_IT_IS
+    if patch in (UNPATCHED, "softmax") and not curve.get("options") and not scaling:
+        both = patched or (patched is None and as_is)
+        return UNPATCHED if both else AS_IT_IS
+    pairs = [f"{k}={json.dumps(v)}" for k, v in sorted((curve.get("options") or {}).items())]
+    return ":".join([str(patch), *pairs]) + at
+
+
+def names(pairs: Sequence[tuple[str, str]], models: Models) -> dict[tuple[str, str], str]:
+    """(key, variant) -> a name, as short as tells them apart."""
+    keys = list(dict.fromkeys(key for key, _ in pairs))
+    folders = {key: models.folder(key) for key in keys}
+    longest = max((len(folder.parts) for folder in folders.values()), default=1)
+    short: dict[str, str] = {}
+    for key in keys:
+        for count in range(1, longest + 1):
+            tail = folders[key].parts[-count:]
+            if sum(folder.parts[-count:] == tail for folder in folders.values()) == 1 or count == longest:
+                short[key] = "/".join(tail)
+                break
+    return {(key, variant): " ".join(filter(None, [short[key], variant])) for key, variant in pairs}

@@ -1,0 +1,35 @@
+"""Base classes of attentions, and what one call gives them.
+
+from hf_linattn.attention import LinearAttention
+"""
+
+from hf_linattn.attention.base import (
+    SCORE_EXTRAS,
+    SINKS,
+    Attention,
+    LinearAttention,
+    Modifier,
+    Output,
+    Patch,
+    ScoreAttention,
+    StatefulAttention,
+)
+from hf_linattn.attention.call import Call
+from hf_linattn.attention.site import Site
+from hf_linattn.attention.tokens import Tokens, upcast
+
+__all__ = [
+    "SCORE_EXTRAS",
+    "SINKS",
+    "Attention",
+    "Call",
+    "LinearAttention",
+    "Modifier",
+    "Output",
+    "Patch",
+    "ScoreAttention",
+    "Site",
+    "StatefulAttention",
+    "Tokens",
+    "upcast",
+]

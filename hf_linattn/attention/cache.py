@@ -1,0 +1,317 @@
+"""A state of constant size as a layer of transformers' cache.
+
+It answers questions of length as if every key were there, so that masks cover past and new columns, and it
+refuses to serve an attention that would need the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from hf_linattn.attention.tokens import Tokens, joined
+from hf_linattn.errors import CacheError
+
+
+def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
+    """Which of the tokens from `start` count: boolean `[B, N]` -> int64 `[B]`. Pieces add up to the whole."""
+    index = torch.arange(start + 1, start + valid.shape[1] + 1, device=valid.device)
+    return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
+
+
+def everything(batch: int, length: int, device: torch.device) -> Tensor:
+    """The fingerprint of this many tokens, none of them padding: `[B]`."""
+    return fingerprint(torch.ones(batch, length, dtype=torch.bool, device=device))
+
+
+def rebuilt(state: Any, tensors: list[Tensor]) -> Any:
+    """A state of the same kind, a tuple or a named one, from other tensors."""
+    make = getattr(type(state), "_make", tuple)
+    return make(tensors)
+
+
+def compact(x: Tensor) -> Tensor:
+    """The same numbers, in memory of their own where they are a small part of something larger.
+
+    A state is often the last chunk's, and as a view of all chunks it would keep them alive.
+    """
+    if torch.compiler.is_compiling() or x.untyped_storage().nbytes() <= x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class StateLayer(CacheLayerMixin):
+    """State of one attention layer: a tuple of tensors with rows first, and the number of tokens seen.
+
+    Args:
+        max_cache_len: length announced by a static cache; None grows without bound (in tokens, not in bytes).
+        pending: tokens that are not in the state yet, summed at the next call: keys and values that another
+            attention stored, or what a `crop` left.
+        seen: number of tokens in all.
+    """
+
+    is_sliding = False
+    is_croppable = True  # after activate_past_recording(); crop() says so otherwise
+    supports_early_init = False  # shapes are those of the state: known at the first update
+
+    def __init__(
+        self, max_cache_len: int | None = None, pending: Tokens | None = None, seen: int = 0
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.static = max_cache_len is not None
+        self.is_compileable = self.static
+        self.max_cache_len = max_cache_len
+        self.pending = pending
+        self.state: Any = None
+        self.seen: int | Tensor = torch.tensor(0) if self.static else seen
+        self.visible: Tensor | None = None  # [B] fingerprint of the keys in the state; None: none was padded
+        self.record_past = False
+        self.tail: list[Tokens] = []  # while recording: what came since the last crop
+        self.base: tuple[Any, Tensor | None] | None = None  # state and fingerprint before the tail
+        self.armed = False
+        self.device: Any = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember the device; the tensors come with the first write."""
+        self.device = key_states.device
+        self.keys = self.values = key_states.new_empty(0)  # some model code asks every layer for keys.numel()
+        if isinstance(self.seen, Tensor):
+            self.seen = self.seen.to(self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values alone; the attention itself reads and writes the state.
+
+        Raises:
+            CacheError: an attention that is not patched asks.
+        """
+        if not self.armed:
+            raise CacheError(
+                "this cache holds linear-attention states and cannot serve an attention that is not "
+                "patched: the past keys no longer exist. Start from a new cache."
+            )
+        self.armed = False
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def _summed(self) -> int:
+        """Number of tokens in the state."""
+        assert isinstance(self.seen, int)
+        return self.seen - (0 if self.pending is None else self.pending.length)
+
+    def spare(self) -> bool:
+        """Whether the next state may be written over this one: nobody goes back to it or has its gradient."""
+        if self.record_past or torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.state:
+            return False
+        return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
+
+    def shows(self, valid: Tensor | None) -> bool:
+        """Whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
+        if valid is None:
+            assert self.visible is not None
+            batch, device = self.visible.shape[0], self.visible.device
+            valid = torch.ones(batch, self._summed(), dtype=torch.bool, device=device)
+        before = self.visible
+        if before is None:
+            before = everything(valid.shape[0], self._summed(), valid.device)
+        return bool((fingerprint(valid) == before).all())
+
+    def _advance(self, tokens: Tokens) -> None:
+        """Add tokens to the fingerprint."""
+        valid, batch, device = tokens.valid, tokens.key.shape[0], tokens.key.device
+        if valid is None and self.visible is None:
+            return
+        if valid is None:
+            valid = torch.ones(batch, tokens.length, dtype=torch.bool, device=device)
+        if self.visible is None and bool(valid.all()):
+            return
+        start = self._summed()
+        before = everything(batch, start, device) if self.visible is None else self.visible
+        self.visible = before + fingerprint(valid, start)
+
+    def write(self, state: Any, tokens: Tokens) -> None:
+        """Store the state after a call.
+
+        Args:
+            state: after every token so far.
+            tokens: the new ones; kept only while the past is recorded.
+        """
+        if isinstance(self.seen, Tensor):
+            self._write_static(state, tokens.length)
+            return
+        if self.record_past:
+            if self.base is None:
+                self.base = (self.state, self.visible)
+            self.tail.append(tokens)
+        self._advance(tokens)
+        if state is not self.state:  # not written over
+            self.state = rebuilt(state, [compact(x) for x in state])
+        self.seen += tokens.length
+
+    def take_pending(self, state: Any) -> None:
+        """The pending tokens are in this state."""
+        assert self.pending is not None
+        self._advance(self.pending)
+        self.state, self.pending = rebuilt(state, [compact(x) for x in state]), None
+
+    def _write_static(self, state: Any, length: int) -> None:
+        assert isinstance(self.seen, Tensor)
+        if self.state is None:
+            self.state = rebuilt(state, [torch.zeros_like(x) for x in state])
+            self.batch_size = state[0].shape[0]
+            if not torch.compiler.is_compiling():
+                for tensor in (*self.state, self.seen):
+                    torch._dynamo.mark_static_address(tensor)
+        for mine, new in zip(self.state, state, strict=True):
+            mine.copy_(new)
+        self.seen.add_(length)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen; a tensor with a static cache, as transformers' own static layers answer."""
+        return self.seen  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns, offset) of the mask, past columns included."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len, 0
+        return int(self.seen) + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Length of a static cache, -1 for no bound."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, all rows together."""
+        return 0 if self.state is None else sum(x.numel() * x.element_size() for x in self.state)
+
+    def activate_past_recording(self) -> None:
+        """Keep the tokens since the last `crop`, so that assisted decoding can take candidates back."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, exactly: from the snapshot, never by subtraction.
+
+        What is left of the recorded tokens is summed again at the next call.
+
+        Raises:
+            ValueError: a positive number. CacheError: tokens that were not recorded.
+        """
+        count = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError("`crop` takes a negative number of tokens to remove")
+        if count and (self.is_initialized or self.pending is not None):
+            tail = self.tail if self.pending is None else [self.pending, *self.tail]
+            recorded = sum(part.length for part in tail)
+            if recorded < count or (self.base is None and self.pending is None):
+                raise CacheError(
+                    f"crop({-count}): a constant-size state cannot forget tokens unless recording was on "
+                    "when they came: call cache.activate_past_recording() first, as assisted decoding does."
+                )
+            if self.base is not None:
+                self.state, self.visible = self.base
+            assert isinstance(self.seen, int)
+            self.seen -= count
+            self.pending = joined(tail).slice(0, recorded - count) if recorded > count else None
+        self.tail, self.base = [], None
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        def each(state: Any) -> Any:
+            return None if state is None else rebuilt(state, [function(x) for x in state])
+
+        self.state = each(self.state)
+        self.visible = None if self.visible is None else function(self.visible)
+        self.tail = [part.map(function) for part in self.tail]
+        if self.base is not None:
+            state, visible = self.base
+            self.base = each(state), None if visible is None else function(visible)
+        self.pending = None if self.pending is None else self.pending.map(function)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order (beam search)."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self._map(lambda x: x[indices, ...])
+
+    def reset(self) -> None:
+        """Nothing seen; static tensors stay where compiled code expects them."""
+        if isinstance(self.seen, Tensor):
+            self.seen.zero_()
+            for tensor in self.state or ():
+                tensor.zero_()
+        else:
+            self.seen, self.state = 0, None
+        self.pending, self.tail, self.base, self.visible = None, [], None, None
+
+    def offload(self) -> None:
+        """State to the CPU."""
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """State back to its device."""
+        self._map(lambda x: x.to(self.device, non_blocking=True))
+
+
+class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A state beside the convolutional and recurrent states of a layer that has both kinds of mixers.
+
+    Args:
+        old: the layer whose place it takes; its convolutional and recurrent states are kept.
+        pending, seen: as `StateLayer`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, old: LinearAttentionLayer, pending: Tokens | None = None, seen: int = 0) -> None:
+        StateLayer.__init__(self, pending=pending, seen=seen)
+        for name in (*vars(LinearAttentionLayer()), "device", "dtype"):
+            self.__dict__[name] = getattr(old, name, None)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Keys and values come by position, the other states by keyword."""
+        if args:
+            StateLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Recurrent states cannot be cropped."""
+        own = getattr(LinearAttentionLayer, "is_croppable", None)
+        return bool(own.__get__(self)) if isinstance(own, property) else False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Both kinds of states."""
+        StateLayer.crop(self, tokens_to_remove)
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        super()._map(function)
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(self, name)
+            if isinstance(states, dict):
+                setattr(self, name, {key: None if x is None else function(x) for key, x in states.items()})
+            elif states is not None:
+                setattr(self, name, function(states))
+
+    def reset(self) -> None:
+        """Nothing seen."""
+        StateLayer.reset(self)
+        LinearAttentionLayer.reset(self)

@@ -1,0 +1,75 @@
+"""One attention call, as every patch sees it: what the model computed, and what it asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.visibility import Visibility
+
+
+@dataclass
+class Call:
+    """Input of an attention.
+
+    Attributes:
+        query: `[B, H, N, D]`, rotated by the model.
+        key: `[B, Hkv, S, D]`; for attentions with a state the new tokens alone.
+        value: `[B, Hkv, S, Dv]`.
+        visibility: which keys each query sees.
+        causal: the module attends to the past of its own sequence; False for encoders and cross-attention.
+        cross: keys come from another sequence.
+        scaling: of the scores.
+        where: the module, for messages; spec: the composition in force.
+        layer: the state to read and write, None without a cache.
+        dropout: probability, on the weights.
+        bias: added to the scores, broadcast to `[B, H, N, S]`.
+        softcap: c in c tanh(s / c).
+        sink: logits of the model's own sinks, `[H]` or `[B, H, N, 1]`.
+        output_attentions: the weights are wanted.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    visibility: Visibility
+    causal: bool
+    cross: bool
+    scaling: float
+    where: str
+    spec: str
+    layer: StateLayer | None = None
+    dropout: float = 0.0
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    output_attentions: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Of the query."""
+        return self.query.device
+
+    def mask(self) -> Tensor:
+        """Boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
+        return self.visibility.mask(self.device)[..., : self.key.shape[2]]
+
+    def ranks(self) -> tuple[Tensor, Tensor]:
+        """Place of each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+
+        Counted from 0; padding does not count, so a pattern of ranks is the same wherever a row is padded.
+        """
+        query, key = self.visibility.ranks(self.causal, self.device)
+        return query, key[:, : self.key.shape[2]]
+
+    def distance(self) -> Tensor:
+        """Tokens from key to query, `[B or 1, N, S]`, negative for keys behind the query."""
+        query, key = self.ranks()
+        return query[:, :, None] - key[:, None]
+
+    def add_bias(self, bias: Tensor) -> None:
+        """Add to the scores."""
+        self.bias = bias if self.bias is None else self.bias + bias

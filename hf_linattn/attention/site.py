@@ -1,0 +1,118 @@
+"""One attention module of a model: where it is, its sizes, and what its source says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
+
+
+ROTARY_ARGUMENT = "position_embeddings"
+"""The argument by which models hand cosines and sines to their attention modules."""
+
+
+EXTRAS = {
+    "position_bias": "adds a learned position bias to the scores",
+    "softcap": "caps its scores with tanh",
+    "s_aux": "has attention sinks of its own",
+    "sinks": "has attention sinks of its own",
+    "indices": "sees only the keys that an indexer selects",
+    "block_indices": "sees only the blocks that an indexer selects",
+    "attention_mask": "makes a mask of its own from its inputs",
+}
+"""Keywords of the interface call that change the mathematics, and what each does."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A keyword of `EXTRAS` in an interface call.
+
+    Attributes:
+        text: the expression passed.
+        guards: where the expression is a local name: for each of its assignments, the attributes of the
+            module that must not be None for it to happen.
+    """
+
+    keyword: str
+    text: str
+    guards: tuple[tuple[str, ...], ...] = ()
+
+    def in_force(self, module: nn.Module) -> bool:
+        """Whether this module passes anything but None."""
+        attribute = self.text.removeprefix("self.")
+        if self.text == "None":
+            return False
+        if self.text.startswith("self.") and attribute.isidentifier():
+            return getattr(module, attribute, None) is not None
+        fulfilled = [
+            all(getattr(module, name, None) is not None for name in guards) for guards in self.guards
+        ]
+        return not fulfilled or any(fulfilled)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the source of an attention class says.
+
+    Attributes:
+        calls: number of calls of the interface on one path through `forward`.
+        extras: what the call changes beside softmax(qk)v.
+        slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a
+            name for self.layer_idx plus that argument, None where it cannot be told or there is no cache.
+        updates: whether a cache is written at all.
+        cache_position: index of the cache among forward's positional arguments, None if keyword only.
+        sharing: attributes of the module that make it take keys and values from another layer, or give it
+            its own.
+    """
+
+    calls: int
+    extras: tuple[Extra, ...]
+    slot: str | None
+    updates: bool
+    cache_position: int | None
+    parameters: tuple[str, ...]
+    sharing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module of a model.
+
+    Attributes:
+        name: dotted name in the model.
+        module: the attention module.
+        source: what its class's source says.
+        layer_idx: its index among the layers, None where it has none.
+        window: "sliding" or "chunked" for a limited window, else None.
+        head_dim, value_dim, heads, kv_heads: sizes, None where they cannot be told.
+        max_positions: the config's max_position_embeddings, in tokens.
+        causal: whether the module attends to the past alone; None where only its calls tell.
+        rotary: the model's one rotary embedding, whose output the module is given; None if there is no such.
+    """
+
+    name: str
+    module: nn.Module
+    source: Source
+    layer_idx: int | None
+    window: str | None
+    head_dim: int | None
+    value_dim: int | None
+    heads: int | None
+    kv_heads: int | None
+    max_positions: int | None
+    causal: bool | None
+    rotary: nn.Module | None = None
+
+    def extras(self) -> dict[str, str]:
+        """Keyword -> what the module does with it, for those that are in force."""
+        return {
+            extra.keyword: EXTRAS[extra.keyword]
+            for extra in self.source.extras
+            if extra.in_force(self.module)
+        }
+
+    def shares(self) -> bool:
+        """Whether it takes keys and values from another layer, or gives it its own."""
+        return any(getattr(self.module, name, False) for name in self.source.sharing)

@@ -1,0 +1,1 @@
+"""What every command shares: arguments, exit status, files, jobs side by side."""

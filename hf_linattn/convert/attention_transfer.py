@@ -1,0 +1,203 @@
+"""Attention transfer: every patched layer learns to do what the model's own attention does, all in one pass.
+
+The own attention stays in force, so each layer gets the inputs that it always got, and its output flows on;
+beside it the patch computes from the same inputs, and is held against it. No gradient leaves a layer.
+
+("Linearizing with LoLCATs", arXiv:2410.10254, section 3.2; weights: "The Hedgehog & the Porcupine",
+arXiv:2402.04347, section 4.2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hf_linattn.attention.site import Site
+from hf_linattn.patching.branches import hybrids, use_branches
+from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.interface import NAME, own_attention
+from hf_linattn.patching.module import PatchedAttention
+from hf_linattn.patching.plan import sites_of, transformers_model
+from hf_linattn.training.objectives import CACHELESS
+
+Target = Literal["output", "weights"]
+
+
+class AttentionTransfer(nn.Module):
+    """A patched model as something to train: token ids `[B, N]` -> losses `[B]`, the mean over its layers.
+
+    Hybrids of a window and a linear attention are compared by the linear one alone, over all tokens: trained
+    together, the window does all the work.
+
+    Args:
+        model: patched; everything but its patch is frozen.
+        target: what is compared. "output": what the attention module gives, by the mean squared error over
+            the variance of the row, so that no layer dominates. "weights": the attention weights, by their
+            Kullback-Leibler divergence in nats, mean over heads and queries; takes memory for B x H x N x N
+            numbers per layer.
+        projections: train copies of the module's other weights (query, key, value, output) too; `finish`
+            puts them into the model.
+        keywords: of the model's forward, by default those of a model that predicts the next token.
+    """
+
+    in_one_piece = True
+    """FSDP must not split it by layers: the losses leave inside of them, out of reach of a layer's hooks."""
+
+    def __init__(
+        self,
+        model: Any,
+        target: Target = "output",
+        *,
+        projections: bool = False,
+        keywords: dict[str, bool] = CACHELESS,
+    ) -> None:
+        super().__init__()
+        self.model, self.target = model, target
+        self.keywords = keywords
+        self.sites = [site for site in sites_of(transformers_model(model)) if NAME in site.module._modules]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(f".{NAME}." in name)
+        own = [
+            {name: p for name, p in site.module.named_parameters() if not name.startswith(f"{NAME}.")}
+            for site in self.sites
+        ]
+        self.names = [list(parameters) if projections else [] for parameters in own]
+        self.copies = nn.ModuleList(
+            nn.ParameterList(parameters[name].detach().clone() for name in names)
+            for parameters, names in zip(own, self.names, strict=True)
+        )
+        self.layer_losses: dict[str, float] = {}
+        """Of the last batch, by the name of the attention module."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Losses of the rows."""
+        compared: dict[str, Tensor] = {}
+        grad = torch.is_grad_enabled()
+        with ExitStack() as stack:
+            for site, weights in self._copied():
+                beside = _Beside(site.name, self.target, weights, grad, compared)
+                handle = site.module.register_forward_hook(beside, with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(bypassed(self.model))
+            if hybrids(self.model):
+                stack.enter_context(use_branches(self.model, "linear"))
+            self.model.base_model(input_ids=input_ids, **self.keywords)
+        self.layer_losses = {name: float(losses.detach().mean()) for name, losses in compared.items()}
+        return torch.stack(list(compared.values())).mean(0)
+
+    def freeze_unused(self, input_ids: Tensor) -> int:
+        """Freeze what has no part in the loss (the mix of a hybrid); returns how many parameters train.
+
+        Args:
+            input_ids: a row or more to find out with, `[B, N]`.
+        """
+        with torch.enable_grad():
+            loss = self(input_ids).mean()
+            if loss.requires_grad:
+                loss.backward()
+        trained = 0
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.grad is not None)
+            trained += parameter.numel() if parameter.requires_grad else 0
+            parameter.grad = None
+        return trained
+
+    @torch.no_grad()
+    def finish(self) -> Any:
+        """The model, with the trained copies of its projections in it."""
+        for site, weights in self._copied():
+            for name, trained in weights.items():
+                site.module.get_parameter(name).copy_(trained)
+        return self.model
+
+    def _copied(self) -> Iterator[tuple[Site, dict[str, Tensor]]]:
+        """Every site with the copies of its projections, by their names in the module."""
+        for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
+            yield site, dict(zip(names, copies.parameters(), strict=True))
+
+
+class _Beside:
+    """Forward hook of an attention module: its patch on the same inputs, and how far off that is."""
+
+    def __init__(
+        self, name: str, target: Target, weights: dict[str, Any], grad: bool, compared: dict[str, Tensor]
+    ) -> None:
+        self.name, self.target, self.weights, self.grad, self.compared = name, target, weights, grad, compared
+        self.busy = False
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.busy:
+            return
+        self.busy = True
+        child: Any = module._modules[NAME]
+        own, child.bypass = child.bypass, None
+        try:
+            with torch.set_grad_enabled(self.grad), ExitStack() as stack:
+                if self.target == "weights":
+                    stack.enter_context(_comparing_weights(module, child, own, self._note))
+                given = functional_call(module, self.weights, args, kwargs)
+                if self.target == "output":
+                    self._note(relative_error(_first(given), _first(output)))
+        finally:
+            child.bypass, self.busy = own, False
+
+    def _note(self, losses: Tensor) -> None:
+        self.compared[self.name] = losses
+
+
+def relative_error(given: Tensor, wanted: Tensor) -> Tensor:
+    """Mean squared error of each row over the variance of its target: `[B, ...]` -> `[B]`."""
+    given, wanted = given.float().flatten(1), wanted.float().flatten(1)
+    variance = wanted.var(1, correction=0).clamp_min(torch.finfo(wanted.dtype).tiny)
+    return (given - wanted).square().mean(1) / variance
+
+
+def weights_divergence(given: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || given) in nats, mean over heads and queries: `[B, H, N, S]` -> `[B]`."""
+    tiny = torch.finfo(torch.float32).tiny
+    given, wanted = given.float().clamp_min(tiny), wanted.float()
+    return (wanted * (wanted.clamp_min(tiny).log() - given.log())).sum(-1).flatten(1).mean(1)
+
+
+@contextmanager
+def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator[None]:
+    """While this lasts, the child compares weights, by one-hot values, and gives an output of zeros."""
+
+    def forward(
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> tuple[Tensor, None]:
+        keys = key.shape[2]
+        one_hot = torch.eye(keys, dtype=value.dtype, device=value.device)
+        one_hot = one_hot.expand(*value.shape[:2], keys, keys)
+        with torch.no_grad():
+            wanted = own_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
+        given = PatchedAttention.forward(
+            child, None, query, key, one_hot, mask, scaling, 0.0, causal, extras
+        )[0]
+        note(weights_divergence(given.transpose(1, 2), wanted.transpose(1, 2)))
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    child.forward = forward
+    try:
+        yield
+    finally:
+        del child.forward
+
+
+def _first(output: Any) -> Tensor:
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first

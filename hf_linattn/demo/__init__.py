@@ -1,0 +1,1 @@
+"""`python -m hf_linattn.demo`: patch, fine-tune and measure a small model, and write a page about it."""

@@ -1,0 +1,293 @@
+"""The whole story in one command: patch a model, fine-tune it, measure it at growing lengths, see a page.
+
+python -m hf_linattn.demo --output-dir demo-out
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.cli.main import exit_status
+from hf_linattn.errors import DataError, LinattnError, OptionError
+
+BASE = Path(__file__).resolve().parent.parent / "examples" / "base"
+"""The model that comes with the repository."""
+
+# The default takes under 5 minutes on 2 cores; of its time half is training, half measuring.
+PATCHES = "elu1,softmax1,logn,softmax1+logn"
+MAX_STEPS = 50
+BATCH_SIZE = 8
+LR = 1e-3
+EVAL_TOKENS = 3072
+NEW_TOKENS = 100
+MULTIPLES = (1, 2, 4, 8, 16)
+
+EPILOG = """\
+examples:
+  make demo                                             # the model and text that come with the repository
+  make demo MODEL=Qwen/Qwen3-0.6B DATA=books/ PATCH=elu1,softmax1 OUT=qwen-out
+  python -m hf_linattn.demo --model DIR --data train.txt --eval-data book.txt --patch logn \\
+      --options '{"train_length": 2048}' --block-size 2048 --max-steps 200 --output-dir out
+
+runs:
+  unpatched  the model as it is, not fine-tuned
+  control    the model with its own attention, fine-tuned
+  PATCH      each patch: installed, then fine-tuned on the same batches as the control
+
+The folder gets data/, runs/NAME/ (models), perplexity/NAME/, samples.json, results.json, results.csv,
+commands.json, logs/ and report.html. Interrupted at any moment, the same command goes on where it stopped.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_linattn.demo",
+        description="Patch, fine-tune and measure a model beside its control, and write one page about it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output-dir", type=Path, default=Path("demo-out"), help="(default: %(default)s)")
+    add("--model", help="folder or Hub name of a causal language model (default: the one in examples/base)")
+    add("--data", help="text to train on: file, folder, table or dataset name (default: Python's own source)")
+    add("--eval-data", help="text to measure on (default: the end of --data, which is then not trained on)")
+    add("--patch", default=PATCHES, help="patches, separated by commas (default: %(default)s)")
+    options_help = "options of the patches as JSON: given to every patch that has them, or {PATCH: {...}}"
+    add("--options", type=_json_object, default={}, metavar="JSON", help=options_help)
+    add("--max-steps", type=_count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
+    add("--batch-size", type=_count, default=BATCH_SIZE, help="rows per update (default: %(default)s)")
+    add("--lr", type=float, default=LR, help="peak learning rate (default: %(default)s)")
+    block_help = "tokens per row (default: 512, or what the model was trained on if less)"
+    add("--block-size", type=_count, help=block_help)
+    add(
+        "--lengths",
+        type=_counts,
+        help="tokens of context to measure at (default: 1 to 16 times --block-size)",
+    )
+    tokens_help = "tokens scored at each length (default: %(default)s)"
+    add("--eval-tokens", type=_count, default=EVAL_TOKENS, help=tokens_help)
+    add("--new-tokens", type=_count, default=NEW_TOKENS, help="tokens per sample (default: %(default)s)")
+    add("--jobs", type=_count, default=2, help="processes side by side (default: %(default)s; 1 on a GPU)")
+    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--cpu", action="store_true", help="use the CPU even where there is a GPU")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    started = time.monotonic()
+
+    def work() -> None:
+        page = run(args)
+        sys.stdout.write(_table(args.output_dir / "results.csv"))
+        sys.stdout.write(
+            f"\nperplexity per token at each length of context, in {time.monotonic() - started:.0f} s\n"
+        )
+        sys.stdout.write(f"report: {page.resolve()}\n")
+
+    return exit_status(work, interrupted="the same command goes on where it stopped", extra="all")
+
+
+def run(args: argparse.Namespace) -> Path:
+    """Do everything that is not done yet; the page.
+
+    Raises:
+        LinattnError: an argument cannot be used, the folder holds another demo, or a job failed.
+    """
+    # imported here so that --help and wrong usage answer at once
+    from hf_linattn.cli.jobs import run_jobs
+    from hf_linattn.demo.data import prepare
+    from hf_linattn.demo.jobs import Plan, make_jobs
+
+    if args.model is None and not (BASE / "config.json").exists():
+        raise DataError(f"no model in {BASE}, which comes with the repository only: give one with --model")
+    model = args.model or (
+        str(BASE.relative_to(Path.cwd())) if BASE.is_relative_to(Path.cwd()) else str(BASE)
+    )
+    patches = _patches(args.patch, args.options)
+    tokenizer, limit = _inspect(model)
+    block_size = args.block_size or min(512, limit or 512)
+    settings = {
+        "model": model,
+        "model_fingerprint": _fingerprint(Path(model)),
+        "data": args.data,
+        "eval_data": args.eval_data,
+        "patches": patches,
+        "block_size": block_size,
+        "lengths": args.lengths or [block_size * factor for factor in MULTIPLES],
+        **{name: getattr(args, name) for name in ("max_steps", "batch_size", "lr", "eval_tokens")},
+        **{name: getattr(args, name) for name in ("new_tokens", "seed", "cpu")},
+        "version": importlib.metadata.version("hf-linattn"),
+    }
+    _claim(args.output_dir, settings)
+    data = prepare(
+        args.output_dir / "data",
+        tokenizer,
+        data=args.data,
+        eval_data=args.eval_data,
+        train_tokens=args.max_steps * args.batch_size * block_size,
+        block_size=block_size,
+        lengths=settings["lengths"],
+    )
+    for note in data.notes:
+        sys.stderr.write(note + "\n")
+    device = _device(args.cpu)
+    plan = Plan(args.output_dir, model, patches, data, block_size, device == "cpu", settings)
+    jobs, commands = make_jobs(plan)
+    _write_json(args.output_dir / "commands.json", commands)
+    at_once = args.jobs if device == "cpu" else 1
+    # a model as small as ours gains nothing from more threads
+    threads = 1 if args.model is None else max(1, _cores() // at_once)
+    environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    run_jobs(jobs, args.output_dir / "logs", at_once, environment)
+    return Path(args.output_dir) / "report.html"
+
+
+def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every patch with its options, all checked.
+
+    Raises:
+        LinattnError: a patch or an option is unknown, or a patch is named twice.
+    """
+    from hf_linattn.registry import find, parse, signature
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise OptionError(f"--patch takes names of patches, each once, separated by commas: got {text!r}")
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in options.items():
+        takers = [name for name in names if any(key in signature(find(part)) for part in name.split("+"))]
+        if key in chosen and isinstance(value, dict):
+            chosen[key].update(value)
+        elif takers:
+            for name in takers:
+                chosen[name][key] = value
+        else:
+            raise OptionError(f"--options: none of {', '.join(names)} has an option {key!r}")
+    for name, values in chosen.items():
+        parse(name, values)
+    return chosen
+
+
+def _inspect(model: str) -> tuple[Any, int | None]:
+    """The tokenizer, and the tokens of context that the model was trained on.
+
+    Raises:
+        DataError: there is no model or no tokenizer.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    what = "model"
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        what = "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # transformers 5 raises any of these for a folder without the files
+        raise DataError(f"no {what} at {model!r}: {str(error).strip().partition(chr(10))[0]}") from error
+    return tokenizer, getattr(config, "max_position_embeddings", None)
+
+
+def _fingerprint(folder: Path) -> str | None:
+    """A hash of a model's files (of the first 16 MiB of each), so that another model there is noticed."""
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + file.read(1 << 24))
+    return digest.hexdigest()[:16]
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Record the settings, or see that they are those of the demo in this folder.
+
+    Raises:
+        DataError: the folder holds something else.
+    """
+    path, settings = folder / "demo.json", json.loads(json.dumps(settings))
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if earlier is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise DataError(f"{folder} is not empty and holds no demo: choose another --output-dir")
+            _write_json(path, settings)
+            return
+    except (OSError, ValueError) as error:
+        if isinstance(error, LinattnError):
+            raise
+        raise DataError(f"cannot use --output-dir {folder}: {error}") from error
+    changed = [name for name in settings if earlier.get(name) != settings[name]]
+    if changed:
+        what = ", ".join(f"{name} {earlier.get(name)!r} then, {settings[name]!r} now" for name in changed)
+        raise DataError(
+            f"{folder} holds a demo with other settings ({what}): choose another --output-dir "
+            "(make demo OUT=...), or delete the folder"
+        )
+
+
+def _device(cpu: bool) -> str:
+    import torch
+
+    return "gpu" if torch.cuda.is_available() and not cpu else "cpu"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    from hf_linattn.cli.files import write_json
+
+    write_json(path, content)
+
+
+def _table(path: Path) -> str:
+    """The run and its perplexities, from results.csv, as aligned text."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    lengths = [name for name in rows[0] if name.startswith("perplexity_")]
+    lines = [["run", *(name.removeprefix("perplexity_") for name in lengths)]]
+    lines += [[row["run"], *(f"{float(row[n]):.4g}" if row[n] else "-" for n in lengths)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ""
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text += "  ".join([first.ljust(widths[0]), *cells]) + "\n"
+    return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {text} ({error})") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"name": 1}}, not {text}')
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({_count(part.strip()) for part in text.split(",")})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

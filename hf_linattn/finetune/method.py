@@ -1,0 +1,72 @@
+"""How a training run trains: what it loads, which parameters move by which loss, and what it leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_linattn.finetune.model import choose_trained, load_model
+from hf_linattn.patching.interface import PATCH_PART
+from hf_linattn.training.loop import LossFunction, Preparation
+from hf_linattn.training.objectives import Objective
+
+if TYPE_CHECKING:
+    from hf_linattn.finetune.__main__ import FinetuneArguments
+
+
+class Method:
+    """Fine-tuning on the text itself; other methods override parts.
+
+    Args:
+        patch_rate: factor of the learning rate for the patch's parameters.
+
+    Attributes:
+        settings: what decides the trained weights besides the arguments; a resumed run must have the same.
+        label: of the loss in pictures.
+        losses, prepare: for the training loop; set by `trained`.
+        skips: whether some steps leave trained parameters without a gradient; set by `trained`.
+    """
+
+    settings: dict[str, Any]
+    label = "loss (nats per token)"
+    losses: LossFunction
+    prepare: Preparation | None = None
+    skips = False
+
+    def __init__(self, patch_rate: float = 1.0) -> None:
+        self.patch_rate = patch_rate
+        self.settings = {} if patch_rate == 1 else {"patch_rate": patch_rate}
+
+    def load(self, arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
+        """The model, patched."""
+        return load_model(arguments, task)
+
+    def trained(
+        self,
+        base: PreTrainedModel,
+        arguments: FinetuneArguments,
+        task: Objective,
+        blocks: NDArray[np.int32],
+        accelerator: Accelerator,
+    ) -> nn.Module:
+        """What goes through the loop; its parameters that require gradients are trained."""
+        assert task.losses is not None  # where nothing is predicted, a stage with a teacher stands here
+        self.losses, self.prepare = task.losses, task.prepare
+        return choose_trained(base, arguments, task)
+
+    def rate(self, name: str) -> float:
+        """Factor of the learning rate for the parameter of this name."""
+        return self.patch_rate if PATCH_PART in name else 1.0
+
+    def saved(self, module: Any) -> Any:
+        """The model to save, from what went through the loop."""
+        return module
+
+    def results(self) -> dict[str, Any]:
+        """What goes into results.json besides the usual."""
+        return {}

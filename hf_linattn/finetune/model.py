@@ -1,0 +1,155 @@
+"""The model of a fine-tuning run: loaded, patched, with LoRA or frozen parts, checked against the text."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from accelerate.utils import set_seed
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_linattn import from_pretrained, is_patched, patch_model
+from hf_linattn.errors import DataError, LinattnError, TrainingError
+from hf_linattn.patching.causality import require_causal
+from hf_linattn.patching.discovery import find_sites
+from hf_linattn.patching.interface import NAME, PATCH_PART
+from hf_linattn.registry import patches
+from hf_linattn.training.objectives import Objective
+
+if TYPE_CHECKING:
+    from hf_linattn.finetune.__main__ import FinetuneArguments
+
+
+def load_model(arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
+    """The model with its patch; new parameters depend on the seed.
+
+    Raises:
+        TrainingError: there is no such model.
+    """
+    set_seed(arguments.seed)  # a bare encoder gets a new head
+    try:
+        model: PreTrainedModel = from_pretrained(
+            arguments.model, auto_class=task.auto_class, dtype=getattr(torch, arguments.dtype)
+        )
+    except LinattnError:
+        raise
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"cannot load --model {arguments.model}: {first_line(error)}") from error
+    if arguments.no_dropout:
+        switch_off_dropout(model)
+    set_seed(arguments.seed)
+    if arguments.patch is not None:
+        patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
+    return model
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set every dropout rate that the modules hold to 0; the config keeps its own."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):  # llama: self.attention_dropout = config...
+                setattr(module, name, 0.0)
+
+
+def choose_trained(model: PreTrainedModel, arguments: FinetuneArguments, task: Objective) -> nn.Module:
+    """Everything, the patch's parameters, or LoRA and the patch's parameters.
+
+    Raises:
+        TrainingError: only the patch is to be trained, and it has no parameters.
+    """
+    learned = [name for name, _ in model.named_parameters() if PATCH_PART in name]
+    if arguments.lora:
+        return _add_lora(model, arguments, task, with_patch=bool(learned))
+    if arguments.train_only_patch:
+        if not learned:
+            patch = arguments.patch or f"the attention of {arguments.model}"
+            others = ", ".join(_patches_with_parameters(model)) or "none of the installed ones"
+            raise TrainingError(
+                f"--train-only-patch: {patch} has no parameters of its own to train; some have: {others}"
+            )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(PATCH_PART in name)
+    return model
+
+
+def _patches_with_parameters(model: nn.Module) -> list[str]:
+    """Names of patches that, with their default options, would bring learned parameters to this model."""
+    sites, names = find_sites(model), []
+    for name, cls in patches().items() if sites else ():
+        try:
+            patch = cls(sites[0])
+        except (TypeError, ValueError):  # needs options, or other sizes
+            continue
+        if any(True for _ in patch.parameters()):
+            names.append(name)
+    return names
+
+
+def _add_lora(
+    model: PreTrainedModel, arguments: FinetuneArguments, task: Objective, *, with_patch: bool
+) -> nn.Module:
+    import peft  # takes seconds, and few runs need it
+
+    in_a_patch = rf".*\.{NAME}(\..*)?"
+    config = peft.LoraConfig(
+        r=arguments.lora,
+        lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
+        target_modules="all-linear",
+        exclude_modules=in_a_patch if is_patched(model) else None,  # peft warns of one that matches nothing
+        modules_to_save=[NAME] if with_patch else None,
+        # GPT-2 keeps its weights transposed
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type=task.peft_task,
+    )
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers 5.23 for a property by its old name
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return peft.get_peft_model(model, config)
+
+
+def check_fit(model: PreTrainedModel, task: Objective, *data: NDArray[np.int32] | None) -> None:
+    """The model must know every token and every position, and must not see what it is to predict.
+
+    Raises:
+        DataError: it does not know them.
+        UnsupportedModelError: it is to predict the next token and sees it.
+    """
+    known = len(cast("Tensor", model.get_input_embeddings().weight))
+    limit = _positions(model)
+    for blocks in data:
+        if blocks is None:
+            continue
+        highest = max(int(blocks.max()), task.highest)
+        if highest >= known:
+            raise DataError(
+                f"the tokenizer gives token {highest}, the model knows {known}: give its own --tokenizer"
+            )
+        if limit is not None and blocks.shape[1] > limit:
+            raise DataError(f"--block-size {blocks.shape[1]} is more than the model's {limit} positions")
+    if task.name == "causal":
+        require_causal(model)
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """Tokens in the longest row, or None: rotary models count on beyond the length they were trained at."""
+    config = model.config.get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is None or getattr(config, "rope_parameters", None):
+        return None
+    # RoBERTa and its relatives begin to count behind the index of the padding
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [table for table in tables if table is not model.get_input_embeddings()]
+    skipped = [table.padding_idx for table in tables if table.num_embeddings == limit]
+    return limit - max((index + 1 for index in skipped if index is not None), default=0)
+
+
+def first_line(error: Exception) -> str:
+    """What a library says in many lines, cut to the one that counts."""
+    return str(error).strip().split("\n")[0]

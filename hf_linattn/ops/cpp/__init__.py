@@ -1,0 +1,1 @@
+"""Attention by kernels in C++ on CPUs, compiled on the machine."""

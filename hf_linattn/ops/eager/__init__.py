@@ -1,0 +1,1 @@
+"""Attention in plain torch: definitions in chunks, windows and over all keys."""

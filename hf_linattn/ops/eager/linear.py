@@ -1,0 +1,236 @@
+"""Linear attention from features: causal in chunks, bidirectional, from a carried state, with decay.
+
+    numerator_i = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j)) v_j
+    total_i     = sum_{j in V(i)} a_ij (phi_q(q_i) . phi_k(k_j))        a_ij = prod_{j < t <= i} decay_t
+
+("Transformers are RNNs", arXiv:2006.16236, equations 5 and 9; decay as in "Retentive Network",
+arXiv:2307.08621, equation 7.) Features and values come in float32 (float64 in float64 models), so state,
+normaliser and denominators are never kept in half precision.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linattn.ops.types import State
+
+CHUNK = 64
+SPAN = 64 * CHUNK
+"""Tokens within which chunks look at each other pair by pair, where they cannot simply be added up."""
+
+
+def state_of(phi_k: Tensor, value: Tensor) -> State:
+    """The state after the keys `[B, Hkv, N, D]` with values `[B, Hkv, N, Dv]`."""
+    return State(torch.einsum("bhnd,bhne->bhde", phi_k, value), phi_k.sum(2))
+
+
+def after(phi_k: Tensor, value: Tensor, log_decay: Tensor | None, state: State | None) -> State:
+    """The state after more keys; `log_decay` `[B, Hkv, N]` or None, arguments else as `causal`."""
+    if log_decay is not None:
+        total = log_decay.sum(-1)
+        phi_k = phi_k * (total.unsqueeze(-1) - log_decay.cumsum(-1)).exp().unsqueeze(-1)
+        state = None if state is None else _scaled(state, total.exp())
+    new = state_of(phi_k, value)
+    return new if state is None else State(state.S + new.S, state.z + new.z)
+
+
+def _scaled(state: State, factor: Tensor) -> State:
+    factor = factor.unsqueeze(-1)
+    return State(state.S * factor.unsqueeze(-1), state.z * factor)
+
+
+def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
+    """Query heads by the key head they share: `[B, H, N, D]` -> `[B, Hkv, H / Hkv, N, D]`."""
+    shared: Tensor = phi_q.unflatten(1, (kv_heads, -1))
+    return shared
+
+
+def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """`[B, H, N, Dv]` over `[B, H, N]`.
+
+    Rows that see nothing, 0 / 0, give 0 with finite gradients; an added epsilon would bias all rows.
+    """
+    safe = torch.where(denominator > 0, denominator, 1.0)
+    return numerator / safe.unsqueeze(-1)
+
+
+def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """Every query reads the same state: bidirectional attention, and one decoded token.
+
+    Returns:
+        Numerator `[B, H, N, Dv]` and total `[B, H, N]`.
+    """
+    query = grouped(phi_q, state.S.shape[1])
+    numerator = torch.einsum("bhgnd,bhde->bhgne", query, state.S).flatten(1, 2)
+    return numerator, torch.einsum("bhgnd,bhd->bhgn", query, state.z).flatten(1, 2)
+
+
+def step(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None,
+    log_decay: Tensor | None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, State]:
+    """`causal` of one token: update and read, in few operations; `in_place` writes the state over."""
+    if state is None:
+        state = State(phi_k.mT * value, phi_k[:, :, 0])
+    elif in_place and state.S.dtype == value.dtype:
+        if log_decay is not None:
+            factor = log_decay[:, :, 0].exp().unsqueeze(-1)
+            state.S.mul_(factor.unsqueeze(-1))
+            state.z.mul_(factor)
+        state.S.addcmul_(phi_k.mT, value)
+        state.z.add_(phi_k[:, :, 0])
+    else:
+        state = state if log_decay is None else _scaled(state, log_decay[:, :, 0].exp())
+        state = State(torch.addcmul(state.S, phi_k.mT, value), state.z + phi_k[:, :, 0])
+    (batch, heads, _, size), kv_heads = phi_q.shape, phi_k.shape[1]
+    query = phi_q.reshape(batch * kv_heads, heads // kv_heads, size)  # bmm: a matmul of views takes longer
+    numerator = torch.bmm(query, state.S.flatten(0, 1))
+    total = torch.bmm(query, state.z.flatten(0, 1).unsqueeze(-1))
+    return numerator.view(batch, heads, 1, value.shape[3]), total.view(batch, heads, 1), state
+
+
+def causal(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None = None,
+    documents: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, State]:
+    """Causal attention, quadratic inside chunks of 64 tokens and through the state between them.
+
+    Args:
+        phi_q: `[B, H, N, D]`; H a multiple of Hkv.
+        phi_k: `[B, Hkv, N, D]`, zero at padded keys.
+        value: `[B, Hkv, N, Dv]`, zero at padded keys.
+        state: what came before; None for nothing.
+        documents: `[B, N]` ascending; a new number starts from an empty state. `state` belongs to the first
+            one.
+        log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
+        in_place: a single token may write its state over the one before.
+
+    Returns:
+        Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
+    """
+    length = phi_k.shape[2]
+    if length == 1:
+        return step(phi_q, phi_k, value, state, log_decay, in_place)
+    paired = documents is not None or log_decay is not None
+    if not paired or length <= SPAN or torch.compiler.is_compiling():
+        return _block(phi_q, phi_k, value, state, documents, log_decay)
+    numerators, totals = [], []
+    for start in range(0, length, SPAN):
+        span = slice(start, start + SPAN)
+        labels = None if documents is None else documents[:, span]
+        if state is not None and documents is not None and start:
+            goes_on = documents[:, start - 1 : start] == documents[:, start : start + 1]
+            state = _scaled(state, goes_on.to(phi_k.dtype))
+        decay = None if log_decay is None else log_decay[:, :, span]
+        parts = _block(phi_q[:, :, span], phi_k[:, :, span], value[:, :, span], state, labels, decay)
+        numerators.append(parts[0])
+        totals.append(parts[1])
+        state = parts[2]
+    assert state is not None
+    return torch.cat(numerators, 2), torch.cat(totals, 2), state
+
+
+def _block(
+    phi_q: Tensor,
+    phi_k: Tensor,
+    value: Tensor,
+    state: State | None,
+    documents: Tensor | None,
+    log_decay: Tensor | None,
+) -> tuple[Tensor, Tensor, State]:
+    length = phi_k.shape[2]
+    query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
+    keep = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
+    inside: Tensor = keep.to(key.dtype)
+    key_out, query_in, links, first_document = key, query, None, None
+    if log_decay is not None:
+        decayed = _chunks(log_decay.unsqueeze(-1))[..., 0].cumsum(-1)  # [B, Hkv, chunks, CHUNK]
+        pairs = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)
+        inside = pairs.masked_fill(~keep, float("-inf")).exp()[:, :, None]
+        key_out = key * (decayed[..., -1:] - decayed).exp().unsqueeze(-1)
+        query_in = query * decayed.exp()[:, :, None, :, :, None]
+        total = F.pad(decayed[..., -1].cumsum(-1), (1, 0))  # before each chunk, and behind the last
+        chunks = torch.arange(total.shape[-1], device=key.device)
+        reach = total.unsqueeze(-1) - total[..., None, 1:]
+        links = reach.masked_fill(chunks[:, None] <= chunks[:-1], float("-inf")).exp()
+        first_document = total.exp()
+    if documents is not None:
+        index = _chunk_index(length, key.shape[2], phi_k.device)
+        label = documents[:, index.clamp(max=length - 1)]  # [B, chunks, CHUNK]
+        same = (label.unsqueeze(-1) == label.unsqueeze(-2))[:, None, None]
+        inside = inside * same
+        first, last = label[..., :1], label[..., -1:]
+        key_out = key_out * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
+        query_in = query_in * (label == first)[:, None, None, :, :, None]  # the first one looks back
+        reader = torch.cat([first, last[:, -1:]], 1)
+        follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(key.dtype)
+        links = follows if links is None else links * follows
+        on = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
+        first_document = on if first_document is None else first_document * on
+    states, final = _states_before(key_out, values, state, links, first_document)
+    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * inside
+    numerator = torch.einsum("bhgnck,bhnke->bhgnce", scores, values)
+    numerator = numerator + torch.einsum("bhgncd,bhnde->bhgnce", query_in, states.S)
+    total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
+    numerator, total = numerator.flatten(3, 4), total.flatten(3, 4)
+    if torch.compiler.is_compiling():
+        back = torch.arange(length, device=phi_k.device)
+        numerator, total = numerator.index_select(3, back), total.index_select(3, back)
+    else:
+        numerator, total = numerator[:, :, :, :length], total[..., :length]
+    return numerator.flatten(1, 2), total.flatten(1, 2), final
+
+
+def _states_before(
+    key: Tensor, value: Tensor, state: State | None, links: Tensor | None, first_document: Tensor | None
+) -> tuple[State, State]:
+    """The state before each chunk `[B, Hkv, chunks, D, Dv]`, and the one after the last.
+
+    Args:
+        key: `[B, Hkv, chunks, CHUNK, D]`.
+        value: `[B, Hkv, chunks, CHUNK, Dv]`.
+        state: before the first chunk.
+        links: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
+        first_document: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
+    """
+    S = torch.einsum("bhncd,bhnce->bhnde", key, value)
+    z = key.sum(3)
+    if links is None:
+        # shifted, not total minus own: a large chunk would cancel small keys before it
+        S, z = F.pad(S, (0, 0, 0, 0, 1, 0)).cumsum(2), F.pad(z, (0, 0, 1, 0)).cumsum(2)
+    else:
+        S, z = (links @ S.flatten(3)).unflatten(-1, S.shape[3:]), links @ z
+    if state is not None:
+        carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
+        if first_document is not None:
+            carried = _scaled(carried, first_document)
+        S, z = S + carried.S, z + carried.z
+    return State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
+
+
+def _chunk_index(length: int, chunks: int, device: torch.device) -> Tensor:
+    return torch.arange(chunks, device=device)[:, None] * CHUNK + torch.arange(CHUNK, device=device)
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """`[..., N, D]` -> `[..., chunks, CHUNK, D]`, zeros behind the end."""
+    length = x.shape[-2]
+    chunks = (length + CHUNK - 1) // CHUNK
+    if torch.compiler.is_compiling():
+        # a constant pad and a gather: slices would put a guard on the length that export cannot prove, and a
+        # single chunk would specialise the graph
+        index = _chunk_index(length, chunks + 1, x.device)
+        return F.pad(x, (0, 0, 0, 2 * CHUNK - 1))[..., index, :]
+    padded: Tensor = F.pad(x, (0, 0, 0, chunks * CHUNK - length)).unflatten(-2, (chunks, CHUNK))
+    return padded

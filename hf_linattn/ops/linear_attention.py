@@ -1,0 +1,222 @@
+"""Linear attention with a backward of its own, as an operator that torch.compile takes whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops import dispatch
+from hf_linattn.ops.cpp import linear
+from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadratic
+from hf_linattn.ops.triton import launch
+from hf_linattn.ops.types import Given, Gradients, How, Inputs, Outputs, accumulator
+
+INPUTS, HOW = len(Inputs._fields), len(How._fields)
+DEVICES = ("cpu", "cuda")
+
+
+def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    """As `chunked.causal` or `bidirectional.forward`, with gradients, in the form that `dispatch` chooses.
+
+    Args:
+        inputs: what is summed up.
+        how: which features, over which keys, and whether to divide.
+        keep: the state after is wanted; causal only.
+
+    Raises:
+        RuntimeError: from torch, for gradients of gradients.
+    """
+    if torch.compiler.is_compiling():
+        found = Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
+        return found if keep else Outputs(*found[:2])
+    if not torch.is_grad_enabled():
+        return _forward(inputs, how, keep)
+    # the backward of forms over all keys reads the sums, that of all scores at once does not
+    keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
+    # an operator would cost more
+    return Outputs(*_Attention.apply(*inputs, how, keep))  # type: ignore[no-untyped-call]
+
+
+def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    form = dispatch.form(inputs, how)
+    if form == "triton":
+        return _triton(inputs, how, keep)
+    if form == "native":
+        return linear.forward(inputs, how, keep, dispatch.CHUNK)
+    if form == "quadratic":
+        return quadratic.forward(inputs, how, keep)
+    if form == "both ways":
+        return bidirectional.forward(inputs, how, keep, dispatch.NUMBERS)
+    return chunked.causal(inputs, how, keep, dispatch.chunk(inputs))
+
+
+def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+    form = dispatch.form(inputs, how)
+    if form == "triton":
+        return _triton_backward(inputs, outputs, given, how)
+    if form == "native":
+        found = linear.backward(inputs, outputs, given, how, dispatch.CHUNK)
+        return chunked_backward.decayed(found, outputs, given)
+    if form == "quadratic":
+        return quadratic.backward(inputs, outputs, given, how)
+    if form == "both ways":
+        return bidirectional.backward(inputs, outputs, given, how, dispatch.NUMBERS)
+    return chunked_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
+
+
+def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
+    query, key, value, hidden, S, z = inputs[:6]
+    valid = None if hidden is None else ~hidden
+    run = launch.forward if how.causal else launch.global_forward
+    found = run(query, key, value, valid, S, z, how.kind, how.normalise)
+    return Outputs(*found) if keep or not how.causal else Outputs(*found[:2])
+
+
+def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+    query, key, value, hidden, S, z = inputs[:6]
+    valid = None if hidden is None else ~hidden
+    operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
+    if how.causal:
+        return launch.backward(*operands, S, z, *outputs[:2], *kind)
+    found = launch.global_backward(*operands, *outputs[:2], *outputs.after, *kind)
+    return Gradients(*found[:3])
+
+
+def _remember(ctx: Any, inputs: Inputs, how: How, outputs: Outputs) -> None:
+    """What the backward needs; the state after only where the decay has gradients, or all keys are seen."""
+    ctx.how = how
+    after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
+    ctx.save_for_backward(*inputs, *outputs[:2], *after)
+
+
+def _given(
+    ctx: Any, output: Tensor | None, total: Tensor | None, S: Tensor | None = None, z: Tensor | None = None
+) -> tuple[Inputs, Outputs, Given]:
+    """The loss by the outputs, zeros filled in: S and z come together, and not where they were not kept."""
+    saved = ctx.saved_tensors
+    inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
+    output = torch.zeros_like(outputs.output) if output is None else output
+    if (S is None or not S.numel()) and (z is None or not z.numel()):
+        return inputs, outputs, Given(output, total)
+    (batch, heads, _, size), wide = inputs.key.shape, inputs.value.shape[3]
+    S = outputs.total.new_zeros(batch, heads, size, wide) if S is None else S
+    z = outputs.total.new_zeros(batch, heads, size) if z is None else z
+    return inputs, outputs, Given(output, total, S, z)
+
+
+def _by_inputs(found: Gradients) -> tuple[Tensor | None, ...]:
+    """In the order of the operator's first arguments, with the documents."""
+    query, key, value, *rest = found
+    return query, key, value, None, *rest, None
+
+
+def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_by_inputs(_backward(*_given(ctx, *grads), ctx.how)), None, None)
+
+
+_backward_refusing_another = torch.autograd.function.once_differentiable(_backward_once)
+"""Gradients of which nobody can ask for gradients: that takes as long as an operation to say."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *given, how, keep = args
+        inputs = Inputs(*given)
+        outputs = _forward(inputs, how, keep)
+        ctx.set_materialize_grads(False)
+        _remember(ctx, inputs, how, outputs)
+        return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as under create_graph=True
+            return _backward_refusing_another(ctx, *grads)
+        return _backward_once(ctx, *grads)
+
+
+@torch.library.custom_op("hf_linattn::linear_attention", mutates_args=(), device_types=DEVICES)
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    kind: str,
+    eps: float,
+    normalise: bool,
+    causal: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    output, total, *after = _forward(inputs, How(kind, eps, normalise, causal), keep)
+    return output, total, *(total.new_empty(0) if x is None else x for x in after)  # type: ignore[return-value]
+
+
+@_operator.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    query, key, value = args[:3]
+    (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
+    output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
+    total = output.new_empty(batch, heads, length, dtype=accumulator(query, key, value))
+    if not args[-1]:
+        return output, total, total.new_empty(0), total.new_empty(0)
+    state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)
+    return output, total, *state
+
+
+@torch.library.custom_op("hf_linattn::linear_attention_backward", mutates_args=(), device_types=DEVICES)
+def _backward_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    hidden: Tensor | None,
+    S: Tensor | None,
+    z: Tensor | None,
+    log_decay: Tensor | None,
+    documents: Tensor | None,
+    output: Tensor,
+    total: Tensor,
+    S_after: Tensor | None,
+    z_after: Tensor | None,
+    d_output: Tensor,
+    d_total: Tensor | None,
+    d_S: Tensor | None,
+    d_z: Tensor | None,
+    kind: str,
+    eps: float,
+    normalise: bool,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients that do not exist come back without elements: an operator has no optional results."""
+    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    outputs: Any = (output, total, S_after, z_after)
+    given = Given(d_output, d_total, d_S, d_z)
+    found = _backward(inputs, Outputs(*outputs), given, How(kind, eps, normalise, causal))
+    return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+
+
+@_backward_operator.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    total = args[INPUTS + 1]
+    learned = Inputs(*args[:INPUTS]).learned
+    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
+
+
+def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    inputs, outputs, given = _given(ctx, *grads)
+    found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
+    parts: Any = (None if x is None else y for x, y in zip(inputs.learned, found, strict=True))
+    return (*_by_inputs(Gradients(*parts)), *(None,) * (HOW + 1))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _remember(ctx, Inputs(*inputs[:INPUTS]), How(*inputs[INPUTS:-1]), Outputs(*output))
+
+
+_operator.register_autograd(_autograd_backward, setup_context=_setup)

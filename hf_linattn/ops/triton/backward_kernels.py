@@ -1,0 +1,274 @@
+# mypy: ignore-errors
+# (the bodies are Triton's language; Python's types do not describe them)
+"""Normalised linear attention for GPUs, backward: what runs on the device. Names as in `triton_kernels`.
+
+Of the forward only inputs, outputs and totals are kept. With g = d_num, t = d_total, R = dL/dS, r = dL/dz:
+
+    g_i = d_out_i / total_i,    t_i = -g_i . out_i + d_total_i        (not normalised: g = d_out, t = d_total)
+    d_phi_q_i = sum_{j<=i} (g_i . v_j + t_i) phi_k_j + S_{<i} g_i + z_{<i} t_i          forward in time
+    d_phi_k_j = sum_{i>=j} (g_i . v_j + t_i) phi_q_i + R_{>j} v_j + r_{>j}              backward in time
+    d_v_j     = sum_{i>=j} (phi_q_i . phi_k_j) g_i + R_{>j}^T phi_k_j
+
+`gradient_rows` gives t and the sums of R per segment; the three others each walk the chunks of one segment
+with a state on chip, like `outputs`. Each splits the columns of what it writes over programs and needs the
+other width whole, so nothing is added up across programs: no atomics, the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from hf_linattn.ops.triton.kernels import (
+    dot,
+    key_features,
+    load_state,
+    load_tile,
+    query_features,
+    rounded,
+    row_and_block,
+    row_shift,
+    store_state,
+    store_tile,
+    visible,
+)
+
+
+@triton.jit
+def load_gradients(
+    D_OUT,
+    TOTAL,
+    tokens,
+    inside,
+    stride,
+    columns,
+    DV: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """G of some rows `[rows, columns]`, rounded once for all its uses."""
+    g = load_tile(D_OUT, tokens, inside, stride, columns, DV).to(tl.float32)
+    if NORMALISE:
+        total = tl.load(TOTAL + tokens, mask=inside, other=0.0)
+        seen = total != 0
+        g = tl.where(seen[:, None], g / tl.where(seen, total, 1.0)[:, None], 0.0)
+    return rounded(g, OPERAND)
+
+
+@triton.jit
+def slope(x, shift, FEATURE_MAP: tl.constexpr):
+    """phi'(x); `shift` of the row for queries, 0 for keys. A shift is a constant: the output ignores it."""
+    x = x.to(tl.float32)
+    if FEATURE_MAP == "elu1":
+        return tl.where(x > 0, 1.0, tl.exp(x - shift))
+    elif FEATURE_MAP == "relu":
+        return tl.where(x > 0, 1.0, 0.0)
+    else:
+        return tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def gradient_rows(
+    Q, D_OUT, OUT, TOTAL, D_TOTAL, T, SHIFT, STATES,
+    q_strides, d_out_strides, out_strides, heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """T and the queries' shift `[B, H, N]`, and R of one segment. Grid: pairs x blocks of D, segments.
+
+    Slots count from the end of the text, the way in which R runs. STATES None: t and shift only.
+    """
+    # every block has t; without a sum one block is enough
+    pair, block = row_and_block(D, BLOCK if STATES is not None else D)
+    kv_heads = heads // GROUP
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    every = tl.arange(0, BLOCK_D)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_V)
+    big_r = tl.zeros([BLOCK, BLOCK_V], tl.float32)
+    small_r = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(1) * segment
+    for start in range(first, tl.minimum(first + segment, length), CHUNK):
+        tokens = start + tl.arange(0, CHUNK)
+        inside = tokens < length
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            row = (pair * GROUP + member) * length
+            d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
+            query = Q + batch * q_strides[0] + head * q_strides[1]
+            g = load_gradients(
+                d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
+            )
+            t = tl.zeros([CHUNK], tl.float32)
+            if D_TOTAL is not None:
+                t += tl.load(D_TOTAL + row + tokens, mask=inside, other=0.0)
+            if NORMALISE:
+                out = OUT + batch * out_strides[0] + head * out_strides[1]
+                out = load_tile(out, tokens, inside, out_strides[2], columns, DV)
+                t -= tl.sum(g * out.to(tl.float32), 1)
+            shift = tl.zeros([CHUNK], tl.float32)
+            if FEATURE_MAP == "elu1":
+                shift = row_shift(load_tile(query, tokens, inside, q_strides[2], every, D), every, D)
+            first_block = inside & (block == 0)
+            tl.store(T + row + tokens, t, mask=first_block)
+            tl.store(SHIFT + row + tokens, shift, mask=first_block)
+            if STATES is not None:
+                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                big_r += dot(tl.trans(phi_q), g, OPERAND)
+                small_r += tl.sum(t[:, None] * phi_q, 0)
+    if STATES is not None:
+        base = STATES + (pair * slots + slots - 1 - tl.program_id(1)) * (D * DV + D)
+        store_state(base, base + D * DV, big_r, small_r, rows, columns, D, DV, True)
+
+
+@triton.jit
+def query_gradients(
+    Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, S0, Z0, D_Q,
+    q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
+    row, block = row_and_block(D, BLOCK)
+    pair = row // GROUP
+    batch, head = row // heads, row % heads
+    Q += batch * q_strides[0] + head * q_strides[1]
+    K += batch * k_strides[0] + head // GROUP * k_strides[1]
+    V += batch * v_strides[0] + head // GROUP * v_strides[1]
+    D_OUT += batch * d_out_strides[0] + head * d_out_strides[1]
+    D_Q += batch * d_q_strides[0] + head * d_q_strides[1]
+    if VALID is not None:
+        VALID += batch * valid_strides[0]
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_V)
+    order = tl.arange(0, CHUNK)
+    s, z = load_state(STATES, S0, Z0, pair, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    first = tl.program_id(1) * segment
+    for start in range(first, tl.minimum(first + segment, length), CHUNK):
+        tokens = start + order
+        inside = tokens < length
+        g = load_gradients(
+            D_OUT, TOTAL + row * length, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
+        )
+        t = tl.load(T + row * length + tokens, mask=inside, other=0.0)
+        d_phi = dot(g, tl.trans(s), OPERAND) + t[:, None] * z[None, :]
+        if CAUSAL:
+            keep = visible(VALID, tokens, valid_strides[1], length)
+            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+            v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+            d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
+            d_scores = tl.where(order[:, None] >= order[None, :], d_scores, 0.0)
+            d_phi += dot(d_scores, phi_k, OPERAND)
+            s += dot(tl.trans(phi_k), v, OPERAND)
+            z += tl.sum(phi_k, 0)
+        if FEATURE_MAP != "none":
+            q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
+            shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
+            d_phi *= slope(q, shift[:, None], FEATURE_MAP)
+        store_tile(D_Q, d_phi, tokens, inside, d_q_strides[2], rows, D)
+
+
+@triton.jit
+def key_gradients(
+    Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, D_S, D_Z, D_K, D_S0, D_Z0,
+    q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_k_strides, heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one segment's keys, and of the state before all. Grid: pairs x blocks of D, segments."""
+    pair, block = row_and_block(D, BLOCK)
+    kv_heads = heads // GROUP
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    K += batch * k_strides[0] + kv_head * k_strides[1]
+    V += batch * v_strides[0] + kv_head * v_strides[1]
+    D_K += batch * d_k_strides[0] + kv_head * d_k_strides[1]
+    if VALID is not None:
+        VALID += batch * valid_strides[0]
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_V)
+    order = tl.arange(0, CHUNK)
+    slot = tl.num_programs(1) - 2 - tl.program_id(1)
+    big_r, small_r = load_state(STATES, D_S, D_Z, pair, slot, slots, rows, columns, D, DV)
+    first = tl.program_id(1) * segment
+    chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
+    for index in range(chunks):
+        tokens = first + (chunks - 1 - index) * CHUNK + order
+        inside = tokens < length
+        keep = visible(VALID, tokens, valid_strides[1], length)
+        v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
+        d_phi = dot(v, tl.trans(big_r), OPERAND) + small_r[None, :]
+        if CAUSAL:
+            for member in range(GROUP):
+                head = kv_head * GROUP + member
+                row = (pair * GROUP + member) * length
+                d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
+                query = Q + batch * q_strides[0] + head * q_strides[1]
+                g = load_gradients(
+                    d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
+                )
+                t = tl.load(T + row + tokens, mask=inside, other=0.0)
+                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
+                shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
+                d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
+                d_phi += dot(d_scores, phi_q, OPERAND)
+                big_r += dot(tl.trans(phi_q), g, OPERAND)
+                small_r += tl.sum(t[:, None] * phi_q, 0)
+        if FEATURE_MAP != "none":
+            d_phi *= slope(load_tile(K, tokens, keep, k_strides[2], rows, D), 0.0, FEATURE_MAP)
+        store_tile(D_K, tl.where(keep[:, None], d_phi, 0.0), tokens, inside, d_k_strides[2], rows, D)
+    if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
+        if tl.program_id(1) == 0:
+            store_state(D_S0 + pair * D * DV, D_Z0 + pair * D, big_r, small_r, rows, columns, D, DV, True)
+
+
+@triton.jit
+def value_gradients(
+    Q, K, VALID, D_OUT, TOTAL, STATES, D_S, D_V,
+    q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the values of one segment. Grid: pairs x blocks of DV, segments."""
+    pair, block = row_and_block(DV, BLOCK)
+    kv_heads = heads // GROUP
+    batch, kv_head = pair // kv_heads, pair % kv_heads
+    K += batch * k_strides[0] + kv_head * k_strides[1]
+    D_V += batch * d_v_strides[0] + kv_head * d_v_strides[1]
+    if VALID is not None:
+        VALID += batch * valid_strides[0]
+    rows = tl.arange(0, BLOCK_D)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    order = tl.arange(0, CHUNK)
+    slot = tl.num_programs(1) - 2 - tl.program_id(1)
+    big_r, _ = load_state(STATES, D_S, None, pair, slot, slots, rows, columns, D, DV)
+    first = tl.program_id(1) * segment
+    chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
+    for index in range(chunks):
+        tokens = first + (chunks - 1 - index) * CHUNK + order
+        inside = tokens < length
+        keep = visible(VALID, tokens, valid_strides[1], length)
+        k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+        d_value = dot(phi_k, big_r, OPERAND)
+        if CAUSAL:
+            for member in range(GROUP):
+                head = kv_head * GROUP + member
+                row = (pair * GROUP + member) * length
+                d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
+                query = Q + batch * q_strides[0] + head * q_strides[1]
+                g = load_gradients(
+                    d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
+                )
+                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
+                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, OPERAND)
+                scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
+                scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)
+                d_value += dot(scores, g, OPERAND)
+                big_r += dot(tl.trans(phi_q), g, OPERAND)
+        store_tile(D_V, d_value, tokens, inside, d_v_strides[2], columns, DV)

@@ -1,0 +1,126 @@
+"""How the Triton kernels are cut: tiles and segments, chosen in Python; nothing is timed.
+
+The bfloat16 tiles are the largest tried that compile for sm_80 and sm_90 without spilled registers and
+within their shared memory (`tests/ops/test_triton_compiled.py` holds them to that). Float32 operands spill at
+some widths whatever the tile. An autotuner would need a device to choose, would slow every first call, and
+could make two runs of one program differ.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """Of one kernel.
+
+    Attributes:
+        chunk: tokens in one step of a walk.
+        block: columns of what is written that one program answers for.
+        warps: of one program.
+        stages: steps whose loads are under way together.
+    """
+
+    chunk: int
+    block: int
+    warps: int
+    stages: int
+
+
+class Configuration(NamedTuple):
+    """A tile per kernel, each named after it; `least` is what segments are multiples of, in tokens."""
+
+    segment_states: Tile
+    outputs: Tile
+    step: Tile
+    gradient_rows: Tile
+    query_gradients: Tile
+    key_gradients: Tile
+    value_gradients: Tile
+    least: int
+
+    @property
+    def longest_chunk(self) -> int:
+        """Segments are multiples of all chunks, that is of this one: chunks are powers of two."""
+        return max(tile.chunk for tile in self if isinstance(tile, Tile))
+
+
+# Heads of up to 64, 128 and 256. A walk keeps a state `[width, block]` in registers beside its chunk.
+WALKS = {
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+    "bf16": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    "tf32": (Tile(32, 64, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    "tf32x3": (Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "ieee": (Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+# Sums over a segment: one product a chunk, so more room
+SUMS = {
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+    "bf16": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    "tf32": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 1)),
+    "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+}
+
+
+def padded(width: int) -> int:
+    """The next power of two that a tensor core takes."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[int, int]) -> Configuration:
+    """Tiles for one kind of head.
+
+    Args:
+        D: width of queries and keys, at most 256.
+        Dv: width of values, likewise.
+        group: query heads per key head.
+        operand: what the products are computed in, as in `triton_kernels`: "bf16", "tf32", "tf32x3", "ieee".
+        capability: of the device, as `torch.cuda.get_device_capability` says it.
+    """
+    wide, value = padded(D), padded(Dv)
+    index = 0 if max(wide, value) <= 64 else 1 if max(wide, value) <= 128 else 2
+    kind = operand
+    if operand == "bf16" and capability[0] == 9:
+        kind = "bf16, wgmma"  # which takes no fewer than 64 rows
+    walk, total = WALKS[kind][index], SUMS[kind][index]
+    outputs = query = key = values = walk
+    rows = total
+    if index == 2 and kind == "bf16, wgmma":
+        outputs = Tile(32, 32, 8, 1)
+    elif index == 2 and kind == "bf16":
+        query = Tile(16, 32, 8, 2)
+    # the loop over grouped heads inside a chunk costs registers
+    if group > 1 and index:
+        rows = total._replace(chunk=min(total.chunk, 32))
+    if group > 1 and kind == "bf16, wgmma":
+        key = values = WALKS["bf16"][index]
+    elif group > 1 or kind == "tf32" or (kind == "bf16" and index == 0):
+        key = walk._replace(block=max(walk.block // 2, 16))
+
+    def of(tile: Tile, width: int) -> Tile:
+        return tile._replace(block=min(tile.block, width))
+
+    return Configuration(
+        segment_states=of(total, value),
+        outputs=of(outputs, value),
+        step=Tile(1, min(value, 4096 // wide), 4, 1),
+        gradient_rows=of(rows, wide),
+        query_gradients=of(query, wide),
+        key_gradients=of(key, wide),
+        value_gradients=of(values, value),
+        least=256,
+    )
+
+
+def segment_length(length: int, programs: int, processors: int, least: int) -> int:
+    """Tokens per segment: few long ones, for each costs a state, but enough to keep the device busy.
+
+    Args:
+        length: tokens, at least 1.
+        programs: that run per segment.
+        processors: of the device.
+        least: a segment is a multiple of it.
+    """
+    wanted = -(-2 * processors // programs)  # two programs a processor: one computes while the other loads
+    return -(-length // (wanted * least)) * least

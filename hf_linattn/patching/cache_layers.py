@@ -1,0 +1,129 @@
+"""A patched layer's place in transformers' cache: found, and filled with the kind of layer that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_linattn.attention.cache import HybridStateLayer, StateLayer
+from hf_linattn.attention.tokens import Tokens
+from hf_linattn.errors import CacheError
+
+STILL = "_linattn_still"
+"""Attribute of a cache layer whose keys came without rotation."""
+
+
+def self_attention_cache(cache: Any) -> Any:
+    """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _layer_at(cache: Any, index: int, where: str) -> Any:
+    if not isinstance(cache, Cache):
+        raise CacheError(
+            f"{where}: a patched attention needs a transformers Cache, got {type(cache).__name__}"
+        )
+    while len(cache.layers) <= index:
+        if cache.layer_class_to_replicate is None:
+            raise CacheError(f"{where}: the cache has {len(cache.layers)} layers, and this is layer {index}")
+        cache.layers.append(cache.layer_class_to_replicate())
+    return cache.layers[index]
+
+
+def _static_length(cache: Any, where: str) -> int:
+    if all(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        raise CacheError(
+            f"{where}: a static cache of windows alone does not tell its length: use a dynamic one"
+        )
+    return int(cache.get_max_length())
+
+
+def refuse_turned(cache: Any, index: int, where: str) -> None:
+    """Of a layer without rotary embedding: its cache must not hold keys that another attention has turned.
+
+    Raises:
+        CacheError: it does.
+    """
+    layer: Any = _layer_at(cache, index, where)
+    if getattr(layer, STILL, False) or isinstance(layer, StateLayer):
+        return
+    if layer.is_initialized and int(layer.get_seq_length()) > 0:
+        raise CacheError(
+            f"{where}: the keys in this cache were turned by a rotary embedding, which is switched off here: "
+            "start from a new cache"
+        )
+    setattr(layer, STILL, True)
+
+
+def install_full(cache: Any, index: int, where: str) -> None:
+    """Have all keys kept at `index` of the cache, where transformers would keep those of a window.
+
+    Raises:
+        CacheError: keys were dropped already, or the layer is of another kind.
+    """
+    old: Any = _layer_at(cache, index, where)
+    if not getattr(old, "is_sliding", False):
+        return
+    seen = int(old.get_seq_length())
+    if type(old) is DynamicSlidingWindowLayer:
+        if seen and (old.keys is None or old.keys.shape[-2] != seen):
+            raise CacheError(f"{where}: a sliding-window cache has dropped keys that 'global' would need")
+        new: Any = DynamicLayer()
+        if seen:
+            new.update(old.keys, old.values)
+    elif type(old) is StaticSlidingWindowLayer and not seen:
+        new = StaticLayer(max_cache_len=_static_length(cache, where))
+    else:
+        raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep all keys")
+    setattr(new, STILL, getattr(old, STILL, False))
+    cache.layers[index] = new
+
+
+def install(cache: Any, index: int, where: str) -> StateLayer:
+    """Put a state layer at `index` of the cache; keys already there are absorbed at the next call.
+
+    Raises:
+        CacheError: what is there cannot become a state exactly.
+    """
+    old: Any = _layer_at(cache, index, where)
+    if isinstance(old, StateLayer):
+        return old
+    hybrid = isinstance(old, LinearAttentionLayer)
+    if hybrid and not isinstance(old, DynamicLayer):
+        raise CacheError(
+            f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state"
+        )
+    if (
+        hybrid
+        or type(old) is DynamicLayer
+        or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer))
+    ):
+        seen = int(old.get_seq_length())
+        if seen and old.keys.shape[-2] != seen:
+            raise CacheError(
+                f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state"
+            )
+        pending = Tokens(None, old.keys, old.values, 1.0) if seen else None
+        new = HybridStateLayer(old, pending, seen) if hybrid else StateLayer(pending=pending, seen=seen)
+        new.record_past = getattr(old, "record_past", False)
+    elif isinstance(old, StaticLayer):
+        if old.is_initialized and int(old.get_seq_length()) > 0:
+            raise CacheError(
+                f"{where}: a StaticCache that already holds keys cannot be absorbed: start from an empty one"
+            )
+        new = StateLayer(max_cache_len=_static_length(cache, where))
+    else:
+        raise CacheError(
+            f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state"
+        )
+    cache.layers[index] = new
+    return new

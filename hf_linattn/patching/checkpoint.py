@@ -1,0 +1,228 @@
+"""Loading: a folder that `save_pretrained` wrote from a patched model, or any ordinary checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from hf_linattn.errors import CheckpointError, LinattnError, OptionError
+from hf_linattn.patching.discovery import find_sites
+from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
+from hf_linattn.registry import parse
+
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+KEYS = {"format", "version", "sliding", "patches"}
+MARKS = (NAME, "attn_implementation", "transformers_weights")
+CONFIG_ERRORS = (StrictDataclassError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What config classes raise on values that make no sense."""
+WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
+"""Keywords that transformers reads for the weights; the config would swallow them."""
+
+
+def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
+    """Load a model: patched as it was saved, or as it is if the folder holds an ordinary checkpoint.
+
+    Args:
+        name_or_path: a folder or a hub name.
+        auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the
+            class the checkpoint was saved from.
+        kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
+            that keep theirs, ...).
+
+    Returns:
+        The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.
+
+    Raises:
+        CheckpointError: a damaged, incomplete or newer entry, or weights of the patch that are missing.
+    """
+    if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
+        raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
+    where = str(name_or_path)
+    raw = _read(where, kwargs)
+    if NAME not in raw:
+        # not imported with this module: it takes as long as all of this package
+        loader = auto_class or _saved_class(raw) or transformers.AutoModelForCausalLM
+        return loader.from_pretrained(name_or_path, **kwargs)
+    if "config" in kwargs:
+        raise OptionError(
+            f"{where} holds a patched model: pass attributes of its config by name, not config="
+        )
+    groups = check_entry(raw[NAME], where)
+    weights = {key: kwargs.pop(key) for key in WEIGHTS if key in kwargs}
+    wanted = bool(kwargs.pop("output_loading_info", False))
+    implementation = kwargs.pop("attn_implementation", None)
+    config, kwargs = _config(raw, where, kwargs)
+    config._attn_implementation = implementation
+    base = _class_for(auto_class or _saved_class(raw), config, where)
+    subclass = _patching_class(base, groups, raw[NAME]["sliding"], where)
+    lenient = bool(kwargs.pop("ignore_mismatched_sizes", False))
+    weights |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = subclass.from_pretrained(where, config=config, **weights, **kwargs)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{where}: the weights cannot be read: {error}") from error
+    model.__class__ = base  # an ordinary model again: deepcopy, pickle and type checks see the class itself
+    _check_weights(info, where, same_class=base is _saved_class(raw), lenient=lenient)
+    return (model, info) if wanted else model
+
+
+def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """config.json as it stands."""
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(where, **{key: kwargs[key] for key in HUB if key in kwargs})
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
+        raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
+    if not isinstance(raw, dict) or not raw:
+        adapter = Path(where, "adapter_config.json").is_file()
+        hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained" if adapter else ""
+        raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
+    return raw
+
+
+def _check_weights(info: dict[str, Any], where: str, *, same_class: bool, lenient: bool) -> None:
+    """Refuse a checkpoint that lacks weights of the patch or of its own class, or has others.
+
+    Args:
+        info: what transformers says about the keys.
+        where: for messages.
+        same_class: the model's class is the saved one, so that not even a head is missing.
+        lenient: weights of another shape were asked to be passed over.
+    """
+    complaints = {
+        "lacks": (info["missing_keys"], same_class),
+        "has no place for": (info["unexpected_keys"], False),
+        "has another shape of": ({key for key, *_ in info["mismatched_keys"]}, not lenient),
+    }
+    for complaint, (keys, all_count) in complaints.items():
+        if wrong := sorted(key for key in keys if all_count or NAME in key.split(".")):
+            raise CheckpointError(f"{where}: the weights do not fit config.json: it {complaint} {wrong[0]!r}")
+
+
+def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
+    """The groups of a `linattn` entry, each with patch, options and modules; nothing in it is executed.
+
+    Raises:
+        CheckpointError: naming what is wrong.
+    """
+
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{where}: the {NAME!r} entry of config.json {what}")
+
+    if not isinstance(entry, dict):
+        raise wrong(f"is not an object but {type(entry).__name__}")
+    form = entry.get("format")
+    if type(form) is not int or form < 1:
+        raise wrong(f"has no usable format number: {form!r}")
+    if form > FORMAT:
+        raise wrong(f"has format {form}, and this version reads up to {FORMAT}: update hf-linattn")
+    if entry.get("part"):
+        raise wrong("says that the folder holds a part of a patched model: save the whole model instead")
+    if strange := sorted(entry.keys() - KEYS):
+        raise wrong(f"has unknown keys: {', '.join(map(repr, strange))}")
+    if entry.get("sliding") not in get_args(Sliding):
+        raise wrong(f"has sliding={entry.get('sliding')!r}")
+    groups = entry.get("patches")
+    if not isinstance(groups, list) or not groups:
+        raise wrong("lists no patches")
+    for group in groups:
+        if not isinstance(group, dict) or set(group) != {"patch", "options", "modules"}:
+            raise wrong("has a group that is not patch, options and modules")
+        names = group["modules"]
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise wrong("has a group whose modules are not a list of names")
+        options = group["options"]
+        if not isinstance(options, dict) or not all(isinstance(values, dict) for values in options.values()):
+            raise wrong("has a group whose options are not an object per part")
+        try:
+            parse(group["patch"], options)
+        except LinattnError as error:
+            raise wrong(f"cannot be used: {error}") from error
+    return groups
+
+
+def _config(
+    raw: dict[str, Any], where: str, kwargs: dict[str, Any]
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config without this package's marks, nested ones too, and the keywords that it does not take."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: clean(v) for k, v in value.items() if k not in MARKS}
+        return value
+
+    values = clean(raw)
+    kind = values.pop("model_type", None)
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"{where}: transformers {transformers.__version__} has no model type {kind!r}")
+    try:
+        config, rest = CONFIG_MAPPING[kind].from_dict(values, return_unused_kwargs=True, **kwargs)
+    except CONFIG_ERRORS as error:
+        raise CheckpointError(f"{where}: config.json does not describe a {kind} model: {error}") from error
+    config.name_or_path = where
+    return config, rest
+
+
+def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:
+    """The class of transformers that the model was saved from; no other name in the file is looked up."""
+    names = raw.get("architectures")
+    cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
+    """The model class that `cls`, an auto class or a model class, means for this config."""
+    if cls is None:
+        raise CheckpointError(
+            f"{where}: config.json names no class of transformers in 'architectures'; pass auto_class="
+        )
+    mapping = getattr(cls, "_model_mapping", None)
+    if mapping is not None and type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    if mapping is not None or not isinstance(config, getattr(cls, "config_class", None) or ()):
+        raise CheckpointError(f"{where}: {cls.__name__} has no class for {type(config).__name__}")
+    return cls
+
+
+def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
+    """A subclass that is patched before its weights arrive: sharded and offloaded loads just work."""
+
+    def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        try:
+            plan = _plan(self, groups)
+            patch_model(self, lambda name, _: plan.get(name), sliding=sliding)
+        except LinattnError as error:
+            raise CheckpointError(
+                f"{where}: the {NAME!r} entry does not fit {base.__name__}: {error}"
+            ) from error
+
+    # the same name: loss function, architectures and class checks go by it
+    members = {"__init__": init, "__module__": base.__module__, "config_class": base.config_class}
+    return type(base.__name__, (base,), members)
+
+
+def _plan(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Module name -> (patch, options), by the names that this class gives its modules.
+
+    A bare model lacks the prefix that its head adds, and the other way round.
+    """
+    sites = {site.name for site in find_sites(model)}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    plan: dict[str, Any] = {}
+    for group in groups:
+        for name in group["modules"]:
+            local = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in sites), None)
+            if local is None:
+                raise CheckpointError(f"it has no attention module {name!r}")
+            if local in plan:
+                raise CheckpointError(f"{name!r} is named twice")
+            plan[local] = (group["patch"], group["options"])
+    return plan

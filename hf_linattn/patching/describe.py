@@ -1,0 +1,148 @@
+"""What is where in a model: `describe`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hf_linattn.attention.site import Site
+from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.patch import RECORD, Record
+from hf_linattn.patching.plan import sites_of, transformers_model
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention module.
+
+    Attributes:
+        module: dotted name; layer: its index or None.
+        patch: composition, "softmax" for the model's own attention; note: what became of its window.
+        options: by part of the composition.
+        parameters: number of parameters added.
+        linear: the state is of constant size.
+        time: in the number of tokens n.
+        window: "sliding", "chunked" or None, as in force.
+        state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
+        bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
+    """
+
+    module: str
+    layer: int | None
+    patch: str
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parameters: int = 0
+    linear: bool = False
+    time: str = "O(n^2)"
+    window: str | None = None
+    state_bytes: int | None = None
+    bytes_per_token: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Rows of `describe`; prints as a table."""
+
+    model: str
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters added, all modules together."""
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all constant states per sequence."""
+        return sum(row.state_bytes or 0 for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("module", "patch", "options", "parameters", "time", "state per sequence")
+        lines = [head, *map(_cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        pairs = [zip(line, widths, strict=True) for line in lines]
+        return "\n".join([self.model, *("  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs)])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.linear:
+        state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
+    else:
+        state = "grows" if row.bytes_per_token is None else f"{row.bytes_per_token:,} B per token"
+        state += " up to the window" if row.window else ""
+    patch = f"{row.patch} ({row.note})" if row.note else row.patch
+    options = " ".join(f"{k}={v}" for part in row.options.values() for k, v in part.items())
+    return row.module, patch, options, f"{row.parameters:,}", row.time, state
+
+
+def _bytes_per_token(site: Site) -> int | None:
+    """Keys and values of one token in an ordinary cache, in the module's dtype."""
+    if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
+        return None
+    parameter = next(site.module.parameters(), None)
+    size = 4 if parameter is None else parameter.element_size()
+    return (site.head_dim + site.value_dim) * site.kv_heads * size
+
+
+def _state_bytes(site: Site, attention: Any) -> int | None:
+    """Bytes of one sequence's state."""
+    parameter = next(site.module.parameters(), None)
+    size: int | None = attention.state_bytes(site, 4 if parameter is None else parameter.element_size())
+    return size
+
+
+def _row(site: Site, record: Record) -> Row:
+    child: Any = site.module._modules.get(NAME)
+    note = record.notes.get(site.name, "")
+    if child is None:
+        growth = _bytes_per_token(site)
+        time = "O(n window)" if site.window else "O(n^2)"
+        return Row(
+            site.name,
+            site.layer_idx,
+            "softmax",
+            time=time,
+            window=site.window,
+            bytes_per_token=growth,
+            note=note,
+        )
+    window = site.window if child.keep_window else None
+    return Row(
+        module=site.name,
+        layer=site.layer_idx,
+        patch=child.spec,
+        options=record.options.get(site.name, {}),
+        parameters=sum(p.numel() for p in child.parameters()),
+        linear=child.keeps_state,
+        time="O(n window)" if window and not child.keeps_state else child.attention.time,
+        window=window,
+        state_bytes=_state_bytes(site, child.attention) if child.keeps_state else None,
+        bytes_per_token=None if child.keeps_state else _bytes_per_token(site),
+        note=note,
+    )
+
+
+def describe(model: nn.Module) -> Description:
+    """What every attention module of a model does: patch, options, parameters added, cost and state.
+
+    Raises:
+        UnsupportedModelError: no attention module routes through transformers' interface.
+    """
+    inside = transformers_model(model)
+    record = inside.__dict__.get(RECORD, Record())
+    return Description(type(inside).__name__, tuple(_row(site, record) for site in sites_of(inside)))
+
+
+def is_linear(model: nn.Module) -> bool:
+    """Whether every attention layer's state is of constant size: all linear, or limited to a window."""
+    return all(row.linear or row.window is not None for row in describe(model))

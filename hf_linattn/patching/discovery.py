@@ -1,0 +1,235 @@
+"""Attention modules that route through transformers' attention interface, read from their own source.
+
+An attention module is recognised by what its `forward` does: it calls `attention_interface(self, q, k, v,
+...)`. The keywords of that call say what the module adds to softmax(qk)v; where it stores its keys says
+which cache layer is its.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_linattn.attention.site import CACHE_ARGUMENTS, EXTRAS, ROTARY_ARGUMENT, Extra, Site, Source
+
+
+def _is_interface_call(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and "attention_interface" in node.func.id
+    )
+
+
+def _calls_on_a_path(node: ast.AST) -> int:
+    """Interface calls on the longest path: branches are alternatives, a comprehension counts once."""
+    if isinstance(node, ast.If):
+        return max(sum(map(_calls_on_a_path, node.body)), sum(map(_calls_on_a_path, node.orelse)))
+    here = 1 if _is_interface_call(node) else 0
+    return here + sum(map(_calls_on_a_path, ast.iter_child_nodes(node)))
+
+
+def _slot(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str | None, bool]:
+    updates = [
+        node.args[2]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "update"
+        and len(node.args) > 2
+        and "cross" not in ast.unparse(node.func.value)
+    ]
+    slots = set()
+    for argument in updates:
+        text = ast.unparse(argument)
+        if text == "self.layer_idx":
+            slots.add("self")
+        elif text == "layer_idx" and text in parameters:
+            slots.add("argument")
+        elif text.startswith("self.layer_idx + ") and text.removeprefix("self.layer_idx + ") in parameters:
+            slots.add(text.removeprefix("self.layer_idx + "))
+        else:
+            slots.add("")
+    slot = slots.pop() if len(slots) == 1 else None
+    return slot or None, bool(updates)
+
+
+def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ...]]]:
+    """What is assigned to a local name, each with the attributes whose `is not None` surrounds it."""
+    found: list[tuple[ast.expr, tuple[str, ...]]] = []
+
+    def visit(node: ast.AST, guards: tuple[str, ...]) -> None:
+        if isinstance(node, ast.Assign):
+            names = [
+                part for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)
+            ]
+            if any(part.id == name for part in names):
+                found.append((node.value, guards))
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            inner = test.removeprefix("self.").removesuffix(" is not None")
+            known = test == f"self.{inner} is not None" and inner.isidentifier()
+            for part in node.body:
+                visit(part, (*guards, inner) if known else guards)
+            for part in node.orelse:
+                visit(part, guards)
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child, guards)
+
+    visit(tree, ())
+    return found
+
+
+def _makes(value: ast.expr) -> bool:
+    """Whether an expression computes a mask, instead of choosing one or cutting it to size."""
+    return any(
+        isinstance(node, ast.BinOp)
+        or (isinstance(node, ast.Call) and not ast.unparse(node.func).endswith(".get"))
+        for node in ast.walk(value)
+    )
+
+
+def _extras(tree: ast.AST) -> tuple[Extra, ...]:
+    found: dict[str, Extra] = {}
+    for call in filter(_is_interface_call, ast.walk(tree)):
+        assert isinstance(call, ast.Call)
+        values = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in EXTRAS}
+        mask = values.pop("attention_mask", call.args[4] if len(call.args) > 4 else None)
+        for keyword, value in values.items():
+            text = ast.unparse(value)
+            given = [guards for new, guards in _assignments(tree, text) if ast.unparse(new) != "None"]
+            found[str(keyword)] = Extra(str(keyword), text, tuple(given))
+        if isinstance(mask, ast.Name):
+            made = [guards for new, guards in _assignments(tree, mask.id) if _makes(new)]
+            if made:
+                found["attention_mask"] = Extra("attention_mask", mask.id, tuple(made))
+    return tuple(found.values())
+
+
+def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
+    """Attributes that decide about a dict of keys and values that the layers of a model hand on."""
+
+    def entries(node: ast.AST) -> list[ast.Subscript]:
+        return [
+            part
+            for part in ast.walk(node)
+            if isinstance(part, ast.Subscript)
+            and isinstance(part.value, ast.Name)
+            and part.value.id in parameters
+        ]
+
+    handed = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute):
+            inside = [part for child in node.body for part in entries(child)]
+            if any(ast.unparse(part.value) in handed for part in inside):
+                found.append(node.test.attr)
+    return tuple(found)
+
+
+@cache
+def read_source(cls: type[nn.Module]) -> Source | None:
+    """What the class's forward says, or None if it does not call the attention interface."""
+    forward = inspect.unwrap(cls.forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    text = ast.unparse(tree)
+    if "ALL_ATTENTION_FUNCTIONS" not in text and not any(map(_is_interface_call, ast.walk(tree))):
+        return None
+    parameters = tuple(inspect.signature(forward).parameters)[1:]
+    slot, updates = _slot(tree, parameters)
+    position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
+    calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
+    sharing = _sharing(tree, parameters)
+    return Source(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
+
+
+def window_of(module: nn.Module) -> str | None:
+    """Whether the layer is windowed; many modules leave that to the config (mistral)."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types and index is not None and index < len(types):
+        kind = str(types[index])
+        return "chunked" if "chunked" in kind else "sliding" if "sliding" in kind else None
+    if hasattr(module, "sliding_window"):
+        return "sliding" if module.sliding_window not in (None, -1, (-1, -1)) else None
+    if getattr(config, "attention_chunk_size", None):
+        return "chunked"
+    return "sliding" if getattr(config, "sliding_window", None) else None
+
+
+def _first(owner: Any, *names: str) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _rotary(model: nn.Module) -> nn.Module | None:
+    """The one module that makes cosines and sines for all layers."""
+    found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    return found[0] if len(found) == 1 else None
+
+
+def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None) -> Site:
+    config = getattr(module, "config", None)
+    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
+    head_dim = _first(
+        module, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
+    )
+    value_dim = _first(module, "v_head_dim") or head_dim
+    kv_heads = _first(module, "num_key_value_heads", "num_kv_heads")
+    if kv_heads is None and heads is not None:
+        groups = _first(module, "num_key_value_groups")
+        latent = hasattr(module, "kv_lora_rank")  # keys of latent attention come in expanded to every head
+        kv_heads = heads if latent or not groups else heads // groups
+    index = _first(module, "layer_idx")
+    positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
+    window = window_of(module)
+    causal = getattr(module, "is_causal", None)
+    causal = causal if isinstance(causal, bool) else None
+    given = rotary if ROTARY_ARGUMENT in source.parameters else None
+    return Site(
+        name,
+        module,
+        source,
+        index,
+        window,
+        head_dim,
+        value_dim,
+        heads,
+        kv_heads,
+        positions,
+        causal,
+        given,
+    )
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Every attention module that routes through the interface, in the order of the model."""
+    found = []
+    rotary = _rotary(model)
+    for name, module in model.named_modules():
+        cls: Any = type(module)
+        source = read_source(cls)
+        if source is not None and getattr(module, "config", None) is not None:
+            found.append(_site(name, module, source, rotary))
+    return found
+
+
+def attention_classes(model: nn.Module) -> list[str]:
+    """Names of classes that look like attention but do not route, for messages."""
+    names = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
+    routed = {type(site.module).__name__ for site in find_sites(model)}
+    return sorted(names - routed)

@@ -1,0 +1,235 @@
+"""The one function registered with transformers, and the pre-hook that finds the state of each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
+from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
+from hf_linattn.attention.visibility import read_visibility
+from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patching.cache_layers import install, install_full, refuse_turned, self_attention_cache
+
+NAME = "linattn"
+"""Name of the attention implementation, of the child module, and of the entry in config.json."""
+PATCH_PART = f".{NAME}."
+"""In the name of every parameter that belongs to a patch."""
+KEPT = "_linattn_kept"
+"""Attribute of attention modules that keep their own implementation in a patched model: its name."""
+CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
+KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
+USED = "used"
+_note = object.__setattr__
+"""What a call leaves in a child: nn.Module's own way of setting attributes takes as long as an operation."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Route one attention call to the module's patch, or to its own implementation: kept, or bypassed.
+
+    Args:
+        module: the attention module.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
+        attention_mask: see `masks`.
+        scaling: of the scores; None for D^-0.5.
+        dropout: probability, on the weights.
+        is_causal: of this call; None asks the module.
+        **kwargs: what else the module passes.
+
+    Returns:
+        Output `[B, N, H, Dv]` and attention weights or None.
+
+    Raises:
+        NotPatchedError: a module that was never patched asks for this implementation.
+    """
+    child: Any = module._modules.get(NAME)
+    kept = getattr(module, KEPT, None) if child is None else child.bypass
+    if child is None and kept is None:
+        raise NotPatchedError(
+            f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
+            "folder with hf_linattn.from_pretrained, or call patch_model on this model."
+        )
+    if kept is not None:
+        if is_causal is not None:
+            kwargs["is_causal"] = is_causal
+        return own_attention(
+            module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
+        )
+    layer = child.layer
+    if layer is not None:
+        if layer == USED:
+            raise UnsupportedCallError(
+                f"{type(module).__name__} calls its attention more than once per forward"
+            )
+        _note(child, "layer", USED)
+    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(own) and not child.cross
+    # never the module itself: offloading moves every argument of a call to the device
+    return child(layer, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kept: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of a module that stays as it was inside a patched model."""
+    if is_compact(mask):
+        assert mask is not None
+        causal = mask.dtype == CAUSAL
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+        if visibility.plain and kept == "sdpa":
+            mask = None
+            kwargs.setdefault("is_causal", causal and query.shape[2] > 1)
+        else:
+            mask = visibility.mask(query.device)
+            whole = WHOLE_MASKS in module.config.__dict__  # then the keys of a window are the last ones
+            mask = mask[..., -key.shape[2] :] if whole else mask[..., : key.shape[2]]
+            mask = mask.expand(query.shape[0], *mask.shape[1:])
+    if kwargs.get("indices") is not None:  # the model makes a mask of them for sdpa and eager by name only
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], True).selected(
+            kwargs["indices"], key.shape[2]
+        )
+        mask = visibility.mask(query.device)
+    if mask is not None and mask.dtype == torch.bool and kept == "eager":
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+    if kept == "eager":
+        function = type(module).forward.__globals__["eager_attention_forward"]
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[kept]
+    return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def check_kept(site: Site, kept: str) -> None:
+    """Refuse implementations that read masks of a kind of their own, and modules that make masks by its name.
+
+    Raises:
+        UnsupportedModelError: naming the module and what to load instead.
+    """
+    if "block_indices" in (extras := site.extras()):
+        raise UnsupportedModelError(
+            f"{site.name} {extras['block_indices']}, and does so under the names "
+            f"{', '.join(KEPT_IMPLEMENTATIONS)} only: its model cannot be patched in part"
+        )
+    known = kept in KEPT_IMPLEMENTATIONS
+    if not known or (
+        kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__
+    ):
+        raise UnsupportedModelError(
+            f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
+            f"{' and '.join(KEPT_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
+        )
+
+
+def find_state(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: put a state layer into the cache at this module's place, and hand it to the child.
+
+    Returns:
+        The arguments, without the rotary embedding where a modifier switches that off.
+
+    Raises:
+        NotPatchedError: another attention implementation was set after patching.
+    """
+    child: Any = module._modules[NAME]
+    implementation = _implementation(getattr(module, "config", None))
+    if implementation != NAME:
+        raise NotPatchedError(
+            f"the attention implementation was set to {implementation!r} after patch_model, which would "
+            "undo half of it: call unpatch_model first, or set it back to 'linattn'."
+        )
+    _note(child, "layer", None)
+    if child.bypass is not None:
+        return args, kwargs
+    if child.drops_rope:
+        args, kwargs = _without_rope(child, args, kwargs)
+    cross = "Cross" in type(module).__name__ or (
+        not CROSS_ARGUMENTS.isdisjoint(kwargs)
+        and any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS)
+    )
+    _note(child, "cross", cross)
+    if cross or not (child.keeps_state or child.drops_window or child.drops_rope):
+        return args, kwargs
+    source = child.source
+    if not source.updates:
+        return args, kwargs
+    cache = None
+    for name in CACHE_ARGUMENTS:
+        if (cache := kwargs.get(name)) is not None:
+            break
+    if cache is None and source.cache_position is not None and len(args) > source.cache_position:
+        cache = args[source.cache_position]
+    if cache is None:
+        return args, kwargs
+    index: Any = module.layer_idx
+    if source.slot == "argument":
+        position = source.parameters.index("layer_idx")
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
+    elif source.slot not in (None, "self"):
+        index = index + kwargs.get(source.slot, 0)
+    where = f"{type(module).__name__} {index}"
+    if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
+        refuse_turned(self_attention_cache(cache), index, where)
+    if child.drops_window and not child.keeps_state:
+        install_full(self_attention_cache(cache), index, where)
+    if not child.keeps_state:
+        return args, kwargs
+    layer: StateLayer = install(self_attention_cache(cache), index, where)
+    layer.armed = True
+    _note(child, "layer", layer)
+    return args, kwargs
+
+
+def _implementation(config: Any) -> Any:
+    """What a config names, past `__getattribute__` of configs, which takes as long as an operation."""
+    if not torch.compiler.is_compiling():  # which cannot follow that
+        try:
+            return object.__getattribute__(config, "_attn_implementation_internal")
+        except AttributeError:
+            pass
+    return getattr(config, "_attn_implementation", NAME)
+
+
+def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Cosines of 1 and sines of 0: no rotation."""
+    place = child.source.parameters.index(ROTARY_ARGUMENT)
+    given: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    if given is None:  # a layer without positions
+        return args, kwargs
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
+        raise UnsupportedCallError(
+            f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not "
+            f"{type(given).__name__}; leave rope=True"
+        )
+    still = (torch.ones_like(given[0]), torch.zeros_like(given[1]))
+    if ROTARY_ARGUMENT in kwargs:
+        return args, {**kwargs, ROTARY_ARGUMENT: still}
+    return (*args[:place], still, *args[place + 1 :]), kwargs
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, compact_mask)

@@ -1,0 +1,266 @@
+"""The child module `linattn` of a patched attention module: one attention and its modifiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.call import Call
+from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, Site
+from hf_linattn.attention.visibility import read_visibility
+from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.registry import Recipe
+
+SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
+
+
+class PatchedAttention(nn.Module):
+    """What a recipe becomes at one site.
+
+    Args:
+        recipe: what to build.
+        site: where; gives sizes to learned maps.
+        keep_window: honour the layer's window; False drops it.
+    """
+
+    def __init__(self, recipe: Recipe, site: Site, *, keep_window: bool) -> None:
+        super().__init__()
+        self.spec, self.where, self.keep_window = (
+            recipe.spec,
+            f"{site.name} ({type(site.module).__name__})",
+            keep_window,
+        )
+        self.drops_window = site.window is not None and not keep_window
+        self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
+        self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
+        self.bypass: str | None = None  # the module's own implementation, while that computes in its place
+        self.cross = False
+        self.base = ""
+        self.modifiers: list[str] = []
+        parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
+        self._compose(parts, site)
+        self.drops_rope = any(not part.rope for part in parts if isinstance(part, Modifier))
+        self._check_saved()
+        self.refuse(site)
+
+    def _part(self, cls: type[Patch], site: Site, options: dict[str, Any]) -> Patch:
+        if hasattr(type(self), cls.name) or cls.name in self.__dict__:
+            raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
+        try:
+            return cls(site, **options)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, OptionError):
+                raise
+            raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
+
+    def _compose(self, parts: list[Patch], site: Site) -> None:
+        """Modifiers and the attention side by side; an attention that another one holds goes inside that."""
+        attentions = [part for part in parts if isinstance(part, Attention)]
+        host = next((part for part in attentions if part.hosts), None)
+        for part in parts:
+            if host is not None and part is not host and isinstance(part, LinearAttention):
+                host.host(part)
+                continue
+            self.add_module(part.name, part)
+            if isinstance(part, Modifier):
+                self.modifiers.append(part.name)
+            else:
+                self.base = part.name
+        if not self.base:
+            self.base = "softmax"
+            self.add_module(self.base, ScoreAttention(site))
+
+    def _check_saved(self) -> None:
+        """Loading makes modules without data and fills in what was saved; other tensors would stay empty."""
+        for name, module in self.named_modules():
+            loose = [key for key, value in module.__dict__.items() if isinstance(value, Tensor)]
+            if unsaved := sorted(module._non_persistent_buffers_set) + loose:
+                raise RegistrationError(
+                    f"{name}.{unsaved[0]} is a tensor that is not saved: make it a parameter or a buffer "
+                    "that is"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "layer": None}
+
+    @property
+    def attention(self) -> Attention:
+        """The attention; softmax where only modifiers were named."""
+        return self._modules[self.base]  # type: ignore[return-value]
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the state is of constant size."""
+        return self.attention.linear
+
+    def refuse(self, site: Site) -> None:
+        """Raise what can be known before the first call.
+
+        Raises:
+            UnsupportedModelError: the module does more to its scores than this attention can express, or
+                attends in a direction that the attention does not have.
+        """
+        attention = self.attention
+        for keyword, what in site.extras().items():
+            if keyword not in attention.expresses:
+                softmax = keyword in ScoreAttention.expresses
+                advice = "a softmax patch (softmax1, logn)" if softmax else "its own attention"
+                raise UnsupportedModelError(
+                    f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of "
+                    f"the plan, or keep {advice} there."
+                )
+        if site.causal is not None:
+            self._refuse_direction(site.causal)
+        for name in self.modifiers:
+            modifier: Any = self.get_submodule(name)
+            if modifier.needs_scores() and not isinstance(attention, ScoreAttention):
+                raise OptionError(
+                    f"{name!r} changes the scores of an attention, and {self.base!r} has none to change: "
+                    "compose it with an attention over scores (softmax, softmax1, ...)"
+                )
+        if self.drops_rope and ROTARY_ARGUMENT not in site.source.parameters:
+            raise OptionError(
+                f"rope=False: {self.where} gets no rotary embedding to switch off; leave rope=True"
+            )
+        if self.drops_rope and attention.turns:
+            raise OptionError(
+                f"{self.where}: {self.base!r} turns queries by the rotary embedding that {self.spec!r} "
+                "switches off. Give positions='text'"
+            )
+        if self.keeps_state:
+            self._refuse_state(site)
+
+    def _refuse_state(self, site: Site) -> None:
+        if site.source.calls > 1:
+            raise UnsupportedModelError(
+                f"{self.where} combines {site.source.calls} attentions in one forward (differential "
+                f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
+                "or logn there."
+            )
+        if site.shares():
+            raise UnsupportedModelError(
+                f"{self.where} shares keys and values with other layers, and a cache that holds "
+                f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "
+                "patch (softmax1, logn) there."
+            )
+        if site.source.updates and site.source.slot is None:
+            raise UnsupportedModelError(
+                f"{self.where} chooses its cache layer in a way that cannot be followed"
+            )
+        grows = site.source.updates and site.causal is not False  # marian's encoder shares the class
+        if grows and site.layer_idx is None and site.source.slot != "argument":
+            raise UnsupportedModelError(
+                f"{self.where} has no layer_idx, so its place in the cache cannot be found"
+            )
+
+    def _refuse_direction(self, causal: bool) -> None:
+        directions, name = self.attention.directions, self.base
+        if directions == ("bidirectional" if causal else "causal"):
+            kind = "causal" if causal else "bidirectional"
+            raise UnsupportedModelError(
+                f"{self.where} is {kind}, and {name!r} is {directions} only: {self.attention.why}. "
+                "Leave it out of the plan."
+            )
+
+    def forward(
+        self,
+        layer: StateLayer | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """One attention call, as `seam.attention`: `[B, N, H, Dv]`, and the weights where asked for."""
+        call = self._call(layer, query, key, value, mask, scaling, dropout, causal, extras)
+        for name in self.modifiers:
+            self.get_submodule(name)(call)
+        output, weights = self.attention(call)
+        return output.transpose(1, 2).contiguous(), weights
+
+    def _call(
+        self,
+        layer: StateLayer | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        dropout: float,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> Call:
+        self._refuse_call(dropout, causal, extras)
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+        if not self.keep_window:
+            visibility = visibility.without_window()
+        if (
+            self.drops_window and not self.keeps_state
+        ):  # a static layer in place of a window is longer than the mask
+            key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
+        if extras.get("indices") is not None:
+            visibility = visibility.selected(extras["indices"], key.shape[2])
+        if extras.get("cu_seq_lens_q") is not None:
+            if query.shape[0] != 1:
+                raise UnsupportedCallError(
+                    f"{self.where}: cu_seq_lens_q tells the documents of one row, and there are "
+                    f"{query.shape[0]}"
+                )
+            visibility = visibility.packed(extras["cu_seq_lens_q"], query.device)
+        bias = visibility.bias
+        if extras.get("position_bias") is not None:
+            given = extras["position_bias"]
+            bias = given if bias is None else bias + given
+        return Call(
+            query,
+            key,
+            value,
+            visibility,
+            causal,
+            self.cross,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            self.where,
+            self.spec,
+            layer,
+            dropout,
+            bias,
+            extras.get("softcap"),
+            extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
+            bool(extras.get("output_attentions")),
+        )
+
+    def _refuse_call(self, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
+        attention = self.attention
+        if extras.get("cache") is not None:
+            raise UnsupportedCallError(f"{self.where}: a paged cache")
+        for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
+            if keyword not in attention.expresses and extras[keyword] is not None:
+                raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
+        if self.cross and not attention.cross:
+            raise UnsupportedCallError(
+                f"{self.where}: {self.base!r} needs queries and keys of one sequence, and this is "
+                "cross-attention. Leave it out of the plan, e.g. patch_model(model, "
+                f"{{'*.self_attn': {self.spec!r}}})"
+            )
+        if not self.cross:
+            self._refuse_direction(causal)
+        if attention.linear and dropout:
+            raise UnsupportedCallError(
+                f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no "
+                "weights to drop. Load the model with it off, e.g. from_pretrained(..., "
+                "attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has --no-dropout."
+            )
+        if attention.linear and extras.get("output_attentions"):
+            raise UnsupportedCallError(
+                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights"
+            )
+
+    def extra_repr(self) -> str:
+        """Composition in `print(model)`."""
+        return self.spec

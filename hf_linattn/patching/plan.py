@@ -1,0 +1,160 @@
+"""Which attention module gets which patch: a name, a dict or a callable, checked against the model."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from numbers import Integral
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_linattn.attention.site import Site
+from hf_linattn.errors import OptionError, PlanError, UnsupportedModelError
+from hf_linattn.patching.discovery import attention_classes, find_sites
+from hf_linattn.registry import Recipe, names_in, options_for, parse
+
+Plan = str | dict[Any, Any] | Callable[[str, nn.Module], Any]
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def transformers_model(model: Any) -> PreTrainedModel:
+    """The model itself, or the one transformers model inside a wrapper (peft, torch.compile, a user's own).
+
+    Raises:
+        UnsupportedModelError: there is none, or more than one.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a transformers model, got {reprlib.repr(model)}")
+    inside = list({id(found): found for found in _outermost(model)}.values())
+    if len(inside) != 1:
+        held = ", ".join(type(found).__name__ for found in inside) or "none"
+        raise UnsupportedModelError(
+            f"expected a transformers model or a wrapper of one; {type(model).__name__} holds {held}"
+        )
+    return inside[0]
+
+
+def sites_of(model: nn.Module) -> list[Site]:
+    """Every site of the model.
+
+    Raises:
+        UnsupportedModelError: no module routes through transformers' attention interface.
+    """
+    sites = find_sites(model)
+    if not sites:
+        classes = ", ".join(attention_classes(model))
+        who = f"its attention ({classes}) computes softmax in its own forward" if classes else "it has none"
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no attention module goes through transformers' attention interface; "
+            f"{who}. Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
+        )
+    return sites
+
+
+def _parts(key: Any) -> list[Any]:
+    """The alternatives of a plan's key: a tuple's members, the ranges of "0-3,8", or the key itself."""
+    if isinstance(key, tuple | range | frozenset):
+        return [part for member in key for part in _parts(member)]
+    if isinstance(key, Integral) and key is not True and key is not False:
+        return [int(key)]
+    if not isinstance(key, str) or not key.strip():
+        raise PlanError(
+            f"a plan's key is a layer index, a range such as '0-3,8', or a pattern of names, got {key!r}"
+        )
+    parts = [part.strip() for part in key.replace(" ", "").split(",")]
+    ranges = [RANGE.fullmatch(part) for part in parts]
+    if not all(ranges):
+        return [key.strip()]
+    return [range(int(m[1]), int(m[2] or m[1]) + 1) for m in ranges if m is not None]
+
+
+def _matching(key: Any, sites: list[Site]) -> list[Site]:
+    """The sites that a plan's key means, each once; every alternative must mean one."""
+    found = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
+    if not found or not all(found):
+        names = ", ".join(f"{site.name} (layer {site.layer_idx})" for site in sites[:3])
+        more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
+        raise PlanError(f"the plan's key {key!r} matches no attention module; there are {names}{more}")
+    return list({site.name: site for part in found for site in part}.values())
+
+
+def _matches(part: Any, site: Site) -> bool:
+    if isinstance(part, int):
+        return site.layer_idx == part
+    if isinstance(part, range):
+        return site.layer_idx in part
+    return any(fnmatchcase(site.name, pattern) for pattern in (part, f"*.{part}", f"{part}.*"))
+
+
+def _by_key(plan: dict[Any, Any], sites: list[Site]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    owner: dict[str, Any] = {}
+    for key, spec in plan.items():
+        for site in _matching(key, sites):
+            if site.name in chosen:
+                raise PlanError(f"the plan's keys {owner[site.name]!r} and {key!r} overlap at {site.name}")
+            chosen[site.name], owner[site.name] = spec, key
+    if not chosen:
+        raise PlanError("the plan is empty")
+    return chosen
+
+
+def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[Site]) -> dict[str, Any]:
+    answers = {site.name: plan(site.name, site.module) for site in sites}
+    chosen = {name: spec for name, spec in answers.items() if spec is not None}
+    if not chosen:
+        raise PlanError("the plan's callable chose no attention module")
+    return chosen
+
+
+def resolve(plan: Plan, sites: list[Site], options: dict[str, Any] | None) -> dict[str, Recipe]:
+    """Module name -> recipe, for the modules that the plan names.
+
+    Args:
+        plan: a patch for every module; or key -> patch, keys being layer indices, ranges "0-3,8" or patterns
+            of module names, patches a name or (name, options); or a callable (name, module) -> patch or None.
+        sites: the model's attention modules.
+        options: for the patches; see `registry.parse`.
+
+    Raises:
+        PlanError, UnknownPatchError, OptionError: before anything is touched.
+    """
+    if options is not None and not isinstance(options, dict):
+        raise OptionError(f"options must be a dict, got {options!r}")
+    if isinstance(plan, str):
+        recipe = parse(plan, options)
+        return {site.name: recipe for site in sites}
+    if isinstance(plan, dict):
+        chosen = _by_key(plan, sites)
+    elif callable(plan) and not isinstance(plan, type):
+        chosen = _by_callable(plan, sites)
+    else:
+        raise PlanError(f"a plan is a patch's name, a dict or a callable, got {reprlib.repr(plan)}")
+    return _with_options(chosen, options or {})
+
+
+def _with_options(chosen: dict[str, Any], shared: dict[str, Any]) -> dict[str, Recipe]:
+    """Give each patch its own options and those of the shared ones that it has a part for."""
+    recipes: dict[str, Recipe] = {}
+    used: set[Any] = set()
+    for name, given in chosen.items():
+        pair = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], dict)
+        spec, own = given if pair else (given, {})
+        accepted = options_for(names_in(spec), shared)
+        used |= accepted.keys()
+        recipes[name] = parse(spec, {**accepted, **own})
+    if strange := [key for key in shared if key not in used]:
+        raise OptionError(f"no patch of the plan has an option {strange[0]!r}")
+    return recipes

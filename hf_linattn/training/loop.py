@@ -1,0 +1,350 @@
+"""The training loop: cosine schedule with warm-up, validation, checkpoints; one or many processes.
+
+What step k does depends only on the settings and k: the rows of its batch, its learning rate and its random
+numbers are computed from them, never carried along. So a run that is killed and resumed repeats the
+uninterrupted one exactly, and the same global batch gives the same update however many processes share it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from hf_linattn.errors import TrainingError
+from hf_linattn.training import optimizers
+from hf_linattn.training.checkpoint import Checkpoint, TrainLog
+from hf_linattn.training.early_stopping import EarlyStop
+from hf_linattn.training.fsdp import Blueprint, is_sharding, reshard, shard, whole
+
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
+"""(model, token ids [B, N], or what the preparation made of them) -> mean loss of every row [B]."""
+
+Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
+"""(blocks [B, N], their numbers [B], the step; 0 in validation) -> what the loss function gets, [B, ...]."""
+
+MAX_SKIPPED = 20
+"""float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What the loop does; the names are those of the command's options.
+
+    `min_lr_rate` is the learning rate of the last step as a part of the peak, by transformers' name for it.
+    `patience` validations without a lower loss end the run before `max_steps`, and the weights of the best
+    one are kept; 0 never does, and keeps the last.
+    """
+
+    max_steps: int
+    lr: float
+    warmup: int
+    batch_size: int
+    min_lr_rate: float = 0.1
+    grad_accum: int = 1
+    optimizer: optimizers.Name = "adamw"
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    eval_every: int = 100
+    checkpoint_every: int = 100
+    patience: int = 0
+
+
+def learning_rate(step: int, settings: LoopSettings) -> float:
+    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine to its least."""
+    if step <= settings.warmup:
+        return settings.lr * step / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
+    least = settings.min_lr_rate
+    return settings.lr * (least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64]:
+    """Block numbers of the global batch of step 1, 2, ...: a new permutation of all blocks per epoch.
+
+    A batch may take the end of one epoch and the start of the next.
+    """
+    places = np.arange((step - 1) * size, step * size)
+    epochs = places // blocks
+    rows = np.empty(size, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        order = np.random.default_rng([seed, int(epoch)]).permutation(blocks)
+        here = epochs == epoch
+        rows[here] = order[places[here] % blocks]
+    return rows
+
+
+def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """Mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
+    return next_token_nats(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def next_token_nats(logits: Tensor, ids: Tensor) -> Tensor:
+    """The same of predictions that are at hand: logits [B, N, V], ids [B, N] -> [B]."""
+    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1).mean(1)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    blocks: NDArray[np.int32],
+    batch_size: int,
+    losses: LossFunction = next_token_losses,
+    prepare: Preparation | None = None,
+) -> float:
+    """Mean loss over all blocks, shared between the processes; nats per token.
+
+    Every process runs the same number of full batches (the last ones repeat rows, with weight 0), because a
+    process without work would leave the others waiting.
+    """
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    stride = batch_size * accelerator.num_processes
+    for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
+        rows = np.arange(start, start + batch_size) % len(blocks)
+        batch = blocks[rows] if prepare is None else prepare(blocks[rows], rows, 0)
+        values = losses(model, _to_device(batch, accelerator))
+        total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
+    model.train(was_training)
+    return math.fsum(gather_object([total])) / len(blocks)
+
+
+class TrainingLoop:
+    """Trains the parameters of `model` that require gradients.
+
+        loop = TrainingLoop(Accelerator(), model, blocks, settings, Path("out"))
+        loop.run()  # continues from the checkpoint in out/ where there is one
+
+    Writes `train.csv` and `checkpoint/` in `output_dir`, on the main process only.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        blocks: NDArray[np.int32],
+        settings: LoopSettings,
+        output_dir: Path,
+        *,
+        eval_blocks: NDArray[np.int32] | None = None,
+        losses: LossFunction = next_token_losses,
+        prepare: Preparation | None = None,
+        rate: Callable[[str], float] = lambda name: 1.0,
+    ) -> None:
+        """Checkpoint read where there is one.
+
+        Args:
+            accelerator: of this process.
+            model: on any device.
+            blocks: rows of token ids, `[blocks, N]`.
+            settings: the options.
+            output_dir: an existing folder.
+            eval_blocks: rows of the validation, likewise.
+            losses: of the rows of a batch.
+            prepare: what is done to rows before.
+            rate: factor of the learning rate by the name of the parameter.
+        """
+        if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
+            raise TrainingError(
+                f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
+                "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
+            )
+        self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
+        self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
+        self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
+        sharded = is_sharding(accelerator)
+        if not sharded:  # otherwise each part goes there by itself
+            model.to(accelerator.device)
+        self.bare_model = model
+        optimizer = optimizers.build(
+            settings.optimizer, model, rate, settings.lr, settings.weight_decay, settings.adam_beta2
+        )
+        main = accelerator.is_main_process
+        self._blueprint = Blueprint(model, main) if sharded else None
+        self.model: Any
+        prepare_both = partial(shard, accelerator) if sharded else accelerator.prepare
+        self.model, self.optimizer = prepare_both(model, optimizer)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.checkpoint = Checkpoint(output_dir)
+        progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
+        validations = progress.get("validations", [])
+        self.early_stop = EarlyStop(model, output_dir, settings.patience, validations, write=main)
+        self.kept: tuple[int, float | None]  # by `run`: the step of the weights, and their validation loss
+        self.step: int = progress["step"]
+        """Steps done."""
+        self._saved_step: int | None = self.step or None
+        self._seconds_before: float = progress["seconds"]
+        self._started = time.perf_counter()
+        if accelerator.scaler is not None and "scaler" in progress:
+            accelerator.scaler.load_state_dict(progress["scaler"])
+        self._skipped = 0
+        # nobody may still be reading the checkpoint when it is replaced
+        accelerator.wait_for_everyone()
+        self.log = TrainLog(output_dir / "train.csv", self.step) if main else None
+
+    def run(self) -> None:
+        """Train up to `max_steps`.
+
+        Raises:
+            TrainingError: loss or gradient is not a number, or a file cannot be written.
+        """
+        settings, main = self.settings, self.accelerator.is_main_process
+        if self.step == 0 and self.eval_blocks is not None:
+            self._write_row(eval_loss=self._evaluate())
+        self.model.train()
+        with tqdm(
+            total=settings.max_steps,
+            initial=self.step,
+            desc="train",
+            unit="step",
+            disable=not main,
+            mininterval=0.5,
+        ) as bar:
+            while self.step < settings.max_steps and not self.early_stop.reached():
+                row = self._train_step()
+                due = self.step % settings.eval_every == 0 or self.step == settings.max_steps
+                eval_loss = self._evaluate() if due and self.eval_blocks is not None else None
+                self._write_row(**row, eval_loss=eval_loss)
+                bar.set_postfix(
+                    {"loss": f"{row['loss']:.4f}", "tokens/s": f"{row['tokens_per_second']:.0f}"},
+                    refresh=False,
+                )
+                bar.update()
+        if self._blueprint is not None:
+            reshard(self.bare_model)
+        self.kept = self.early_stop.restore(self.step)
+        for name, parameter in self.bare_model.named_parameters():
+            if parameter.requires_grad and not torch.isfinite(whole(parameter)).all():
+                raise self._stop(f"the last step, {self.step}, left numbers in {name} that are not finite")
+
+    def trained_model(self) -> nn.Module | None:
+        """The model without what distributes it; where it was sharded, on the main process alone."""
+        if self._blueprint is None:
+            bare: nn.Module = self.accelerator.unwrap_model(self.model)
+            return bare
+        return self._blueprint.filled(self.bare_model)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, over all its resumed parts, without what a kill threw away."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _train_step(self) -> dict[str, float]:
+        """One update of the parameters; returns the numbers of its row in `train.csv`."""
+        began = time.perf_counter()
+        step, settings, accelerator = self.step + 1, self.settings, self.accelerator
+        # every process needs dropout of its own
+        randomness = np.random.SeedSequence([settings.seed, step, accelerator.process_index])
+        torch.manual_seed(int(randomness.generate_state(1)[0]))
+        rate = learning_rate(step, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        loss = self._backward(batch_rows(step, self.global_batch, len(self.blocks), settings.seed))
+        if not math.isfinite(loss):
+            raise self._stop(f"the loss is {loss} at step {step}")
+        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf)))
+        if not math.isfinite(norm) and accelerator.scaler is None:
+            raise self._stop(f"the gradient's norm is {norm} at step {step}")
+        lost = time.perf_counter()
+        # Only now: the loss of this step has shown that the state after the one before is sound.
+        if self.step and self.step % settings.checkpoint_every == 0 and self.step != self._saved_step:
+            self._save_checkpoint()
+        lost = time.perf_counter() - lost
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._skipped = self._skipped + 1 if self.optimizer.step_was_skipped else 0
+        if self._skipped > MAX_SKIPPED:
+            raise self._stop(f"the float16 gradients overflow again and again, last at step {step}")
+        self.step = step
+        tokens = self.global_batch * self.blocks.shape[1]
+        speed = tokens / (time.perf_counter() - began - lost)
+        return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens_per_second": round(speed, 1)}
+
+    def _backward(self, rows: NDArray[np.int64]) -> float:
+        """Add the gradient of the global batch's mean loss; returns that loss."""
+        accelerator, settings = self.accelerator, self.settings
+        mine = rows.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
+        total = torch.zeros((), device=accelerator.device)
+        for micro in range(settings.grad_accum):
+            last = micro == settings.grad_accum - 1
+            numbers = mine[micro, accelerator.process_index]
+            blocks = self.blocks[numbers]
+            if self.prepare is not None:
+                blocks = self.prepare(blocks, numbers, self.step + 1)
+            batch = _to_device(blocks, accelerator)
+            with nullcontext() if last else accelerator.no_sync(self.model):
+                # all rows have the same number of targets, so the mean of means is the mean over tokens
+                loss = self.losses(self.model, batch).mean() / settings.grad_accum
+                accelerator.backward(loss)
+            total += loss.detach()
+        return float(accelerator.reduce(total, "mean"))
+
+    def _evaluate(self) -> float:
+        assert self.eval_blocks is not None
+        loss = evaluate(
+            self.accelerator,
+            self.model,
+            self.eval_blocks,
+            self.settings.batch_size,
+            self.losses,
+            self.prepare,
+        )
+        if not math.isfinite(loss):
+            raise self._stop(f"the validation loss is {loss} after step {self.step}")
+        self.early_stop.note(loss, self.step, sharded=self._blueprint is not None)
+        return loss
+
+    def _write_row(self, **values: float | None) -> None:
+        if self.log is not None:
+            tokens = self.step * self.global_batch * self.blocks.shape[1]
+            self.log.append(step=self.step, tokens=tokens, **values)
+
+    def _save_checkpoint(self) -> None:
+        progress = {"step": self.step, "seconds": self.seconds, "validations": self.early_stop.losses}
+        if self.log is not None:
+            self.log.sync()
+        if self.accelerator.scaler is not None:
+            progress["scaler"] = self.accelerator.scaler.state_dict()
+        main = self.accelerator.is_main_process
+        self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress, write=main)
+        self._saved_step = self.step
+
+    def _stop(self, what: str) -> TrainingError:
+        kept = (
+            f"the checkpoint of step {self._saved_step} is kept"
+            if self._saved_step
+            else "no checkpoint was due yet"
+        )
+        return TrainingError(f"{what}; {kept}. Try a lower --lr, a longer --warmup or --mixed-precision no.")
+
+
+_SUPPORTED = {
+    DistributedType.NO,
+    DistributedType.MULTI_CPU,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU,
+}
+
+
+def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+    return torch.from_numpy(rows).to(accelerator.device, dtype=torch.int64)

@@ -1,0 +1,101 @@
+"""Feature maps by the name of the patch that they come from, for attentions that take one as an option."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.errors import OptionError
+from hf_linattn.registry import patches
+
+BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "both_ways", "absorb", "attend")
+"""What a patch that is made of feature maps alone leaves as it is."""
+
+
+def feature_maps() -> dict[str, type[LinearAttention]]:
+    """The registered linear patches that are made of feature maps alone, by name."""
+    return {
+        name: cls
+        for name, cls in patches().items()
+        if issubclass(cls, LinearAttention)
+        and all(getattr(cls, part) is getattr(LinearAttention, part) for part in BEYOND_MAPS)
+    }
+
+
+def named_map(option: str, name: str, site: Site) -> LinearAttention:
+    """The patch of this name with its default options, whose maps are to be used.
+
+    Args:
+        option: the option that names it, for the error.
+        name: a linear patch made of feature maps alone, which divides by its sum.
+        site: the module that it is for.
+
+    Raises:
+        OptionError: no such patch, or it makes other demands.
+    """
+    fitting = {known: cls for known, cls in feature_maps().items() if cls.summed}
+    if name not in fitting:
+        raise OptionError(
+            f"{option}={name!r} is no linear patch made of a feature map alone; there are "
+            f"{', '.join(fitting)}"
+        )
+    return fitting[name](site)
+
+
+def fronts(site: Site) -> nn.ParameterDict:
+    """A learned layer for queries, W_q `[H, D, D]`, and one for keys, W_k `[Hkv, D, D]`: the identity.
+
+    Raises:
+        OptionError: its sizes cannot be told.
+    """
+    if site.head_dim is None or site.heads is None or site.kv_heads is None:
+        raise OptionError(f"{site.name}: its sizes cannot be told, so nothing can be learned in front")
+    sides = (("query_map", site.heads), ("key_map", site.kv_heads))
+    return nn.ParameterDict(
+        [(side, nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))) for side, heads in sides]
+    )
+
+
+def fronted(learned: nn.ParameterDict, side: str, x: Tensor) -> Tensor:
+    """W x for queries or keys `[B, H, N, D]`; x itself where nothing is learned."""
+    return torch.einsum("bhnd,hfd->bhnf", x, learned[side].to(x)) if side in learned else x
+
+
+def floored(x: Tensor, least: float) -> Tensor:
+    """Held above `least`, as by `clamp_min`, whose backward takes ten times as long on a CPU."""
+    return F.threshold(x, least, least)
+
+
+class NamedMapAttention(LinearAttention):
+    """Linear attention over the map of another patch, with a learned layer in front of it where wanted."""
+
+    def take(self, name: str, front: bool, site: Site) -> None:
+        """The map of the patch of this name.
+
+        Raises:
+            OptionError: there is no such map, or nothing can be learned in front of it.
+        """
+        self.map = named_map("feature_map", name, site)
+        self.features = self.map.features
+        self.fronts = fronts(site) if front else nn.ParameterDict()
+        if not front and self._adds_nothing():
+            self.fused, self.eps = self.map.fused, self.map.eps
+
+    def _adds_nothing(self) -> bool:
+        """Whether the maps are no others than those of the patch, as a class made from this one may have."""
+        own, named = type(self), NamedMapAttention
+        return (own.query_map, own.key_map, own.mapped) == (named.query_map, named.key_map, named.mapped)
+
+    def query_map(self, query: Tensor) -> Tensor:
+        """phi_q."""
+        return self.map.query_map(fronted(self.fronts, "query_map", query))
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """phi_k."""
+        return self.map.key_map(fronted(self.fronts, "key_map", key))
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """What the map of the query leaves out."""
+        return self.map.left_out(fronted(self.fronts, "query_map", query))

@@ -1,0 +1,100 @@
+"""The conversion command: what it refuses, each in one line, and what its options mean."""
+# ruff: noqa: F401  fixtures are imported, and then named as arguments
+
+import math
+import shutil
+
+import pytest
+import torch
+from helpers.fixtures_convert import BASE, STAGES
+from helpers.fixtures_finetune import surroundings, workplace
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_linattn.convert.__main__ import ConvertArguments, build_parser, convert, learning_rate_for, main
+from hf_linattn.convert.resolve import fronted, with_patch
+from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.registry import parse
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--patch", "elu1"], "stage transfer trains the parameters of the patch, and elu1 has none"),
+        (["--patch", "softmax1", "--learn-front"], "'softmax1' has no feature map"),
+        (["--patch", "hedgehogs"], "hedgehogs"),
+        (["--model", "nowhere"], "cannot load --model nowhere"),
+        (["--data", "tiny.txt"], "fewer than one block"),
+        (["--output-dir", "model"], "--model itself"),
+        (["--tokenizer", "nowhere"], "no tokenizer in nowhere"),
+    ],
+)
+def test_one_clear_line(argv, message, capsys):
+    assert main([*BASE, "--transfer-tokens", "128", "--output-dir", "refused", *argv]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    shutil.rmtree("refused", ignore_errors=True)
+
+
+def test_a_tokenizer_that_does_not_fit(capsys):
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    tokenizer.add_tokens(["the cat"])
+    tokenizer.save_pretrained("larger")
+    assert main([*BASE, "--tokenizer", "larger", "--transfer-tokens", "128", "--output-dir", "misfit"]) == 1
+    assert "the tokenizer gives token 257, the model knows 257" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_no_number(capsys):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.nan)
+    model.save_pretrained("broken")
+    AutoTokenizer.from_pretrained("model").save_pretrained("broken")
+    argv = ["--model", "broken", *BASE[2:], "--transfer-tokens", "128", "--output-dir", "nan"]
+    assert main(argv) == 1
+    assert "the validation loss of broken is nan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": "transfer,stir"}, "'stir' is none of transfer, distill, finetune"),
+        ({"transfer_tokens": 0, "distill_tokens": 0}, "every one has 0 tokens"),
+        ({"drop_window": 1.5}, "--drop-window must be at most 1"),
+        ({"ce_weight": -1.0}, "--ce-weight must be at least 0"),
+        ({"patience": 2}, "give --eval-data"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"preset": "slow"}, "--preset must be one of quick, full, lora"),
+        ({"block_size": 1}, "--block-size must be at least 2"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        ConvertArguments("model", "train.txt", "out", **options)
+
+
+def test_presets_and_rates():
+    told = ConvertArguments("model", "train.txt", "out", preset="full")
+    assert told.chosen_stages() == list(STAGES)
+    assert [told.length(stage) for stage in STAGES] == [512, 512, 2048]
+    assert ConvertArguments("model", "t", "o").chosen_stages() == ["transfer", "distill"]
+    assert ConvertArguments("model", "t", "o", stages="finetune").tokens("finetune") == 800_000
+    assert learning_rate_for("distill", 1_430_000, 0) == pytest.approx(1e-3, rel=0.05)
+    assert learning_rate_for("distill", 2_000_000_000, 0) == 1e-4
+    assert learning_rate_for("distill", 10**13, 0) == 1e-5
+    assert fronted("window+elu1+logn")[0] == "window+linear+logn"
+    assert fronted("window+gated") == ("window+gated", {"gated": {"front": True}})
+    asked = ["--patch", "window+gated", "--options", '{"size": 8, "feature_map": "taylor2"}', "--learn-front"]
+    given = vars(build_parser().parse_args([*BASE, *asked, "--output-dir", "out"]))
+    told = with_patch(ConvertArguments(**given))
+    parts = parse(told.patch, told.options).options
+    assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
+    with pytest.raises(OptionError, match="no feature map"):
+        fronted("softmax1")
+
+
+def test_error_types():
+    with pytest.raises(TrainingError, match="cannot load --model nowhere"):
+        convert("nowhere", "train.txt", output_dir="none")

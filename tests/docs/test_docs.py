@@ -1,0 +1,77 @@
+"""Every code block of README and docs runs, in order, from a copy of the checkout's layout."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import docs_tables
+from helpers.paths import ROOT
+
+from hf_linattn.registry import _PATCHES, patches
+
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OWN_TESTS = ("make demo", "make test")  # run by .ci/run and by tests/demo/test_demo.py
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder that looks like the checkout to relative paths, and takes what the blocks write."""
+    for name in ("README.md", "docs", "examples", "hf_linattn", "patches", "eval", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    patches()  # discovered before anything is registered here
+    known = dict(_PATCHES)
+    yield tmp_path
+    for name in _PATCHES.keys() - known.keys():
+        del _PATCHES[name]
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # short examples open files as people do
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_run(page, checkout):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(re.findall("^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
+        "a block has no language"
+    )
+    blocks = BLOCK.findall(text)
+    namespace = {"__name__": "docs"}
+    for language, code in blocks:
+        if language == "python":
+            exec(compile(code, page, "exec"), namespace)
+        elif language == "bash":
+            run(code)
+        else:
+            assert language in ("text", "toml", "json"), (
+                f"{page}: a block in {language!r} would not be tested"
+            )
+
+
+def run(code):
+    commands = code.replace("\\\n", " ").strip().splitlines()
+    for command in commands:
+        if command.startswith(OWN_TESTS):
+            continue
+        done = subprocess.run(
+            ["bash", "-euc", command], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+
+
+def test_the_table_of_patches_is_the_registry():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert docs_tables.replaced(text, "patches", docs_tables.patch_table()) == text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (ROOT / page).parent.joinpath(target).exists(), target

@@ -1,0 +1,85 @@
+"""What measuring commands leave behind, and what they say where they cannot leave it."""
+
+from __future__ import annotations
+
+import csv
+from importlib import import_module
+
+import pytest
+from helpers.fixtures_perplexity import make_folder, make_texts
+from transformers import LlamaForCausalLM
+
+from hf_linattn.errors import DataError, TrainingError
+from hf_linattn.eval.common import results
+
+TEXT = ("--data", "{data}", "--lengths", "64")
+COMMANDS = {
+    "perplexity": TEXT,
+    "branches": (*TEXT, "--patch", "window+elu1", "--options", '{{"size": 16}}'),
+    "cost": ("--lengths", "16", "--new-tokens", "2", "--repeats", "2"),
+    "diagnose": ("--data", "{data}", "--length", "64"),
+    "generation": ("--data", "{data}", "--compare", "elu1", "--prompt-tokens", "8", "--new-tokens", "4"),
+    "harness": ("--tasks", "tiny", "--include-path", "{data}"),
+    "layers": ("--data", "{data}", "--length", "64"),
+    "recall": ("--tasks", "induction", "--lengths", "64", "--samples", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_texts(tmp_path_factory.mktemp("data") / "texts.jsonl")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(
+    name, folder, data, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "file").write_text("in the way")
+    words = [word.format(data=data) for word in COMMANDS[name]]
+    if name == "harness":
+        pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'hf-linattn[harness]'")
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("work was begun"))
+    out = tmp_path / "file" / "out"
+    main = import_module(f"hf_linattn.eval.{name}").main
+    assert main(["--model", str(folder), *words, "--output-dir", str(out)]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: cannot write {out}: Not a directory"
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_tables_hold_every_column_once_in_order(tmp_path):
+    path = tmp_path / "a.csv"
+    results.save_csv(path, [{"b": 1, "a": None}, {"a": "ü, 2\r", "c": 3}])
+    with path.open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["b", "a", "c"], ["1", "", ""], ["", "ü, 2\r", "3"]]
+    results.save_csv(path, [{"b": 1, "a": 2}], columns=("a",))
+    assert path.read_bytes() == b"a\r\n2\r\n"
+
+
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+    results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": 1})
+    with pytest.raises(DataError, match="no finite number"):
+        results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": float("nan")})
+    assert results.load(tmp_path, {}, "x/1")["value"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(TrainingError, match="cannot write"):
+        results.save(tmp_path / "file", {})
+
+
+def test_only_a_run_of_the_same_command_and_arguments_is_gone_on_with(tmp_path):
+    assert results.load(tmp_path, {"a": 1}, "x/1") is None
+    results.save(tmp_path, {"format": "x/1", "arguments": {"a": 1, "some": (2, 3)}})
+    assert results.load(tmp_path, {"a": 1, "some": (2, 3)}, "x/1")["arguments"]["a"] == 1
+    with pytest.raises(DataError, match=r"other arguments \(--a, --new-one\)"):
+        results.load(tmp_path, {"a": 2, "some": [2, 3], "new_one": 1}, "x/1")
+    with pytest.raises(DataError, match="no file of this command"):
+        results.load(tmp_path, {"a": 1, "some": [2, 3]}, "y/1")
+    for text in ("[1]", "{", '{"format": "x/1"}', "\xff"):
+        (tmp_path / "results.json").write_text(text, encoding="latin-1")
+        with pytest.raises(DataError, match="no file of this command"):
+            results.load(tmp_path, {}, "x/1")

@@ -1,0 +1,101 @@
+"""Write the tables of the README from the registry and from a run of the demo.
+
+python tests/helpers/docs_tables.py                    # the table of patches
+python tests/helpers/docs_tables.py --demo demo-out    # the results too
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from pathlib import Path
+
+from helpers.paths import ROOT
+from hf_linattn.eval.report.figures import length_curves
+from hf_linattn.eval.report.summary import collect
+from hf_linattn.registry import patches
+
+README = ROOT / "README.md"
+TEXT = """
+<picture>
+<source media="(prefers-color-scheme: dark)" srcset="docs/images/length_curve_dark.svg">
+<img alt="Perplexity against context length for each run" src="docs/images/length_curve.svg">
+</picture>
+
+`make demo`: perplexity by tokens of context on held-out files, the same scored tokens at every length, +- the
+standard error over files. All but `unpatched` were fine-tuned on the same {tokens:,} tokens. One seed,
+float32, one thread a process; {machine}; torch {torch}, transformers {transformers}.
+
+"""
+
+
+GROUPS = {
+    "feature map": "linear attention: O(n) time, a state of constant size",
+    "state that forgets": "the same, and old tokens fade",
+    "hybrid": "exact softmax near by, memory flat; `window+elu1` sums up the rest",
+    "scores": "other functions of the scores",
+    "sparse": "softmax over fewer keys",
+    "compressed": "keys and values summed up in fewer",
+    "position": "added to the scores, with RoPE left on or switched off",
+    "floor": "no attention at all, to compare with",
+}
+
+
+def patch_table() -> str:
+    lines = ["| kind | patches |", "|---|---|"]
+    for group, what in GROUPS.items():
+        names = [name for name, cls in patches().items() if cls.group == group]
+        links = " · ".join(f"[`{name}`](docs/patches.md#{name})" for name in names)
+        lines.append(f"| {what} | {links} |")
+    assert {cls.group for cls in patches().values()} == GROUPS.keys()
+    return "\n".join(lines)
+
+
+def results_table(demo: Path) -> str:
+    """Perplexity by length of every run of the demo, with what stands behind the numbers."""
+    results = json.loads((demo / "results.json").read_text(encoding="utf-8"))
+    lengths = results["lengths"]
+    lines = ["| run | " + " | ".join(f"{length:,}" for length in lengths) + " | state per sequence |"]
+    lines.append("|---" * (len(lengths) + 2) + "|")
+    for row in results["rows"]:
+        cells = [f"{row[f'perplexity_{length}']:.1f} +- {row[f'stderr_{length}']:.1f}" for length in lengths]
+        state = (
+            f"{row['state_bytes']:,} B" if row["state_bytes"] else f"{row['bytes_per_token']:,} B per token"
+        )
+        lines.append(f"| {row['run']} | " + " | ".join(cells) + f" | {state} |")
+    tokens = max(row["fine_tuning_tokens"] for row in results["rows"])
+    text = TEXT.format(tokens=tokens, machine=results["machine"], **results["versions"])
+    return text + "\n".join(lines)
+
+
+def write_figure(demo: Path) -> None:
+    summary = collect(demo / "runs", demo / "perplexity", demo / "samples.json")
+    picture = length_curves(summary)
+    for name, uri in (("length_curve.svg", picture.light), ("length_curve_dark.svg", picture.dark)):
+        (ROOT / "docs" / "images" / name).write_bytes(base64.b64decode(uri.partition("base64,")[2]))
+
+
+def replaced(text: str, section: str, content: str) -> str:
+    start = text.index(f"<!-- {section}:")
+    first = text.index("\n", start) + 1
+    last = text.index(f"<!-- end of {section} -->")
+    return text[:first] + content.strip() + "\n" + text[last:]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--demo", type=Path, help="output folder of the demo")
+    args = parser.parse_args(argv)
+    text = replaced(README.read_text(encoding="utf-8"), "patches", patch_table())
+    if args.demo:
+        text = replaced(text, "results", results_table(args.demo))
+        write_figure(args.demo)
+    README.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Definitions of all patches in float64."""

@@ -1,0 +1,131 @@
+"""Random inputs of the kernels of linear attention, and their definition in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from hf_linattn.ops.types import FEATURE_MAPS, How, Inputs
+from hf_linattn.patches.elu1 import Elu1
+from hf_linattn.patches.relu import Relu
+
+EPS = 1e-3
+
+
+SHAPES = {  # rows, heads, key heads, tokens, D, Dv
+    "shared keys": (2, 4, 2, 200, 8, 6),
+    "short": (2, 6, 2, 33, 5, 4),
+    "one chunk and one token": (1, 2, 2, 129, 4, 4),
+    "more pairs than go together": (2, 40, 40, 70, 3, 3),
+}
+
+
+def features(query, key, how):
+    """The patches' own maps."""
+    if how.kind == "elu1":
+        return Elu1(None).query_map(query), Elu1(None).key_map(key)
+    if how.kind == "relu":
+        return Relu(None, eps=how.eps).query_map(query), Relu(None, eps=how.eps).key_map(key)
+    return query, key
+
+
+def definition(inputs, how):
+    """All pairs at once: output, total, S, z."""
+    query, key = features(inputs.query, inputs.key, how)
+    value, hidden, decay, labels = inputs.value, inputs.hidden, inputs.log_decay, inputs.documents
+    if hidden is not None:
+        key, value = (x.masked_fill(hidden[:, None, :, None], 0) for x in (key, value))
+    (batch, kv_heads, length), shared = key.shape[:3], query.shape[1] // key.shape[1]
+    ones = torch.ones(batch, kv_heads, length, length, dtype=query.dtype)
+    running = torch.zeros(batch, kv_heads, length, dtype=query.dtype) if decay is None else decay.cumsum(-1)
+    weight = (ones * (running[..., :, None] - running[..., None, :]).tril().exp()).tril()
+    reading, entering = running.exp(), (running[..., -1:] - running).exp()
+    if labels is not None:
+        weight = weight * (labels[:, None, :, None] == labels[:, None, None, :])
+        reading = reading * (labels == labels[:, :1])[:, None]
+        entering = entering * (labels == labels[:, -1:])[:, None]
+    weight, reading_q = (x.repeat_interleave(shared, 1) for x in (weight, reading))
+    scores = query @ key.repeat_interleave(shared, 1).mT * weight
+    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
+    entered = key * entering[..., None]
+    S, z = entered.mT @ value, entered.sum(2)
+    if inputs.S is not None:
+        read = query * reading_q[..., None]
+        numerator = numerator + read @ inputs.S.repeat_interleave(shared, 1)
+        total = total + (read * inputs.z.repeat_interleave(shared, 1)[:, :, None]).sum(-1)
+        S, z = S + inputs.S * reading[:, :, -1, None, None], z + inputs.z * reading[:, :, -1, None]
+    if how.normalise:
+        numerator = numerator / torch.where(total > 0, total, 1)[..., None]
+    return numerator, total, S, z
+
+
+def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=False, dense=True, seed=0):
+    batch, heads, kv_heads, length, size, wide = shape
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=make, dtype=torch.float64)
+
+    def tokens(heads, size):
+        return (
+            normal(batch, heads, length, size)
+            if dense
+            else normal(batch, length, heads, size).transpose(1, 2)
+        )
+
+    query, key, value = tokens(heads, size), tokens(kv_heads, size), tokens(kv_heads, wide)
+    if how.kind == "none":
+        query, key = query.abs() + 0.1, key.abs() + 0.1
+    unseen = torch.rand(batch, length, generator=make) < 0.2 if hidden else None
+    if hidden:
+        key, value = (x.masked_fill(unseen[:, None, :, None], torch.nan) for x in (key, value))
+    labels = (torch.rand(batch, length, generator=make) < 0.03).long().cumsum(1) if packed else None
+    S = normal(batch, kv_heads, size, wide).abs() if state else None
+    z = normal(batch, kv_heads, size).abs() if state else None
+    log_decay = -0.3 * torch.rand(batch, kv_heads, length, generator=make).double() if decay else None
+    found = Inputs(query, key, value, unseen, S, z, log_decay, labels)
+    return found._replace(
+        **{
+            name: x.requires_grad_()
+            for name, x in found._asdict().items()
+            if x is not None and x.is_floating_point()
+        }
+    )
+
+
+def every_input(shape, how):
+    """With and without padding, a state before, decay and documents; dense and strided."""
+    for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
+        yield random_inputs(
+            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
+        )
+
+
+HOWS = [
+    How(kind, EPS if kind == "relu" else 0.0, divide) for kind in FEATURE_MAPS for divide in (True, False)
+]
+
+
+def forgetful(state, packed):
+    """Chunks that forget all, e^-60 and less, between chunks that forget little, some e^-10."""
+    given = random_inputs((2, 4, 2, 400, 24, 16), How("elu1"), decay=True, state=state, packed=packed)
+    strong = (torch.arange(400) // 100 % 2).bool()
+    with torch.no_grad():
+        given.log_decay[..., strong] *= 20
+    return given
+
+
+def all_keys(inputs, how):
+    """All pairs at once: output and total."""
+    query, key = features(inputs.query, inputs.key, how)
+    value, shared = inputs.value, query.shape[1] // key.shape[1]
+    if inputs.hidden is not None:
+        key, value = (x.masked_fill(inputs.hidden[:, None, :, None], 0) for x in (key, value))
+    scores = query @ key.repeat_interleave(shared, 1).mT
+    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
+    return numerator / torch.where(total > 0, total, 1)[..., None] if how.normalise else numerator, total
+
+
+def fewer_queries(given, count):
+    return given._replace(query=given.query.detach()[:, :, :count].requires_grad_())

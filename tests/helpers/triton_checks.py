@@ -1,0 +1,344 @@
+"""What the Triton kernels must do, run in Triton's interpreter against float64 definitions.
+
+Plain functions: `test_triton.py` calls them in a process of their own, for triton must learn before its first
+import that it interprets, and the rest of the suite must not see that.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from hf_linattn.attention import Tokens, sums
+from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import dispatch, linear_attention, reference
+from hf_linattn.ops.triton import launch
+from hf_linattn.ops.types import How
+from hf_linattn.ops.types import Inputs as Operands
+from hf_linattn.patches.elu1 import Elu1
+
+
+class Case(NamedTuple):
+    """One call; `segment` 0 leaves the choice to the launcher, `keys` 0 is as many as queries."""
+
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    length: int = 50
+    D: int = 16
+    Dv: int = 16
+    feature_map: str = "elu1"
+    normalise: bool = True
+    state: bool = False
+    masked: bool = False
+    strided: bool = False
+    segment: int = 32
+    dtype: str = "float32"
+    tolerance: float = 3e-6
+    causal: bool = True
+    keys: int = 0
+    mean: float = 0.0
+    d_after: bool = True
+
+
+class Inputs(NamedTuple):
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    valid: torch.Tensor | None
+    S0: torch.Tensor | None
+    z0: torch.Tensor | None
+
+
+def inputs_of(case):
+    """Random ones; behind the mask there is NaN."""
+    generator = torch.Generator().manual_seed(len(repr(case)))
+    batch, keys = case.batch, case.keys or case.length
+
+    def new(*shape, positive=False):
+        x = torch.randn(shape, generator=generator)
+        return x.abs() if positive else x
+
+    sizes = (case.heads, case.length, case.D), (case.kv_heads, keys, case.D), (case.kv_heads, keys, case.Dv)
+    # features of any sign have totals around 0, where no precision is enough
+    signs = (case.feature_map == "none", case.feature_map == "none", False)
+    query, key, value = (new(batch, *size, positive=sign) for size, sign in zip(sizes, signs, strict=True))
+    query = query + case.mean
+    valid = None
+    if case.masked:
+        valid = torch.rand(batch, keys, generator=generator) > 0.3
+        valid[0, : keys // 3] = False
+        hidden = ~valid[:, None, :, None]
+        key, value = key.masked_fill(hidden, float("nan")), value.masked_fill(hidden, float("nan"))
+    query, key, value = (x.to(getattr(torch, case.dtype)) for x in (query, key, value))
+    if case.strided:
+        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
+    S0 = new(batch, case.kv_heads, case.D, case.Dv) if case.state else None
+    z0 = new(batch, case.kv_heads, case.D, positive=True) * 5 if case.state else None
+    return Inputs(query, key, value, valid, S0, z0)
+
+
+def phi(x, kind, is_query):
+    if kind == "elu1":
+        shift = x.amax(-1, keepdim=True).clamp(max=0).detach() if is_query else 0.0
+        return torch.where(x > 0, x + 1, (x.clamp(max=0) - shift).exp())
+    return x.relu() if kind == "relu" else x
+
+
+def definition(inputs, case):
+    """Output, total, S and z in float64 by the N x N matrix; with the gradient of torch."""
+    query, key, value, valid, S0, z0 = inputs
+    phi_q, phi_k = phi(query, case.feature_map, True), phi(key, case.feature_map, False)
+    if valid is not None:
+        phi_k, value = (torch.where(valid[:, None, :, None], x, 0.0) for x in (phi_k, value))
+    many_k, many_v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (phi_k, value))
+    weights = phi_q @ many_k.mT
+    weights = weights.tril() if case.causal else weights
+    numerator, total = weights @ many_v, weights.sum(-1)
+    S, z = phi_k.mT @ value, phi_k.sum(2)
+    if S0 is not None:
+        many_S, many_z = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (S0, z0))
+        numerator, total = numerator + phi_q @ many_S, total + (phi_q @ many_z[..., None])[..., 0]
+        S, z = S + S0, z + z0
+    output = numerator / torch.where(total == 0, 1.0, total)[..., None] if case.normalise else numerator
+    return output, total, S, z
+
+
+def run(case, inputs, segment=None):
+    call = launch.forward if case.causal else launch.global_forward
+    return call(*inputs, case.feature_map, case.normalise, segment=segment or case.segment or None)
+
+
+def run_backward(case, inputs, after, gradients, segment=None):
+    query, key, value, valid, S0, z0 = inputs
+    output, total, S, z = after
+    options = {"segment": segment or case.segment or None}
+    maps = case.feature_map, case.normalise
+    if case.causal:
+        return launch.backward(*gradients, query, key, value, valid, S0, z0, output, total, *maps, **options)
+    return launch.global_backward(*gradients, query, key, value, valid, output, total, S, z, *maps, **options)
+
+
+def close(got, want, tolerance, what):
+    """Relative error of the whole; NaN fails."""
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    error = float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+    assert error < tolerance, (what, error)
+
+
+def check(case):
+    """Forward and backward against the definition and its gradient."""
+    inputs = inputs_of(case)
+    kept = [None if x is None else x.clone() for x in inputs]
+    exact = [x if x is None or x.dtype is torch.bool else x.double().requires_grad_() for x in inputs]
+    if case.masked:  # where torch.where cannot keep NaN out of torch's own gradient
+        exact[1], exact[2] = (x.detach().nan_to_num(0.0).requires_grad_() for x in exact[1:3])
+    want = definition(exact, case)
+    got = run(case, inputs)
+    assert got[0].dtype is inputs.value.dtype
+    assert got[0].transpose(1, 2).is_contiguous()
+    assert all(x.dtype is torch.float32 for x in got[1:])
+    for name, a, b in zip(("output", "total", "S", "z"), got, want, strict=True):
+        close(a, b.detach(), case.tolerance, name)
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in want]
+    used = slice(None) if case.d_after else slice(1)
+    loss = sum((x * w).sum() for x, w in zip(want[used], weights[used], strict=True))
+    of = [x for x in exact if x is not None and x.dtype is not torch.bool]
+    expected = torch.autograd.grad(loss, of)
+    seeds = [w.float() if case.d_after or i == 0 else None for i, w in enumerate(weights)]
+    seeds[0] = seeds[0].to(inputs.value.dtype)
+    found = run_backward(case, inputs, got, seeds)
+    for name, a, b in zip(("query", "key", "value", "S0", "z0"), found, expected, strict=False):
+        close(a, b, case.tolerance * 3, f"gradient of {name}")
+    for x, of_x in zip(inputs[:3], found[:3], strict=True):
+        assert of_x.dtype is x.dtype
+    if case.causal and not case.state:
+        assert found.S is found.z is None
+    for before, x in zip(kept, inputs, strict=True):
+        assert before is None or torch.equal(before.nan_to_num(7.0), x.nan_to_num(7.0)), (
+            "an input was written to"
+        )
+
+
+def check_published_reference():
+    """The page for readers and these kernels say the same."""
+    case = Case(heads=4, kv_heads=2)
+    query, key, value, *_ = inputs = inputs_of(case)
+    lower = torch.ones(case.length, case.length, dtype=torch.bool).tril()
+    want = reference.linear(phi(query.double(), "elu1", True), phi(key.double(), "elu1", False), value, lower)
+    close(run(case, inputs)[0], want, 1e-6, "output")
+
+
+def check_rows_without_keys():
+    """They give 0, no NaN, and no gradient; later rows are as if the hidden keys were not there."""
+    case = Case(batch=2)
+    inputs = inputs_of(case)
+    valid = torch.ones(2, case.length, dtype=torch.bool)
+    valid[0, :40], valid[1] = False, False
+    inputs = inputs._replace(valid=valid)
+    output, total, S, _ = after = run(case, inputs)
+    assert not output[0, :, :40].any()
+    assert not output[1].any()
+    assert not total[1].any()
+    assert not S[1].any()
+    assert torch.isfinite(output).all()
+    assert output[0, :, 40:].all()
+    d_output = torch.ones_like(output)
+    found = run_backward(case, inputs, after, (d_output, None, None, None))
+    assert all(torch.isfinite(x).all() and not x[1].any() for x in found[:3])
+    assert not found.query[0, :, :40].any()
+    assert not found.key[0, :, :40].any()
+    alone = Inputs(*(x[:1, :, 40:] for x in inputs[:3]), None, None, None)
+    close(output[:1, :, 40:], run(case, alone)[0].double(), 1e-6, "output behind the hidden keys")
+
+
+def check_same_bits():
+    """Twice the same, whatever the memory held before; and other segments change only rounding."""
+    case = Case(kv_heads=1, state=True, masked=True)
+    inputs = inputs_of(case)
+    results = []
+    for segment in (32, 32, 64):
+        after = run(case, inputs, segment)
+        seeds = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in after]
+        results.append([*after, *run_backward(case, inputs, after, seeds, segment)[:5]])
+        del after, seeds
+        torch.full((1 << 16,), float("nan"))
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
+    for others in results[2:]:
+        for i, (a, b) in enumerate(zip(results[0], others, strict=True)):
+            close(b, a.double(), 2e-6, f"result {i}")
+
+
+def check_decode(case):
+    """Token by token as at once, from the state of a prefill, which stays as it was."""
+    inputs = inputs_of(case)
+    query, key, value, valid, _, _ = inputs
+    want, _, S_end, z_end = run(case, inputs)
+
+    def part(first, last):
+        own = None if valid is None else valid[:, first:last]
+        return *(x[:, :, first:last] for x in (query, key, value)), own
+
+    options = case.feature_map, case.normalise
+    first, _, S, z = launch.forward(*part(0, 40), None, None, *options)
+    outputs = [first]
+    for i in range(40, case.length):
+        before = S.clone(), z.clone()
+        output, new_S, new_z = launch.decode(*part(i, i + 1), S, z, *options)
+        assert torch.equal(before[0], S)
+        assert torch.equal(before[1], z)
+        outputs.append(output)
+        S, z = new_S, new_z
+    close(torch.cat(outputs, 2), want.double(), case.tolerance, "outputs")
+    close(S, S_end.double(), 1e-6, "S")
+    close(z, z_end.double(), 1e-6, "z")
+    empty = launch.decode(*part(0, 1), None, None, *options)
+    alone = launch.forward(*part(0, 1), None, None, *options)
+    assert torch.equal(empty[0], alone[0])
+    assert torch.equal(empty[1], alone[2])
+
+
+def check_no_tokens():
+    """An empty call hands the state on, in memory of its own."""
+    case = Case(length=0, state=True)
+    inputs = inputs_of(case)
+    for causal in (True, False):
+        here = case._replace(causal=causal)
+        output, total, S, z = after = run(here, inputs)
+        assert output.shape == (1, 2, 0, 16)
+        assert total.shape == (1, 2, 0)
+        assert torch.equal(S, inputs.S0)
+        assert S.data_ptr() != inputs.S0.data_ptr()
+        assert torch.equal(z, inputs.z0)
+        found = run_backward(here, inputs, after, (output, None, torch.ones_like(S), None))
+        assert found.query.shape == inputs.query.shape
+        assert bool((found.S == 1).all())
+        assert not found.z.any()
+
+
+def check_nan_is_not_swallowed():
+    """A NaN that nothing hides reaches every output behind it."""
+    case = Case()
+    inputs = inputs_of(case)
+    for feature_map in ("elu1", "relu", "none"):
+        key = inputs.key.clone()
+        key[0, 0, 20, 3] = float("nan")
+        output = run(case._replace(feature_map=feature_map), inputs._replace(key=key))[0]
+        assert output[0, 0, 20:].isnan().all()
+        assert not output[0, 0, :20].isnan().any()
+        assert not output[0, 1].isnan().any()
+
+
+def check_refusals():
+    """What the kernels do not take is said, and `supports` knows it before."""
+    for change in ({"D": 300}, {"Dv": 300}, {"dtype": "float64"}):
+        case = Case(**change)
+        inputs = inputs_of(case)
+        assert not launch.supports(*inputs[:3])
+        with pytest.raises(UnsupportedCallError, match="Triton"):
+            run(case, inputs)
+    assert launch.supports(*inputs_of(Case())[:3])
+    assert launch.available("cpu")
+    assert launch.available("cuda")
+    assert not launch.available("meta")
+
+
+def check_the_operator():
+    """`ops.kernels` with the Triton form, beside its loop: outputs and gradients."""
+    case = Case(kv_heads=1, heads=2, state=True, masked=True, length=40)
+    runs = []
+    for form in ("triton", "loop"):
+        given = inputs_of(case)
+        query, key, value, S, z = (
+            x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            found = linear_attention.attention(
+                Operands(query, key, value, ~given.valid, S, z), How("elu1"), keep=True
+            )
+            loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
+            runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
+    assert_near(*runs)
+
+
+def check_the_operator_over_all_keys():
+    """The same, with fewer queries than keys."""
+    case = Case(kv_heads=1, heads=2, masked=True, length=30, keys=40, causal=False)
+    runs = []
+    for form in ("triton", "both ways"):
+        given = inputs_of(case)
+        query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            found = linear_attention.attention(
+                Operands(query, key, value, ~given.valid), How("elu1", causal=False), keep=False
+            )
+            loss = found.output.square().sum()
+            runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
+    assert_near(*runs)
+
+
+def check_one_token_of_a_patch():
+    """Prefill and decode of a patch through Triton, beside the CPU's own forms."""
+    runs = []
+    for triton in (True, False):
+        given = inputs_of(Case(kv_heads=1, heads=2, length=20))
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if triton:
+                patch.setattr(sums, "has_kernels", lambda *inputs: True)
+                patch.setattr(dispatch, "form", lambda inputs, how: "triton")
+            elu1, state, outputs = Elu1(None), None, []
+            for start, stop in ((0, 18), (18, 19), (19, 20)):
+                tokens = Tokens(*given[:3], 1.0).slice(start, stop)
+                output, state = elu1.causal(tokens, state)
+                outputs.append(output)
+            runs.append((torch.cat(outputs, 2), *state))
+    assert_near(*runs)
+
+
+def assert_near(found, wanted):
+    for got, want in zip(found, wanted, strict=True):
+        assert got.shape == want.shape
+        assert float(((got - want).norm() / want.norm()).detach()) < 1e-5

@@ -1,0 +1,291 @@
+"""The C++ kernels, against the formula in float64 and beside torch's operations in models."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.linear_inputs import (
+    HOWS,
+    SHAPES,
+    all_keys,
+    definition,
+    every_input,
+    fewer_queries,
+    forgetful,
+    random_inputs,
+)
+from helpers.random_inputs import relative_error
+
+from hf_linattn import patch_model
+from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.eval.bench.timing import Clock, Timed, measure
+from hf_linattn.ops import dispatch, linear_attention
+from hf_linattn.ops.cpp import build, linear
+from hf_linattn.ops.types import How
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
+
+
+def single(inputs, dtype=torch.float32):
+    """The same numbers in single precision, and in double as they were rounded."""
+    found = {}
+    for name, x in inputs._asdict().items():
+        if x is not None and x.is_floating_point():
+            x = x.detach().to(dtype if name in ("query", "key", "value") else torch.float32).requires_grad_()
+        found[name] = x
+    fewer = inputs._replace(**found)
+    more = {
+        name: x.detach().double().requires_grad_() if x is not None and x.is_floating_point() else x
+        for name, x in found.items()
+    }
+    return fewer, inputs._replace(**more)
+
+
+def everything(outputs, weights, inputs):
+    """Outputs, and gradients of all that has some."""
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
+    fewer, more = single(inputs, dtype)
+    assert dispatch.form(fewer, how) == "native"
+    got = linear_attention.attention(fewer, how, keep=how.causal)
+    got, want = (got, definition(more, how)) if how.causal else (got[:2], all_keys(more, how))
+    torch.manual_seed(0)
+    weights = [torch.randn_like(x) for x in want]
+    if how.kind == "relu":
+        tolerance *= 10  # a row whose features are all EPS is divided by some 1e-6
+    pairs = zip(everything(got, weights, fewer), everything(want, weights, more), strict=True)
+    for place, (a, b) in enumerate(pairs):
+        assert a.shape == b.shape
+        b = b.nan_to_num(0)
+        assert (a - b).abs().max() < tolerance * b.abs().max().clamp_min(10), place
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37), (1, 2, 2, 1, 16, 16)], ids=str)
+def test_outputs_and_gradients_are_the_formula(how, shape, compiled):
+    for given in every_input(shape, how):
+        compare(given, how)
+
+
+@pytest.mark.parametrize(("state", "packed"), [*itertools.product((False, True), repeat=2)])
+def test_chunks_that_forget_all_and_chunks_that_forget_little_follow_each_other(state, packed, compiled):
+    compare(forgetful(state, packed), How("elu1"))
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37)], ids=str)
+def test_over_all_keys_too(how, shape, compiled):
+    how = how._replace(causal=False)
+    for hidden, dense, few in itertools.product((False, True), repeat=3):
+        given = random_inputs(shape, how, hidden=hidden, dense=dense)
+        compare(fewer_queries(given, 21) if few else given, how)
+
+
+def test_switched_on_between_forward_and_backward_is_one_clear_error(compiled, monkeypatch):
+    monkeypatch.setenv(build.CPP, "0")
+    query, key, value = torch.randn(3, 1, 2, 9, 8, requires_grad=True)
+    output = linear_attention.attention(
+        linear_attention.Inputs(query, key, value), How("elu1", causal=False), False
+    ).output
+    monkeypatch.setenv(build.CPP, "1")
+    with pytest.raises(UnsupportedCallError, match="between forward and backward"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
+    how = How("elu1")
+    compare(random_inputs((2, 4, 2, 300, 24, 16), how, state=True), how, dtype, tolerance)
+    query, key, value = (torch.randn(1, 2, 300, 16).to(dtype) for _ in range(3))
+    inputs = linear_attention.Inputs(query, key, value)
+    exact = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), how)
+    assert relative_error(linear_attention.attention(inputs, how, True).total.double(), exact[1]) < 1e-5
+
+
+def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
+    """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{build._compiler()[0]} -DLINATTN_NO_HALF")
+    without = build.library.__wrapped__()
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    value = every[every.isfinite()][: 62 * 1024].view(1, 1, -1, 16)
+    query, key = torch.randn(2, 1, 1, value.shape[2], 8).half()
+    inputs = linear_attention.Inputs(query, key, value * 1.5)  # some of it infinite
+    want = linear_attention.attention(inputs, How("elu1"), False).output
+    monkeypatch.setattr(build, "library", lambda: without)
+    got = linear_attention.attention(inputs, How("elu1"), False).output
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("says", ["refuses", "links nothing"])
+def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypatch, tmp_path):
+    name = shutil.which(build._compiler()[0])
+    script = tmp_path / "compiler"
+    missing = tmp_path / "missing.cpp"
+    missing.write_text('extern "C" void nowhere(); extern "C" void calls() { nowhere(); }\n')
+    instead = "exit 1" if says == "refuses" else f'exec {name} "$@" {missing}'
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp*) {instead};; esac\nexec {name} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.warns(UserWarning, match=r"no OpenMP, so the kernels in C\+\+ use one thread.*libomp"):
+        alone = build.library.__wrapped__()
+    monkeypatch.setattr(build, "library", lambda: alone)
+    compare(random_inputs(SHAPES["short"], HOWS[0]), HOWS[0])
+
+
+def test_what_they_do_not_take_goes_to_torch(compiled):
+    how = How("elu1")
+    double = random_inputs((1, 2, 2, 8, 4, 4), how)
+    assert dispatch.form(double, how) == "quadratic"
+    fewer, _ = single(double)
+    assert not linear.takes(fewer._replace(key=fewer.key[:, :, :0]))
+
+
+@torch.no_grad()
+def test_a_token_of_64_bits_is_decoded_as_without_them(compiled):
+    model, ids = patch_model(tiny_models.llama(), "elu1"), tiny_models.tokens(1, 6)
+    cache = model(ids[:, :4]).past_key_values
+    before = [layer.state.S.data_ptr() for layer in cache.layers]
+    model(ids[:, 4:5], past_key_values=cache)
+    assert [layer.state.S.data_ptr() for layer in cache.layers] == before
+
+
+@pytest.mark.parametrize("patch", ["elu1", "gated", "hedgehog"])
+def test_a_single_token_is_learned_from(patch, compiled, monkeypatch):
+    model, ids = patch_model(tiny_models.llama(dtype=torch.float32), patch), tiny_models.tokens(3, 1)
+    backward, called = linear.backward, []
+    monkeypatch.setattr(linear, "backward", lambda *given: called.append(1) or backward(*given))
+    found = []
+    for asked in "10":
+        monkeypatch.setenv(build.CPP, asked)
+        model.zero_grad()
+        model(ids).logits.square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(called) == model.config.num_hidden_layers
+    largest = max(p.abs().max() for p in found[1].values())
+    for name, want in found[1].items():
+        assert (found[0][name] - want).abs().max() < 1e-6 * largest, name
+
+
+def test_nan_is_not_hidden(compiled):
+    query, key, value = torch.randn(3, 1, 1, 40, 8)
+    query[0, 0, 7, 3] = torch.nan
+    key[0, 0, 30, 2] = torch.nan
+    output = linear_attention.attention(linear_attention.Inputs(query, key, value), How("elu1"), False).output
+    assert output.isnan().any(-1)[0, 0].tolist() == [row == 7 or row >= 30 for row in range(40)]
+
+
+def test_a_query_far_below_zero_does_not_underflow(compiled):
+    query, key, value = torch.randn(3, 1, 2, 70, 8)
+    inputs = linear_attention.Inputs(query - 200, key, value)
+    want = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), How("elu1"))[0]
+    assert relative_error(linear_attention.attention(inputs, How("elu1"), False).output.double(), want) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["none", "elu1"])
+def test_totals_below_the_smallest_normal_number_divide_to_something_finite(kind, compiled):
+    query, key, value = (
+        torch.full((1, 1, 9, 8), 1e-20),
+        torch.full((1, 1, 9, 8), 1e-20),
+        torch.ones(1, 1, 9, 8),
+    )
+    if kind == "elu1":
+        query, key = torch.full_like(query, -3.0), torch.full_like(key, -86.0)
+    output = linear_attention.attention(linear_attention.Inputs(query, key, value), How(kind), False).output
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_twice_is_bit_for_bit_the_same(threads, compiled):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        query, key, value = torch.randn(3, 2, 4, 300, 16)
+        inputs = linear_attention.Inputs(query, key, value)
+        one, two = (linear_attention.attention(inputs, How("elu1"), True) for _ in range(2))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_they_are_faster_than_torch_operations(compiled, monkeypatch):
+    inputs = linear_attention.Inputs(*torch.randn(3, 1, 8, 512, 64))
+
+    def by(asked):
+        def call():
+            monkeypatch.setenv(build.CPP, asked)
+            return linear_attention.attention(inputs, How("elu1"), False).output
+
+        return call
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found, _ = measure([Timed("torch", by("0")), Timed("C++", by("1"))], Clock(), rounds=3)
+    finally:
+        torch.set_num_threads(before)
+    assert found["C++"].speed > 1  # 1.7 to 2 were measured
+
+
+def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
+    assert build.library().linattn_problem_size() == len(linear._BACKWARD(*[0] * 71)) // 8
+
+
+def test_without_a_compiler_one_clear_error(monkeypatch, tmp_path):
+    monkeypatch.setenv(build.CPP, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UnsupportedCallError, match=r"no compiler \(no-such-compiler\).*unset HF_LINATTN_CPP"):
+        build.library.__wrapped__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedCallError, match=r"cannot be written.*XDG_CACHE_HOME"):
+        build.library.__wrapped__()
+
+
+def test_a_damaged_library_is_one_clear_error(compiled, folder, monkeypatch, tmp_path):
+    build.library.__wrapped__()
+    (built,) = folder.rglob("*.so")
+    (tmp_path / "hf_linattn").mkdir()
+    (tmp_path / "hf_linattn" / built.name).write_bytes(built.read_bytes()[:100])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UnsupportedCallError, match=r"cannot be loaded.*delete it"):
+        build.library.__wrapped__()
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2"])
+def test_only_0_and_1_are_understood(value, monkeypatch):
+    monkeypatch.setenv(build.CPP, value)
+    with pytest.raises(OptionError, match=f"HF_LINATTN_CPP='{value}': 1 .* 0"):
+        linear_attention.attention(linear_attention.Inputs(*torch.randn(3, 1, 2, 9, 8)), How("elu1"), False)
+
+
+def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"{sys.executable} -c 'import sys; sys.exit(\"out of order\")'")
+    with pytest.raises(UnsupportedCallError, match="out of order"):
+        build.library.__wrapped__()
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_second_process_finds_the_library_compiled(compiled, folder):
+    build.library.__wrapped__()
+    made = {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")}
+    code = "from hf_linattn.ops.cpp.build import library; library()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")} == made
+    assert len(made) == 1

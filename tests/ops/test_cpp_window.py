@@ -1,0 +1,124 @@
+"""The window's softmax in C++, against all pairs in float64."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from helpers.tiny_models import distance
+from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_first
+
+from hf_linattn.ops import window_attention
+from hf_linattn.ops.cpp import build
+from hf_linattn.ops.cpp import window as native_window
+from hf_linattn.ops.types import Sums, Window
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
+MORE = {
+    "several tiles": (2, 4, 2, 300, 250, 24),
+    "a reach of one": (1, 2, 1, 130, 1, 16),
+    "reach and blocks end together": (1, 2, 2, 192, 96, 32),
+    "only the start is full": (1, 1, 1, 200, 511, 8),
+}
+
+
+def single(seen, beside, dtype=torch.float32):
+    """The same in single precision, as new leaves and what is made of them."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in seen[:3]]
+    sums = [x.detach().float().requires_grad_() for x in beside or ()]
+    return [*leaves, *sums], Window(*leaves, *seen[3:]), Sums(*sums) if sums else None
+
+
+def compare(seen, beside, dtype=torch.float32, tolerance=1e-5):
+    leaves, fewer, sums = single(seen, beside, dtype)
+    assert native_window.takes(fewer, sums)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = definition(Window(*exact[:3], *seen[3:]), Sums(*exact[3:]) if sums else None)
+    got = window_attention.attention(fewer, sums)
+    assert got.dtype == dtype
+    assert distance(got, want) < tolerance * want.abs().max().clamp_min(1)
+    weight = torch.randn_like(want)
+    found = torch.autograd.grad((got * weight.to(dtype)).sum(), leaves)
+    for a, b in zip(found, torch.autograd.grad((want * weight).sum(), exact), strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() < 10 * tolerance * b.abs().max().clamp_min(1)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *MORE.values()], ids=[*SHAPES, *MORE])
+@pytest.mark.parametrize(("other", "hide"), [*itertools.product(OTHER, [False, True])])
+def test_outputs_and_gradients_are_the_formula(shape, other, hide, compiled):
+    compare(*inputs(shape, other, hide)[1:])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *MORE.values()], ids=[*SHAPES, *MORE])
+def test_first_columns_may_be_missing(shape, compiled):
+    for other, count in itertools.product(OTHER[:2], {1, shape[4] // 2, shape[4]}):
+        _, seen, beside = inputs(shape, other, True)
+        leaves, fewer, sums = single(seen, beside)
+        hidden, behind = without_first(fewer, count)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        want = definition(
+            hidden._replace(**dict(zip(("query", "key", "value"), exact[:3], strict=True))),
+            Sums(*exact[3:]) if sums else None,
+        )
+        got = window_attention.attention(behind, sums)
+        assert distance(got, want) < 1e-5 * want.abs().max().clamp_min(1)
+        weight = torch.randn_like(want)
+        found = torch.autograd.grad((got * weight.float()).sum(), leaves)
+        for a, b in zip(found, torch.autograd.grad((want * weight).sum(), exact), strict=True):
+            assert (a - b).abs().max() < 1e-4 * b.abs().max().clamp_min(1)
+
+
+def test_values_may_have_a_size_of_their_own_and_any_strides(compiled):
+    _, seen, _ = inputs((2, 4, 2, 130, 40, 24), "nothing", True)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in seen[:3]]
+    given = Window(*(x.float() for x in strided), *seen[3:])
+    given = given._replace(value=given.value[..., :10])
+    output, _ = native_window.forward(given, None)
+    assert distance(output, definition(Window(*(x.double() for x in given[:3]), *seen[3:]), None)) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
+def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
+    compare(*inputs((1, 4, 2, 150, 30, 16), "sums", True)[1:], dtype, tolerance)
+
+
+def test_numbers_far_apart_are_joined(compiled):
+    _, seen, beside = inputs((1, 1, 1, 133, 8, 4), "sums", False)
+    for shift in (-100.0, 0.0, 100.0):
+        compare(seen, beside._replace(log_scale=beside.log_scale + shift), tolerance=1e-4)
+    compare(seen._replace(query=seen.query * 100), None, tolerance=1e-4)
+
+
+def test_what_is_no_number_is_not_hidden(compiled):
+    _, seen, beside = inputs((1, 1, 1, 120, 8, 4), "sums", False)
+    _, seen, beside = single(seen, beside)
+    seen.query.data[0, 0, 70, 0] = torch.nan
+    beside.total.data[0, 0, 90] = torch.nan
+    output = window_attention.attention(seen, beside)
+    assert output.isnan().any(-1).flatten().nonzero().flatten().tolist() == [70, 90]
+
+
+def test_operator_keeps_the_rules_of_torch(compiled):
+    for other in OTHER[:2]:
+        leaves, seen, _ = single(*inputs((2, 2, 1, 40, 7, 8), other, True)[1:])
+        tensors = [*leaves[:3], seen.marks, *(leaves[3:] or [None] * 3)]
+        given = (*tensors, seen.reach, seen.scaling)
+        torch.library.opcheck(torch.ops.hf_linattn.softmax_of_window, given, atol=1e-4, rtol=1e-4)
+
+
+def test_threads_change_nothing(compiled):
+    _, seen, beside = single(*inputs((2, 4, 2, 300, 70, 16), "sums", True)[1:])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two = window_attention.attention(seen, beside)
+        torch.set_num_threads(1)
+        assert torch.equal(two, window_attention.attention(seen, beside))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
+    size = build.library().linattn_window_problem_size()
+    assert size == len(native_window._BACKWARD(*[0] * 67)) // 8
