@@ -3,6 +3,7 @@
 import copy
 from itertools import pairwise
 
+import pytest
 import torch
 
 from helpers import tiny_models
@@ -59,6 +60,21 @@ PAIRS = [
     if serves(family, case) and (family in VARIANTS or ", " not in case)
 ]
 CAUSAL = [(family, case) for family, case in PAIRS if family not in ENCODERS]
+WHOLE = ("llama", "mqa, odd head_dim", "gemma3", "bert")
+"""Families that every run sees with all cases; the others with `REPRESENTATIVES` unless `-m full` asks for more."""
+REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
+
+
+def marked(pairs):
+    """The pairs as pytest parameters; those that only `-m full` runs are marked."""
+    return [
+        pytest.param(
+            family, case, marks=() if family in WHOLE or case in REPRESENTATIVES else pytest.mark.full
+        )
+        for family, case in pairs
+    ]
+
+
 CUTS = (0, 7, 71, 72, 100)
 
 

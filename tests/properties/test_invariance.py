@@ -24,6 +24,7 @@ from helpers.properties import (
     check_rows,
     check_save,
     check_unpatch,
+    marked,
     model_of,
 )
 
@@ -49,7 +50,7 @@ def test_every_patch_is_here():
     assert set(available_patches()) == {name for case in CASES.values() for name in case.spec.split("+")}
 
 
-@pytest.mark.parametrize(("family", "case"), PAIRS)
+@pytest.mark.parametrize(("family", "case"), marked(PAIRS))
 class TestEveryFamily:
     def test_forward_is_the_oracle(self, family, case):
         check_forward(family, case)
@@ -76,7 +77,7 @@ class TestEveryFamily:
         check_save(family, case, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "case"), CAUSAL)
+@pytest.mark.parametrize(("family", "case"), marked(CAUSAL))
 class TestCausalFamilies:
     def test_packed_documents_are_separate(self, family, case):
         check_packing(family, case)
