@@ -1,4 +1,4 @@
-"""The rooms of the package and the arrows between them: imports run toward the core, and never in a circle."""
+"""The folders of the package: imports run toward the core and never in a circle, files are not too long."""
 
 import ast
 import subprocess
@@ -19,7 +19,7 @@ LEVELS = (
     {"convert"},
     {"patches", "demo", "eval", "bench"},
 )
-"""Folders and single files of hf_linattn, from the core outward: each imports those of its own line and above."""
+"""Folders and files of hf_linattn, from the core outward; each imports those of its line and before it."""
 RANK = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 PLACES = {"hf_linattn": "hf_linattn", "patches": "hf_linattn.patches", "eval": "hf_linattn.eval"}
 MOST_LINES = 500
@@ -51,7 +51,7 @@ def imports(name, path, known):
 
 @pytest.fixture(scope="module")
 def arrows():
-    """Module -> modules that it imports; a package's own `__init__` names its files and is no arrow for them."""
+    """Module -> modules that it imports. A package's `__init__` may name its own files."""
     known = modules()
     graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
     for name, targets in graph.items():

@@ -61,7 +61,7 @@ PAIRS = [
 ]
 CAUSAL = [(family, case) for family, case in PAIRS if family not in ENCODERS]
 WHOLE = ("llama", "mqa, odd head_dim", "gemma3", "bert")
-"""Families that every run sees with all cases; the others with `REPRESENTATIVES` unless `-m full` asks for more."""
+"""Families with all cases in every run; the others have `REPRESENTATIVES`, and the rest with `-m full`."""
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
 
 

@@ -18,7 +18,7 @@ from hf_linattn.errors import (
     UnsupportedModelError,
 )
 from hf_linattn.patches.elu1 import Elu1
-from hf_linattn.patching import module as patched
+from hf_linattn.patching.patch import patched
 
 IDS = tiny_models.tokens(2, 20)
 LOGN = "softmax1+logn"

@@ -11,7 +11,7 @@ from helpers.oracle import as_oracle
 
 from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import NotPatchedError, PlanError, UnsupportedModelError
-from hf_linattn.patching import module as patched
+from hf_linattn.patching.patch import patched
 
 IDS = tiny_models.tokens(2, 40)
 
