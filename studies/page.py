@@ -23,7 +23,7 @@ from plan import (
 
 from hf_linattn.eval.marked import write_between
 
-HEAD = "# What conversion keeps\n\n"
+HEAD = "# The study of conversions: findings and tables\n\n"
 INTRODUCTION = """\
 Made by `python studies/run.py`, and every figure in it by a command of the package; the commands are at the
 end. The figures lie beside this page as .json, and the study goes on from there. Every trained row saw
