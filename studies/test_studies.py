@@ -10,6 +10,7 @@ from dataclasses import replace
 import commands
 import figures as figures_file
 import numpy as np
+import plot
 import pytest
 import run
 import torch
@@ -321,14 +322,22 @@ def anchors(path):
     return names
 
 
-@pytest.mark.parametrize("name", ["studies/README.md", "studies/results.md", "docs/results.md"])
-def test_links_lead_to_pages_and_headings(name):
-    path = HERE.parent / name
+PAGES = [*HERE.glob("*.md"), *HERE.parent.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(HERE.parent).as_posix())
+def test_links_to_the_study_lead_to_pages_and_headings(path):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", path.read_text(encoding="utf-8")):
-        if "://" not in target:
-            page_of = path.parent / target if target else path
-            assert page_of.exists(), target
-            assert not anchor or anchor in anchors(page_of), f"{target}#{anchor}"
+        leads = (path.parent / target).resolve() if target else path
+        if "://" not in target and HERE in (path.parent, leads.parent):
+            assert leads.exists(), target
+            assert not anchor or anchor in anchors(leads), f"{target}#{anchor}"
+
+
+def test_the_figure_is_drawn(tmp_path):
+    plot.main(["--output", str(tmp_path / "results.svg")])
+    text = (tmp_path / "results.svg").read_text(encoding="utf-8")
+    assert all(f">{label}<" in text for label in plot.CURVES)
 
 
 def test_marks_stand_once_in_the_page():
