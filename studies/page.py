@@ -100,7 +100,7 @@ def _sections(workspace: Workspace, rows: Sequence[Experiment]) -> Iterator[tupl
 
     every = rows_of(workspace.base, workspace.base.tables)
     yield "Perplexity by length", _lengths_table(workspace, rows)
-    yield "By position, in windows of 64x", _positions_table(workspace, rows)
+    yield "By position, in windows of 64x", _spread_table(workspace, "perplexity", rows, _positions)
     if having("recall", rows):
         yield "Recall", _recall_table(workspace, rows)
     if having("generation", rows):
@@ -115,9 +115,10 @@ def _sections(workspace: Workspace, rows: Sequence[Experiment]) -> Iterator[tupl
         tables = [_lengths_table(workspace, beside), _recall_table(workspace, beside)]
         yield "Softmax layers kept", "\n".join(tables)
     if diagnosed := having("diagnose", every):
-        yield "softmax1: activations and attention", _activations_table(workspace, diagnosed)
+        of_heads = workspace, "diagnose", diagnosed
+        yield "softmax1: activations and attention", _spread_table(*of_heads, _activations)
         if len(workspace.base.tables) > 1:
-            yield "log-n: entropy in nats by visible keys", _entropy_table(workspace, diagnosed)
+            yield "log-n: entropy in nats by visible keys", _spread_table(*of_heads, _entropies)
     if targets := _targets_table(workspace):
         yield "Targets", targets
 
@@ -141,13 +142,28 @@ def _lengths_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
     return table(["", *(f"{length:,}" for length in LENGTHS), "x control", "64x / 1x", "seeds"], body)
 
 
-def _positions_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
-    edges = [(start, end) for start, end, _ in workspace.measured("perplexity", rows[0])[0]["positions"]]
-    body = []
+def _spread_table(
+    workspace: Workspace, measure: str, rows: Sequence[Experiment], values: Callable[[Json], dict[str, float]]
+) -> str:
+    """A column for each of the values: the mean over seeds, the least and the greatest."""
+    body, heads = [], [""]
     for row in rows:
-        curves = [each["positions"] for each in workspace.measured("perplexity", row)]
-        body.append([label(row), *(spread([curve[n][2] for curve in curves]) for n in range(len(edges)))])
-    return table(["", *(f"{start:,} to {end:,}" for start, end in edges)], body)
+        seeds = [values(figures) for figures in workspace.measured(measure, row)]
+        heads = ["", *seeds[0]]
+        body.append([label(row), *(spread([each[head] for each in seeds]) for head in seeds[0])])
+    return table(heads, body)
+
+
+def _positions(figures: Json) -> dict[str, float]:
+    return {f"{start:,} to {end:,}": value for start, end, value in figures["positions"]}
+
+
+def _activations(figures: Json) -> dict[str, float]:
+    return {head: figures[key] for head, key in DIAGNOSED.items()}
+
+
+def _entropies(figures: Json) -> dict[str, float]:
+    return {f"up to {int(keys):,}": value for keys, value in figures["entropy"].items() if int(keys) >= 16}
 
 
 def _recall_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
@@ -188,23 +204,6 @@ def _branches(workspace: Workspace) -> Iterator[tuple[Experiment, dict[str, floa
 def _branches_table(workspace: Workspace) -> str:
     rows = [*_branches(workspace)]
     return table(["", *rows[-1][1]], [[label(row), *map(number, values.values())] for row, values in rows])
-
-
-def _activations_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
-    body = []
-    for row in rows:
-        figures = workspace.measured("diagnose", row)
-        body.append([label(row), *(spread([each[key] for each in figures]) for key in DIAGNOSED.values())])
-    return table(["", *DIAGNOSED], body)
-
-
-def _entropy_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
-    body, shown = [], []
-    for row in rows:
-        curves = [each["entropy"] for each in workspace.measured("diagnose", row)]
-        shown = [keys for keys in curves[0] if int(keys) >= 16]
-        body.append([label(row), *(spread([curve[keys] for curve in curves]) for keys in shown)])
-    return table(["", *(f"up to {int(keys):,}" for keys in shown)], body)
 
 
 def _scale_table(figures: Json) -> str:
