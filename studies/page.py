@@ -111,8 +111,8 @@ def _sections(workspace: Workspace, rows: Sequence[Experiment]) -> Iterator[tupl
     if not workspace.base.main_rows_only and len(stages) > 2:
         yield "What each stage brings", _lengths_table(workspace, stages)
     if kept := having("perplexity", [*kept_rows(workspace).values()]):
-        beside = [*TABLES["kept"], *kept]
-        tables = [_lengths_table(workspace, beside), _recall_table(workspace, beside)]
+        shown = [*TABLES["kept"], *kept]
+        tables = [_lengths_table(workspace, shown), _recall_table(workspace, shown)]
         yield "Softmax layers kept", "\n".join(tables)
     if diagnosed := having("diagnose", every):
         of_heads = workspace, "diagnose", diagnosed

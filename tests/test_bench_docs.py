@@ -60,7 +60,7 @@ def test_every_run_gets_a_page_of_its_own(finished, model, tmp_path, capsys):
         (
             {"bidirectional": True, "peers": ["fla"]},
             {"device": "cuda", "device_name": "A GPU"},
-            "gated alone, 1x8x64, float32, over all keys, beside other implementations: A GPU",
+            "gated alone, 1x8x64, float32, over all keys, with other implementations: A GPU",
         ),
         (
             {"model": "/models/base", "patches": None},

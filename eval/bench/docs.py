@@ -90,12 +90,12 @@ def page(results: dict[str, Any]) -> str:
     parts.append(f"{where}; {_threads(run)}; ratios of {run['basis']}; {versions}.\n")
     if results["answers"]:
         parts.append("\n".join(f"* {text}" for text in results["answers"]) + "\n")
-    for heading, found in (
+    for heading, kinds in (
         ("Times as fast as softmax", tables.speeds(rows)),
         ("Peak memory over softmax's", tables.memories(rows)),
         ("Share of what a matrix product and a copy reach on this machine", tables.shares(rows)),
     ):
-        for table in found:
+        for table in kinds:
             parts += [f"**{heading}**: {table.title}\n", tables.markdown(table)]
     notes = [f"{name}: {note}" for name, note in results["peers"].items()] + tables.refusals(rows)
     if notes:
@@ -110,7 +110,7 @@ def title(results: dict[str, Any]) -> str:
     if arguments["model"] is None:
         subject = f"{patches} alone, {', '.join(arguments['shapes'])}, {', '.join(arguments['dtypes'])}"
         subject += ", over all keys" if arguments["bidirectional"] else ""
-        subject += ", beside other implementations" if arguments["peers"] else ""
+        subject += ", with other implementations" if arguments["peers"] else ""
     else:
         subject = f"{patches} in the model `{Path(arguments['model']).name}`"
     if run["device"] != "cpu":
@@ -129,7 +129,7 @@ def command(text: str) -> str:
     for index, word in enumerate(words):
         if index and words[index - 1] in PATHS:
             words[index] = Path(word).name
-        flag, found, value = word.partition("=")
-        if found and flag in PATHS:
+        flag, equals, value = word.partition("=")
+        if equals and flag in PATHS:
             words[index] = f"{flag}={Path(value).name}"
     return shlex.join(words)
