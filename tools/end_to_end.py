@@ -1,6 +1,6 @@
-"""Measure the package's own share of evaluation, fine-tuning, import and patching, for docs/performance.md.
+"""Measure the package's own share of evaluation, fine-tuning, import and patching.
 
-python tools/end_to_end.py --data $HF_LINATTN_DATA --output docs/performance.md
+python tools/end_to_end.py --data $HF_LINATTN_DATA --output docs/performance/end-to-end.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from study_tables import number, table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -33,6 +32,7 @@ from hf_linattn.eval.perplexity.measure import score_length
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
 MARKS = "<!-- end to end: written by tools/end_to_end.py -->", "<!-- end of end to end -->"
+HEAD = "# From end to end: evaluation, fine-tuning, import and patching\n\n"
 LENGTHS = (512, 2048, 8192)
 TOKENS = 16384
 BLOCK, BATCH, STEPS = 512, 8, 6
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is None:
         print(content)
     else:
-        write_between(args.output, MARKS, content, "# Speed and memory\n\n")
+        write_between(args.output, MARKS, content, HEAD)
     return 0
 
 
@@ -154,6 +154,18 @@ def own_loop(model: nn.Module, blocks: np.ndarray[Any, Any], device: str) -> Non
     settings = LoopSettings(STEPS, 1e-6, 1, BATCH, checkpoint_every=10**9, eval_every=10**9)
     with tempfile.TemporaryDirectory() as folder:
         TrainingLoop(Accelerator(cpu=device == "cpu"), model, blocks, settings, Path(folder)).run()
+
+
+def number(value: float) -> str:
+    """Write four digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    lines += [f"| {' | '.join(row)} |" for row in body]
+    return "\n".join(lines) + "\n"
 
 
 def importing(rounds: int) -> float:

@@ -33,8 +33,8 @@ examples (`bench` stands for `python -m hf_linattn.bench`):
   # which form of linear attention runs for which size
   bench --explain
 
-  # a page of documentation from finished runs
-  bench --docs docs/performance.md out/bench out/model
+  # pages of documentation from finished runs: docs/performance/bench.md and model.md
+  bench --docs docs/performance out/bench out/model
 
 What is measured: `prefill` is a forward pass without gradients, `train` forward and backward, `decode` one
 token behind a cache of LENGTH tokens, with what the cache itself does. The attention runs inside a module
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="FOLDER", help="finished runs, for --docs")
+    add("folders", nargs="*", type=Path, metavar="RUN", help="folders of finished runs, for --docs")
     add("--patches", type=words, metavar="NAME,...", help="patches to measure (default: elu1)")
     add("--options", type=checked(parse_options), help="options of the patches as JSON")
     add(
@@ -100,7 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
     add("--output-dir", type=Path, help="folder for the results; the same command resumes there")
     add("--explain", action="store_true", help="print which form of linear attention runs for which size")
-    add("--docs", type=Path, metavar="FILE", help="write or renew the sections of finished runs in a page")
+    docs_help = "write or renew the page of each RUN there, named after its --output-dir"
+    add("--docs", type=Path, metavar="FOLDER", help=docs_help)
     return parser
 
 
@@ -128,7 +129,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.explain:
         return
     if bool(args.docs) != bool(args.folders):
-        parser.error("--docs FILE and the folders of finished runs belong together")
+        parser.error("--docs FOLDER and the folders of finished runs belong together")
     if args.docs:
         return
     if args.output_dir is None:
@@ -166,10 +167,10 @@ def main(argv: list[str] | None = None) -> int:
 
             sys.stdout.write(explain().rstrip() + "\n")
         elif args.docs:
-            from .docs import write_page
+            from .docs import write_pages
 
-            write_page(args.docs, args.folders)
-            sys.stdout.write(f"{args.docs} written\n")
+            for path in write_pages(args.docs, args.folders):
+                sys.stdout.write(f"{path} written\n")
         else:
             _measure(args, shlex.join(["python", "-m", "hf_linattn.bench", *argv]))
 

@@ -1,22 +1,22 @@
-"""A page of documentation from result folders: ratios, never absolute times, and their commands."""
+"""Pages of documentation from result folders, one a run: ratios, never absolute times, and their commands."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.checkpointing import replacing, writing
 from hf_linattn.errors import DataError
 
 from ..common.markdown import between, write_between
 from . import tables
+from .answers import names
 from .run import FORMAT
 
-MARKS = "<!-- bench: written by python -m hf_linattn.bench --docs -->", "<!-- end of bench -->"
-HEAD = "# Speed and memory\n\n"
+MARK = "<!-- bench: written by python -m hf_linattn.bench --docs -->"
 INTRODUCTION = """\
 Every number here is a ratio that `python -m hf_linattn.bench` measured: the attention as a patched module
 runs it, beside the same module under torch's fused softmax attention, in turn within each round; medians
@@ -25,62 +25,78 @@ over rounds. Shapes are batch x heads (/ key heads) x head_dim.
 PATHS = ("--model", "--output-dir")
 
 
-def write_page(path: Path, folders: Sequence[Path]) -> None:
-    """Put a section for each run into the page, and leave everything else as it is.
+def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
+    """Write a page for each run, named after its `--output-dir`, over an earlier page of that name.
 
-    A section takes the place of that of a run with the same `--output-dir`; others stay, new ones come last.
+    Args:
+        folder: of the pages; made if it is not there.
+        runs: folders of finished runs.
+
+    Returns:
+        The pages, in the order of the runs.
 
     Raises:
-        DataError: a folder holds no finished run, or the page has no place for the tables.
+        DataError: a run is not finished, two have one name, or a file of that name is no such page. Nothing
+            is written then.
+        TrainingError: the folder or a page cannot be written.
     """
-    new = [section(load(folder)) for folder in folders]
-    old = between(path, MARKS).split("\n## ")[1:]
-    sections = {_name(text): text for text in (*(f"## {text}" for text in old), *new)}
-    text = "\n".join([INTRODUCTION, *(text.strip() + "\n" for text in sections.values())])
-    write_between(path, MARKS, text, HEAD)
-
-
-def _name(section: str) -> str:
-    found = re.search(r"--output-dir[= ](\S+)", section)
-    return found[1] if found else section
+    pages: dict[Path, str] = {}
+    for run in runs:
+        results = load(run)
+        path = folder / f"{_name(results, run)}.md"
+        if path in pages:
+            raise DataError(f"two runs are called {path.stem}: write one of them into another folder")
+        if path.exists() and MARK not in path.read_text(encoding="utf-8"):
+            raise DataError(f"{path} was not written by this command and stays as it is: move it")
+        pages[path] = page(results)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for path, text in pages.items():
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return list(pages)
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The results of a finished run.
+    """Read the results of a finished run.
 
     Raises:
         DataError: there are none.
     """
     path = folder / "results.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} holds no results of this command") from error
-    if found.get("format") != FORMAT:
+    if results.get("format") != FORMAT:
         raise DataError(f"{path} is no file of this command")
-    if not found["complete"]:
+    if not results["complete"]:
         raise DataError(f"{folder} holds an unfinished run: the command in it goes on where it stopped")
-    return found
+    return results
 
 
-def section(results: dict[str, Any]) -> str:
-    """One run as Markdown."""
-    rows, told = results["rows"], results["run"]
-    threads = f"{told['threads']} thread" + ("" if told["threads"] == 1 else "s")
-    where = told["machine"] if told["device"] == "cpu" else f"{told['device_name']}, {told['machine']}"
-    what = results["arguments"]["model"]
-    title = "The attention alone" if what is None else f"A whole model: `{Path(what).name}`"
+def _name(results: dict[str, Any], run: Path) -> str:
+    """The last part of `--output-dir`; of the folder where that names none, as `.` does."""
+    words = shlex.split(command(results["command"]).replace("--output-dir=", "--output-dir "))
+    return Path(words[words.index("--output-dir") + 1]).name or run.resolve().name
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return one run as a page of Markdown."""
+    rows, run = results["rows"], results["run"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    parts = [f"## {title}\n", f"```text\n{command(results['command'])}\n```\n"]
-    parts.append(f"{where}; {threads}; ratios of {told['basis']}; {versions}.\n")
+    parts = [f"# {title(results)}\n", f"{MARK}\n", INTRODUCTION]
+    parts.append(f"```text\n{command(results['command'])}\n```\n")
+    where = run["machine"] if run["device"] == "cpu" else f"{run['device_name']}, {run['machine']}"
+    parts.append(f"{where}; {_threads(run)}; ratios of {run['basis']}; {versions}.\n")
     if results["answers"]:
         parts.append("\n".join(f"* {text}" for text in results["answers"]) + "\n")
-    for heading, found in (
+    for heading, kinds in (
         ("Times as fast as softmax", tables.speeds(rows)),
         ("Peak memory over softmax's", tables.memories(rows)),
         ("Share of what a matrix product and a copy reach on this machine", tables.shares(rows)),
     ):
-        for table in found:
+        for table in kinds:
             parts += [f"**{heading}**: {table.title}\n", tables.markdown(table)]
     notes = [f"{name}: {note}" for name, note in results["peers"].items()] + tables.refusals(rows)
     if notes:
@@ -88,13 +104,33 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def title(results: dict[str, Any]) -> str:
+    """Return what was measured, on what: `elu1 alone, 1x8x64, float32: AMD EPYC, 1 thread, eager`."""
+    arguments, run = results["arguments"], results["run"]
+    patches = ", ".join(arguments["patches"] or names(results["rows"]))
+    if arguments["model"] is None:
+        subject = f"{patches} alone, {', '.join(arguments['shapes'])}, {', '.join(arguments['dtypes'])}"
+        subject += ", over all keys" if arguments["bidirectional"] else ""
+        subject += ", with other implementations" if arguments["peers"] else ""
+    else:
+        subject = f"{patches} in the model `{Path(arguments['model']).name}`"
+    if run["device"] != "cpu":
+        return f"{subject}: {run['device_name']}"
+    kernels = "C++" if arguments["cpp"] else "eager"
+    return f"{subject}: {run['machine'].split(',')[0]}, {_threads(run)}, {kernels}"
+
+
+def _threads(run: dict[str, Any]) -> str:
+    return f"{run['threads']} thread" + ("" if run["threads"] == 1 else "s")
+
+
 def command(text: str) -> str:
-    """Without folders of the machine: the last part of each path."""
+    """Return a command without folders of the machine: the last part of each path."""
     words = shlex.split(text)
     for index, word in enumerate(words):
         if index and words[index - 1] in PATHS:
             words[index] = Path(word).name
-        flag, found, value = word.partition("=")
-        if found and flag in PATHS:
+        flag, equals, value = word.partition("=")
+        if equals and flag in PATHS:
             words[index] = f"{flag}={Path(value).name}"
     return shlex.join(words)

@@ -1,19 +1,16 @@
 """The layers command: files, resuming, ranking again, hybrids, wrong usage; once on a real model."""
 
 import csv
-import importlib.util
 import json
 import math
-import random
 
 import pytest
 import torch
 from helpers import tiny_models
 from helpers.fixtures_layers import LENGTH, learned, original, recall_of, tokenizer_of
 from helpers.fixtures_perplexity import make_texts
-from helpers.paths import TOOLS
 from helpers.real_data import DATA, needs_data
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from hf_linattn import bypassed, describe, from_pretrained, patch_model
 from hf_linattn.eval.layers import __main__ as layers
@@ -266,22 +263,6 @@ def test_help_teaches(capsys):
     shown = capsys.readouterr().out
     assert "python -m hf_linattn.eval.layers" in shown
     assert "rank_layers" in shown
-
-
-@torch.enable_grad()
-def test_the_recall_model_of_the_docs_trains(tmp_path, data):
-    spec = importlib.util.spec_from_file_location("recall_model", TOOLS / "recall_model.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert tool.main(["--data", str(data), "--steps", "2", "--output-dir", str(tmp_path / "model")]) == 0
-    model, tokenizer = (x.from_pretrained(tmp_path / "model") for x in (LlamaForCausalLM, AutoTokenizer))
-    assert tokenizer("é")["input_ids"][0] == tool.BOS
-    rows = tool.batch(torch.zeros(100, dtype=torch.long), random.Random(0))
-    assert model(rows).logits.shape == (tool.ROWS, tool.LENGTH, 257)
-    shortest, longest = tool.SEGMENTS
-    for row in rows[1:4]:
-        repeats = [k for k in range(shortest, longest + 1) if torch.equal(row[1 + k :], row[1:-k])]
-        assert repeats, "no segment comes again"
 
 
 @needs_data

@@ -1,6 +1,6 @@
 """Why scores are divided by sqrt(d): their variance, and what it leaves of softmax's gradient.
 
-python tools/study_scale.py --output results.json
+python studies/scale.py --output results.json
 
 Queries and keys are random normal vectors of variance 1, as after a normalisation. Over KEYS keys, by head
 dimension d: the variance of the scores, the entropy of their softmax, and the Frobenius norm of the softmax's
@@ -29,7 +29,7 @@ SMALL = 0.01
 
 
 def scores(kind: str, size: int, generator: torch.Generator) -> Tensor:
-    """Scores `[QUERIES, KEYS]` in float64."""
+    """Draw scores `[QUERIES, KEYS]` in float64."""
     query, key = (
         torch.randn(count, size, generator=generator, dtype=torch.float64) for count in (QUERIES, KEYS)
     )
@@ -46,7 +46,7 @@ def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -
 
 
 def measured(kind: str, size: int, seed: int) -> dict[str, float]:
-    """The three figures, means over queries."""
+    """Measure one draw of scores; means over queries."""
     s = scores(kind, size, torch.Generator().manual_seed(seed))
     weights = s.softmax(-1)
     entropy = -(weights * weights.clamp_min(1e-300).log()).sum(-1)
@@ -72,8 +72,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for kind in ("dot", "scaled", "additive"):
         for size in DIMENSIONS:
-            found = [measured(kind, size, seed) for seed in range(SEEDS)]
-            figures = {name: [one[name] for one in found] for name in found[0]}
+            draws = [measured(kind, size, seed) for seed in range(SEEDS)]
+            figures = {name: [draw[name] for draw in draws] for name in draws[0]}
             rows.append({"kind": kind, "d": size, **figures})
             print(f"{kind:9} d {size:3}  " + "  ".join(f"{n} {mean(v):.4g}" for n, v in figures.items()))
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Train a model that is small and can recall, on a CPU in some minutes: the second example of docs/layers.md.
 
-python tools/recall_model.py --data books/ --output-dir recalling
+python studies/recall_model.py --data books/ --output-dir recalling
 
 Llama, 4 layers of 64, one token per byte, 64 tokens of context. Three rows of four repeat a segment of random
 bytes, so that it learns to continue what stood before; the fourth is text, so that it has a perplexity.

@@ -1,8 +1,8 @@
 """Teach a small language model to recall: to find again what it has read, and say what came next.
 
-    python examples/pretrain_recall.py --model DIR --data books/ --output-dir recall     # 1 to 2 hours, CPU
-    python examples/pretrain_recall.py --tokenizer DIR --data books/ --output-dir new    # a new model
-    python examples/pretrain_recall.py --model DIR --data books/ --output-dir out --steps 30   # a smoke run
+    python studies/pretrain_recall.py --model DIR --data books/ --output-dir recall     # 1 to 2 hours, CPU
+    python studies/pretrain_recall.py --tokenizer DIR --data books/ --output-dir new    # a new model
+    python studies/pretrain_recall.py --model DIR --data books/ --output-dir out --steps 30   # a smoke run
 
 A model of a million parameters that is trained on text alone copies nothing: what repeats in books is not
 worth an induction head (Olsson et al. 2022, arXiv:2209.11895) to it. Here half of the rows are text as it
@@ -38,7 +38,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from pretrain_base import new_model
 from recall_rows import (
     CURRICULUM,
     NARROWEST,
@@ -52,6 +51,7 @@ from recall_rows import (
     with_targets,
 )
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn.cli.files import filling, replacing, write_json, writing
 from hf_linattn.data import load_blocks
@@ -66,6 +66,13 @@ HELD_OUT = 48
 """Blocks that the loss on text is measured on, at most."""
 MEASURED = 8
 """Rows of each kind that recall is measured on, the same ones every time."""
+
+
+def new_model(vocab_size: int) -> LlamaForCausalLM:
+    """Make new weights in the shape of examples/base: 6 layers, width 128, 4 heads of 32, tied embeddings."""
+    config = LlamaConfig.from_pretrained(Path(__file__).resolve().parent.parent / "examples/base")
+    config.vocab_size = vocab_size
+    return LlamaForCausalLM(config)
 
 
 def target_losses(model: nn.Module, batch: Tensor) -> Tensor:
@@ -289,7 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--cpu", action="store_true", help="use the CPU even where there is a GPU")
     args = parser.parse_args(argv)
     try:
-        results = run(args, shlex.join(["python", "examples/pretrain_recall.py", *argv]))
+        results = run(args, shlex.join(["python", "studies/pretrain_recall.py", *argv]))
     except LinattnError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -1,8 +1,7 @@
-"""The figures of the study, kept beside its page: what lies in the work folder, without the models.
+"""The figures of the study: what the page shows of the results in the work folder, with six digits.
 
-A measurement goes by the name of its folder in the work folder, `books/perplexity/control-0`. What is kept is
-what the page shows, with six digits, so that the page can be made, and the study go on, where the work folder
-is gone.
+A measurement goes by the name of its folder in the work folder, `books/perplexity/control-0`. The figures lie
+beside the page, so that it can be made, and the study go on, where the work folder is gone.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study_row import Json
-
 from hf_linattn.checkpointing import replacing
 from hf_linattn.errors import DataError
 
+Json = dict[str, Any]
+
 
 def load(path: Path) -> dict[str, Json]:
-    """What was kept; nothing where nothing was yet.
+    """Read figures; none where there is no file yet.
 
     Raises:
         DataError: the file is something else.
@@ -29,7 +28,7 @@ def load(path: Path) -> dict[str, Json]:
         return {}
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(found, dict) for found in figures.values()):
+        if not all(isinstance(figure, dict) for figure in figures.values()):
             raise ValueError("its entries are not objects")
     except (ValueError, AttributeError) as error:
         raise DataError(f"{path} does not hold the figures of the study: {error}") from error
@@ -37,14 +36,14 @@ def load(path: Path) -> dict[str, Json]:
 
 
 def write(path: Path, figures: dict[str, Json]) -> None:
-    """Keep the figures, one measurement a line."""
+    """Write the figures, one measurement a line."""
     lines = [f"{json.dumps(key)}: {json.dumps(figures[key])}" for key in sorted(figures)]
     with replacing(path) as partial:
         partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def collect(figures: dict[str, Json], work: Path) -> dict[str, Json]:
-    """Add what was measured in a work folder since, and give the figures back."""
+    """Add what lies complete in a work folder, and return the figures."""
     for key in _keys(work):
         if (content := _complete(work, key)) is not None:
             figures[key] = _rounded(KINDS[_kind(key)][1](content))
@@ -52,12 +51,12 @@ def collect(figures: dict[str, Json], work: Path) -> dict[str, Json]:
 
 
 def measured(work: Path, key: str) -> bool:
-    """Whether a measurement lies complete in the work folder."""
+    """Return whether a measurement lies complete in the work folder."""
     return _complete(work, key) is not None
 
 
 def _complete(work: Path, key: str) -> Json | None:
-    """What a command has left, None before its end."""
+    """Read what a command left; None before its end."""
     try:
         content: Json = json.loads((work / key / KINDS[_kind(key)][0]).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not begun
@@ -70,7 +69,7 @@ def _kind(key: str) -> str:
 
 
 def _keys(work: Path) -> Iterator[str]:
-    """The measurements in a work folder, complete or not."""
+    """Yield the measurements in a work folder, complete or not."""
     for kind in KINDS:
         where = {"scale": "scale", "layers": "*/layers"}.get(kind, f"*/{kind}/*")
         for folder in sorted(work.glob(where)):
@@ -94,11 +93,12 @@ def _perplexity(content: Json) -> Json:
 
 def _recall(content: Json) -> Json:
     """Of the original and the row: by task and length the accuracy, mean over depths; and that of chance."""
-    found: Json = {}
-    models = {"original": content["models"][0]["label"], "row": content["models"][-1]["label"]}
-    for name, label in models.items():
-        found[name] = _by_task([row for row in content["rows"] if row["model"] == label], "accuracy")
-    return {**found, "chance": _by_task(content["rows"], "chance")}
+    labels = {"original": content["models"][0]["label"], "row": content["models"][-1]["label"]}
+    accuracy = {
+        name: _by_task([row for row in content["rows"] if row["model"] == label], "accuracy")
+        for name, label in labels.items()
+    }
+    return {**accuracy, "chance": _by_task(content["rows"], "chance")}
 
 
 def _by_task(rows: list[Json], name: str) -> dict[str, dict[str, float]]:

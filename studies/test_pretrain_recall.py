@@ -1,59 +1,55 @@
-"""The example that teaches recall: its rows keep their promise, and it trains, stops, goes on and refuses."""
+"""The script that teaches recall: its rows keep their promise, and it trains, stops, goes on and refuses."""
 
-import importlib
 import json
 from types import SimpleNamespace
 
 import numpy as np
+import pretrain_recall
 import pytest
+import recall_rows
 import torch
+<<<<<<<< HEAD:tests/docs/test_pretrain_recall.py
 from helpers.fixtures_demo import SENTENCE, save_model
 from helpers.paths import EXAMPLES
+========
+>>>>>>>> studies:studies/test_pretrain_recall.py
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.training import loop as training
 
+<<<<<<<< HEAD:tests/docs/test_pretrain_recall.py
+========
+SENTENCE = "The cat sat on the mat, and the dog ran after the cat; who was faster? "
+>>>>>>>> studies:studies/test_pretrain_recall.py
 ORDINARY = np.arange(5, 400, dtype=np.int32)
 KINDS = ("random_repeats", "text_repeats", "key_values", "second_copy")
 
 
-@pytest.fixture
-def example(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("pretrain_recall")
-
-
-@pytest.fixture
-def rows(example):
-    return importlib.import_module("recall_rows")
-
-
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recall")
-    save_model(folder / "model")
-    (folder / "text.txt").write_text(SENTENCE * 40)
-    return folder
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recall") / "text.txt"
+    path.write_text(SENTENCE * 40)
+    return path
 
 
 @pytest.fixture
-def command(example, workplace):
+def command(tiny_model, text):
     def run(output, *more):
-        required = ["--model", str(workplace / "model"), "--data", str(workplace / "text.txt"), "--cpu"]
+        required = ["--model", str(tiny_model), "--data", str(text), "--cpu"]
         sizes = ["--output-dir", str(output), "--steps", "6", "--context", "32", "--batch-size", "2"]
-        return example.main([*required, *sizes, *more])
+        return pretrain_recall.main([*required, *sizes, *more])
 
     return run
 
 
 @pytest.mark.parametrize("width", [16, 32, 64, 256])
 @pytest.mark.parametrize("kind", KINDS)
-def test_known_tokens_follow_from_those_before(rows, kind, width):
+def test_known_tokens_follow_from_those_before(kind, width):
     text = np.arange(400, 400 + width, dtype=np.int32)
     for seed in range(20):
         before = text.copy()
-        ids, known = getattr(rows, kind)(np.random.default_rng(seed), text, ORDINARY)
+        ids, known = getattr(recall_rows, kind)(np.random.default_rng(seed), text, ORDINARY)
         assert (text == before).all()
         assert ids.shape == known.shape == (width,)
         assert known.any()
@@ -66,11 +62,11 @@ def test_known_tokens_follow_from_those_before(rows, kind, width):
             assert pieces[here] in pieces[:here], (seed, place)
 
 
-def test_random_repeats_hold_one_segment_over_and_over(rows):
+def test_random_repeats_hold_one_segment_over_and_over():
     distances = set()
     for seed in range(40):
         # so many tokens that none comes twice by chance
-        ids, known = rows.random_repeats(np.random.default_rng(seed), ORDINARY[:128], np.arange(10**6))
+        ids, known = recall_rows.random_repeats(np.random.default_rng(seed), ORDINARY[:128], np.arange(10**6))
         sources = [ids.tolist().index(ids[place]) for place in np.flatnonzero(known)]
         copied = sorted(set(sources))
         assert copied == list(range(copied[0], copied[-1] + 1))
@@ -82,12 +78,12 @@ def test_random_repeats_hold_one_segment_over_and_over(rows):
     assert len(distances) > 20
 
 
-def test_key_values_are_asked_for_what_the_list_says(rows):
+def test_key_values_are_asked_for_what_the_list_says():
     asked = 0
     for seed in range(60):
         # text of -1 shows where the list ends when there is something between it and the questions
         text = np.full(128, -1, dtype=np.int32)
-        ids, known = rows.key_values(np.random.default_rng(seed), text, ORDINARY)
+        ids, known = recall_rows.key_values(np.random.default_rng(seed), text, ORDINARY)
         begin = int(np.argmax(ids == -1)) if (ids == -1).any() else None
         if begin is None:
             continue
@@ -106,8 +102,8 @@ def test_key_values_are_asked_for_what_the_list_says(rows):
     assert asked > 100
 
 
-def test_rows_grow_and_depend_on_step_and_number_alone(rows):
-    made = rows.Rows(ORDINARY, context=128, steps=400, seed=3)
+def test_rows_grow_and_depend_on_step_and_number_alone():
+    made = recall_rows.Rows(ORDINARY, context=128, steps=400, seed=3)
     widths = [made.width(step) for step in range(1, 401)]
     assert widths == sorted(widths)
     assert [widths.count(width) for width in (16, 32, 64)] == [49, 25, 25]
@@ -122,14 +118,14 @@ def test_rows_grow_and_depend_on_step_and_number_alone(rows):
     assert (validation[:, 1, 1:] == blocks[:, 1:]).all()
 
 
-def test_losses_are_those_of_the_known_tokens(example, workplace):
-    model = AutoModelForCausalLM.from_pretrained(workplace / "model")
+def test_losses_are_those_of_the_known_tokens(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
     ids = torch.randint(0, 250, (2, 12), generator=torch.Generator().manual_seed(0))
     known = [(0, 5), (0, 11), (1, 3)]
-    targets = torch.full_like(ids, example.NO_TARGET)
+    targets = torch.full_like(ids, pretrain_recall.NO_TARGET)
     for row, place in known:
         targets[row, place] = ids[row, place]
-    got = example.target_losses(model, torch.stack([ids, targets], 1))
+    got = pretrain_recall.target_losses(model, torch.stack([ids, targets], 1))
     nats = -model(input_ids=ids).logits.log_softmax(-1)
     each = [nats[row, place - 1, ids[row, place]] for row, place in known]
     torch.testing.assert_close(got, torch.stack([(each[0] + each[1]) / 2, each[2]]))
@@ -152,10 +148,10 @@ class Copier(torch.nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def test_measured_recall_is_that_of_a_perfect_copier(example):
+def test_measured_recall_is_that_of_a_perfect_copier():
     # text without repeats, and so many ordinary tokens that few come twice by chance
     blocks, ordinary = np.arange(1, 65, dtype=np.int32)[None], np.arange(100, 20_000, dtype=np.int32)
-    shares = example.measure(Copier(), blocks, ordinary)
+    shares = pretrain_recall.measure(Copier(), blocks, ordinary)
     assert list(shares) == ["second_copy", "random_repeats", "text_repeats", "key_values"]
     assert shares["second_copy"] == 1
     assert shares["random_repeats"] == 1
@@ -163,8 +159,8 @@ def test_measured_recall_is_that_of_a_perfect_copier(example):
     assert 0.1 < shares["key_values"] < 1  # keys of two tokens, and marks before values, are beyond it
 
 
-def test_it_trains_and_a_stopped_run_ends_the_same(command, example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "CHECKPOINT_EVERY", 2)
+def test_it_trains_and_a_stopped_run_ends_the_same(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrain_recall, "CHECKPOINT_EVERY", 2)
     assert command(tmp_path / "whole") == 0
     out = capsys.readouterr().out
     assert "second_copy" in out
@@ -191,11 +187,11 @@ def test_it_trains_and_a_stopped_run_ends_the_same(command, example, tmp_path, m
     assert len(curves[0].splitlines()) == 1 + 4
 
 
-def test_a_new_model_from_a_tokenizer(example, workplace, tmp_path):
+def test_a_new_model_from_a_tokenizer(tiny_model, text, tmp_path):
     # the tokenizer's 257 tokens, context 512 of the new model
     output = ["--output-dir", str(tmp_path / "new"), "--steps", "1", "--context", "16", "--batch-size", "1"]
-    source = ["--tokenizer", str(workplace / "model"), "--data", str(workplace / "text.txt"), "--cpu"]
-    assert example.main([*source, *output]) == 0
+    source = ["--tokenizer", str(tiny_model), "--data", str(text), "--cpu"]
+    assert pretrain_recall.main([*source, *output]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     assert model.config.vocab_size == 257
     assert model.config.head_dim == 32
@@ -221,10 +217,10 @@ def test_wrong_calls_say_what_to_do(command, tmp_path, capsys, more, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_arguments_and_other_models_are_refused(command, tmp_path, workplace, capsys):
+def test_other_arguments_and_other_models_are_refused(command, tmp_path, tiny_model, capsys):
     assert command(tmp_path / "out", "--steps", "1") == 0
     assert command(tmp_path / "out", "--steps", "1") == 0  # finished: the same figures again
     assert command(tmp_path / "out", "--steps", "2") == 1
     assert "other arguments" in capsys.readouterr().err
-    assert command(workplace / "model") == 1
+    assert command(tiny_model) == 1
     assert "another origin" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The rows of `pretrain_recall.py`: what a model learns to recall from.
 
-    python examples/recall_rows.py DIR   # a row of each kind, in the words of this folder's tokenizer
+    python studies/recall_rows.py DIR   # a row of each kind, in the words of this folder's tokenizer
 
 A row is made from a row of text, random numbers and the ordinary tokens of a tokenizer (all but special
 ones). With it goes which of its tokens follow from those before them: these are learned and measured. Random
