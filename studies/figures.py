@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hf_linattn.checkpointing import replacing
+from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError
 
 Json = dict[str, Any]

@@ -21,7 +21,7 @@ from plan import (
     rows_of,
 )
 
-from hf_linattn.eval.marked import write_between
+from hf_linattn.eval.common.markdown import write_between
 
 HEAD = "# The study of conversions: findings and tables\n\n"
 INTRODUCTION = """\

@@ -18,8 +18,8 @@ from page import page, write_page
 from plan import BASES, HERE, RANKED, SEEDS, TABLES, Experiment, Workspace, kept_rows, rows_of
 from texts import prepare
 
+from hf_linattn.cli.jobs import Job, last_step, run_jobs
 from hf_linattn.errors import LinattnError
-from hf_linattn.jobs import Job, last_step, run_jobs
 
 EPILOG = """\
 examples (`study` stands for `python studies/run.py --data $HF_LINATTN_DATA --work-dir W`):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.checkpointing import write_json
+from hf_linattn.cli.files import write_json
 
 DIMENSIONS = (8, 16, 32, 64, 128, 256)
 KEYS, QUERIES, SEEDS = 256, 512, 3

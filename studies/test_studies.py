@@ -24,7 +24,7 @@ from hf_linattn.convert import ConvertArguments
 from hf_linattn.convert import build_parser as convert_parser
 from hf_linattn.errors import DataError
 from hf_linattn.eval.branches import build_parser as branches_parser
-from hf_linattn.eval.compare import parse_entry
+from hf_linattn.eval.common.entries import parse_entry
 from hf_linattn.eval.diagnose import build_parser as diagnose_parser
 from hf_linattn.eval.generation import build_parser as generation_parser
 from hf_linattn.eval.layers import build_parser as layers_parser

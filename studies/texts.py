@@ -14,10 +14,10 @@ from plan import BASES, BLOCK, SCORED, Base, Workspace
 from recall_rows import TEXT_SHARE, TRAINED, Ids, ordinary_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_linattn.checkpointing import replacing
+from hf_linattn.cli.files import replacing
 from hf_linattn.data import load_documents
+from hf_linattn.demo.stdlib_text import stdlib_files
 from hf_linattn.errors import DataError
-from hf_linattn.stdlib_text import stdlib_files
 
 PER_BOOK = 400_000
 """Characters of each book to train on: 15 books then are 1.7 M tokens, more than a run reads."""

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.checkpointing import replacing, writing
+from hf_linattn.cli.files import replacing, writing
 from hf_linattn.errors import DataError
 
-from ..common.markdown import between, write_between
 from . import tables
 from .answers import names
 from .run import FORMAT
