@@ -8,20 +8,12 @@ import pretrain_recall
 import pytest
 import recall_rows
 import torch
-<<<<<<<< HEAD:tests/docs/test_pretrain_recall.py
-from helpers.fixtures_demo import SENTENCE, save_model
-from helpers.paths import EXAMPLES
-========
->>>>>>>> studies:studies/test_pretrain_recall.py
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.training import loop as training
 
-<<<<<<<< HEAD:tests/docs/test_pretrain_recall.py
-========
 SENTENCE = "The cat sat on the mat, and the dog ran after the cat; who was faster? "
->>>>>>>> studies:studies/test_pretrain_recall.py
 ORDINARY = np.arange(5, 400, dtype=np.int32)
 KINDS = ("random_repeats", "text_repeats", "key_values", "second_copy")
 
