@@ -1,4 +1,4 @@
-"""Every code block of README and docs runs, in order, from a copy of the checkout's layout; links are checked."""
+"""Code blocks of README and docs run, in order, from a copy of the checkout's layout; links are checked."""
 
 import os
 import re
