@@ -1,16 +1,12 @@
 """Code blocks of README and docs run, in order, from a copy of the checkout's layout; links are checked."""
 
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from helpers import docs_tables
 from helpers.paths import ROOT
 
-from hf_linattn.registry import _PATCHES, patches
 from tools.catalogue.pages import slug
 
 PAGES = sorted(
@@ -25,20 +21,6 @@ LINKED = sorted(
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OWN_TESTS = ("make demo", "make test")  # run by .ci/run and by tests/demo/test_demo.py
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder that looks like the checkout to relative paths, and takes what the blocks write."""
-    for name in ("README.md", "docs", "examples", "hf_linattn", "patches", "eval", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    patches()  # discovered before anything is registered here
-    known = dict(_PATCHES)
-    yield tmp_path
-    for name in _PATCHES.keys() - known.keys():
-        del _PATCHES[name]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # short examples open files as people do
