@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        print("\ninterrupted; the same command continues", file=sys.stderr)
         return 130
 
 
