@@ -107,7 +107,7 @@ def tokenize(sentences: list[str], tokenizer: PreTrainedTokenizerBase, length: i
 
 
 def hidden_states(model: nn.Module, ids: Tensor, padding: int) -> tuple[list[Tensor], Tensor]:
-    """Give the states after every layer, each [B, N, D], and the real tokens, [B, N], N of the longest row."""
+    """Give states after every layer, each [B, N, D], and the real tokens, [B, N]; N is the longest row's."""
     mask = ids != padding
     longest = int(mask.sum(1).max())
     ids, mask = ids[:, :longest], mask[:, :longest]

@@ -82,3 +82,9 @@ def test_every_page_is_in_the_index():
     targets = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", index)}
     for page in ROOT.glob("docs/*.md"):
         assert page.resolve() in targets or page.name == "README.md", page.name
+
+
+def test_the_changelog_begins_with_this_version():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]
+    heading = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert heading == "Unreleased" or heading.startswith(f"{version} - ")
