@@ -1,7 +1,7 @@
 """Write the tables of the README from the registry and from a run of the demo.
 
-python tests/helpers/docs_tables.py                    # the table of patches
-python tests/helpers/docs_tables.py --demo demo-out    # the results too
+python -m tests.helpers.docs_tables                    # the table of patches
+python -m tests.helpers.docs_tables --demo demo-out    # the results too
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import base64
 import json
 from pathlib import Path
 
-from helpers.paths import ROOT
 from hf_linattn.eval.report.figures import length_curves
 from hf_linattn.eval.report.summary import collect
 from hf_linattn.registry import patches
 from tools.catalogue.docstrings import GROUPS
 
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TEXT = """
 <picture>
