@@ -13,8 +13,8 @@ Measured on sentences of documents that are never trained on, for the patched mo
 mean cosine to the original's embeddings; Spearman's rank correlation of all similarities between two
 sentences with the original's; how many sentences keep their nearest neighbour.
 
-Without --data: docstrings of the Python standard library. Stopped at any moment, the same command goes on
-from its last checkpoint. The output folder is a model for `hf_linattn.from_pretrained`.
+Without --data: docstrings of the Python standard library. Stopped at any moment, the same command
+continues from its last checkpoint. The output folder is a model for `hf_linattn.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Documents = list[str]
 
 
 def docstrings(*, held_out: bool) -> Documents:
-    """Those of each standard-library module, joined; modules without any are left out."""
+    """Return the docstrings of each standard-library module, joined; modules without any are left out."""
     texts = []
     for path in stdlib_files(held_out=held_out):
         try:
@@ -71,14 +71,14 @@ def docstrings(*, held_out: bool) -> Documents:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Sentences of 4 to 60 words that contain no code, in order."""
+    """Return the sentences of 4 to 60 words that contain no code, in order."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     sentences = [s for p in paragraphs for s in re.split(r"(?<=[.!?])[\"”')]*\s+(?=[A-Z\"“'(])", p)]
     return [s for s in sentences if 4 <= len(s.split()) <= 60 and not re.search(r">>>|[{}=|]|--", s)]
 
 
 def sentence_sets(data: str | None, eval_data: str | None) -> tuple[list[str], list[str]]:
-    """Distinct sentences to train on and distinct others to measure, from different documents.
+    """Choose distinct sentences to train on and distinct others to measure, from different documents.
 
     Raises:
         DataError: one document alone cannot be divided, or there are too few sentences.
@@ -99,7 +99,7 @@ def sentence_sets(data: str | None, eval_data: str | None) -> tuple[list[str], l
 
 
 def tokenize(sentences: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> NDArray[np.int32]:
-    """[sentences, length] token ids, padded at the right and cut."""
+    """Tokenize: [sentences, length] token ids, padded at the right and cut."""
     encoded = tokenizer(
         sentences, padding="max_length", truncation=True, max_length=length, padding_side="right"
     )
@@ -107,7 +107,7 @@ def tokenize(sentences: list[str], tokenizer: PreTrainedTokenizerBase, length: i
 
 
 def hidden_states(model: nn.Module, ids: Tensor, padding: int) -> tuple[list[Tensor], Tensor]:
-    """States after every layer, each [B, N, D], and which tokens are real, [B, N]; N is the longest row's."""
+    """Give states after every layer, each [B, N, D], and the real tokens, [B, N]; N is the longest row's."""
     mask = ids != padding
     longest = int(mask.sum(1).max())
     ids, mask = ids[:, :longest], mask[:, :longest]
@@ -116,7 +116,7 @@ def hidden_states(model: nn.Module, ids: Tensor, padding: int) -> tuple[list[Ten
 
 
 def pool(states: Tensor, mask: Tensor) -> Tensor:
-    """[B, N, D], [B, N] -> [B, D]: mean over the real tokens, of length 1."""
+    """Embed: [B, N, D], [B, N] -> [B, D], the mean over the real tokens, of length 1."""
     weights = mask.unsqueeze(-1).to(states.dtype)
     return F.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)
 
@@ -139,7 +139,7 @@ def distillation(teacher: nn.Module, padding: int, hidden: float) -> Callable[[n
 
 @torch.no_grad()
 def embed(model: nn.Module, rows: NDArray[np.int32], padding: int) -> Tensor:
-    """[sentences, D] on the CPU."""
+    """Embed sentences: [sentences, D] on the CPU."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     batches = [torch.from_numpy(rows[i : i + 64]).long().to(device) for i in range(0, len(rows), 64)]
@@ -195,7 +195,7 @@ class Sentences:
 
 
 def read_sentences(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Sentences:
-    """Those of the text, tokenized.
+    """Tokenize the sentences of the text.
 
     Raises:
         DataError: too few, or the tokenizer cannot pad.
@@ -210,7 +210,7 @@ def read_sentences(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def measure(args: argparse.Namespace) -> Agreement:
-    """How far a model that is there already agrees with the original."""
+    """Measure how far an existing model agrees with the original."""
     sentences = read_sentences(args, AutoTokenizer.from_pretrained(args.model))
     original, other = (
         from_pretrained(name, dtype=torch.float32).eval() for name in (args.model, args.measure)
@@ -289,12 +289,12 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def show(numbers: dict[str, float]) -> str:
-    """One line."""
+    """Format the figures as one line."""
     return "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
 
 
 def write(text: str) -> None:
-    """To stderr, beside the progress bar."""
+    """Print to stderr, where the progress bar is."""
     sys.stderr.write(text + "\n")
 
 

@@ -15,7 +15,7 @@ folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "base
 model = from_pretrained(folder, dtype=torch.float32)
 layers = model.config.num_hidden_layers
 
-# the first half linear, with a state of constant size; the last layer's scores scaled; the rest as it was
+# the first half linear, with a state of constant size; the last layer's scores scaled; the rest unchanged
 plan = {f"0-{layers // 2 - 1}": "elu1", str(layers - 1): "softmax1+logn"}
 patch_model(model, plan, options={"train_length": model.config.max_position_embeddings})
 print(describe(model))

@@ -4,8 +4,8 @@
     python examples/pretrain_base.py --output-dir base --steps 20 # a smoke run
 
 A Llama of 1.4 M parameters, context 512, with a byte-level BPE tokenizer of its own. Muon trains the hidden
-matrices, AdamW the rest. Stop it at any moment and start the same command again: it goes on from its last
-checkpoint. The files in `hf_linattn.demo.stdlib_text.HELD_OUT` are never read.
+matrices, AdamW the rest. Stop it at any moment and start the same command again: it continues from its
+last checkpoint. The files in `hf_linattn.demo.stdlib_text.HELD_OUT` are never read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTEXT = 512
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE without normalisation: decoding gives the very bytes back."""
+    """Train a byte-level BPE without normalisation: decoding gives the very bytes back."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def new_model(vocab_size: int) -> LlamaForCausalLM:
-    """6 layers, width 128, 4 heads of 32, tied embeddings."""
+    """Make a Llama of 6 layers, width 128, 4 heads of 32, tied embeddings."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=128,
@@ -67,7 +67,7 @@ def new_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 def batch_at(step: int, tokens: np.ndarray, batch_size: int, seed: int) -> torch.Tensor:
-    """Token ids of a step, [batch_size, CONTEXT]: disjoint windows, each epoch in a new order and offset."""
+    """Return the token ids of a step, [batch_size, CONTEXT]: disjoint windows, in a new order each epoch."""
     rows = len(tokens) // CONTEXT - 1
     per_epoch = rows // batch_size
     epoch, index = divmod(step, per_epoch)
@@ -80,7 +80,7 @@ def batch_at(step: int, tokens: np.ndarray, batch_size: int, seed: int) -> torch
 
 
 def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the blocks, AdamW on embeddings and norms."""
+    """Return Muon on the matrices of the blocks, AdamW on embeddings and norms."""
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     return [
@@ -90,7 +90,7 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer
 
 
 def write_atomically(path: Path, state: dict) -> None:
-    """A reader finds the old file or the new one, never half of one."""
+    """Replace a file in one step: a reader sees the old one or the new one, never half of one."""
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)

@@ -1,4 +1,4 @@
-"""What a patch in a package of its own should show: its formula, its options, and that it is found."""
+"""What a patch in a package of its own should show: its formula, its options, and that it is registered."""
 
 import pytest
 import torch

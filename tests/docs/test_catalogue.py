@@ -1,4 +1,4 @@
-"""The catalogue of patches: docstrings read, the page made of results, measuring resumed."""
+"""The catalogue of patches: docstrings read, pages written from results, measuring resumed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_linattn.attention import LinearAttention, Modifier, ScoreAttention
 from tools.catalogue import __main__ as catalogue
 from tools.catalogue import docstrings as catalogue_text
 from tools.catalogue import measure as catalogue_measure
-from tools.catalogue import page as catalogue_page
+from tools.catalogue import pages as catalogue_pages
 from tools.catalogue import plan
-from tools.catalogue.docstrings import CatalogueError, Entry, Option, read
+from tools.catalogue.docstrings import GROUPS, CatalogueError, Entry, Option, read
 from tools.catalogue.plan import CONTROL, ORIGINAL, Settings, Subject, key_of
 
 DOC = """Weights that fade.
@@ -136,7 +136,7 @@ RESULTS = {
 }
 
 
-def made(results):
+def write(results):
     entry = read(make())
     entries = {
         "fading": entry,
@@ -146,23 +146,23 @@ def made(results):
         "broken": dataclasses.replace(entry, name="broken", group="scores"),
     }
     composed = {"fading+broken": "Both."}
-    return catalogue_page.page(entries, composed, {"gone": "why not"}, results, Settings(), "$M/m", "$M/d")
+    return catalogue_pages.pages(entries, composed, {"gone": "why not"}, results, Settings(), "$M/m", "$M/d")
 
 
-def test_the_page():
-    text = made(RESULTS)
-    assert text == made(dict(reversed(RESULTS.items())))
-    lines = text.splitlines()
+def test_the_pages():
+    pages = write(RESULTS)
+    assert pages == write(dict(reversed(RESULTS.items())))
+    assert list(pages) == ["README.md", "feature-maps.md", "scores.md", "compositions.md"]
+    lines = pages["feature-maps.md"].splitlines()
     row = next(line for line in lines if line.startswith("| [`fading`](#fading) | Weights that fade. |"))
     assert row.endswith("| O(n) | 1,152 B constant | 0; 1,024 | both | 1,234 | 21.09 |")
-    assert "| [`broken`](#broken) | Weights that fade. | O(n) | not measured | not measured | both " in text
-    assert "| failed | failed |" in text
     assert (
         "| [`backward`](#backward) | Weights that fade. | O(n) | - | - | bidirectional only | - | - |"
         in lines
     )
     assert "- bidirectional only: it reads ahead" in lines
-    entry = text[text.index("### `fading`\n") : text.index("### `backward`")].splitlines()
+    text = pages["feature-maps.md"]
+    entry = text[text.index("## `fading`\n") : text.index("## `backward`\n")].splitlines()
     assert entry[2:8] == [
         "Weights that fade.",
         "",
@@ -176,46 +176,79 @@ def test_the_page():
     assert "| `fading` | 1,234 +- 25 | 21.09 +- 0.42 |" in entry
     assert "| without a patch | 3.695 +- 0.074 | 3.700 +- 0.074 |" in entry
     assert 'Source: "A Paper", Somebody 2020, section 3.' in entry
-    backward = text[text.index("### `backward`\n") : text.index("## Other functions of the scores\n")]
-    assert "perplexity" not in backward
-    assert "measuring it failed with RuntimeError: no | luck" in text
-    assert "python tools/catalogue/__main__.py --model $M/m --data $M/d" in text
+    assert "| `backward` |" not in text  # no figures of what a causal model cannot have
+    scores = pages["scores.md"]
+    assert "| [`broken`](#broken) | Weights that fade. | O(n) | not measured | not measured | both " in scores
+    assert "| failed | failed |" in scores
+    assert "measuring it failed with RuntimeError: no | luck" in scores
+    # the composition has no result of its own; its parts lie on other pages
+    composed = pages["compositions.md"]
+    assert (
+        "| [`fading+broken`](#fadingbroken) | Both. | O(n) | not measured | not measured | both | not m"
+        in composed
+    )
+    assert "Both. Made of [`fading`](feature-maps.md#fading) and [`broken`](scores.md#broken)." in composed
+
+
+def test_the_index():
+    text = write(RESULTS)["README.md"]
+    lines = text.splitlines()
+    for start in (
+        "| [`fading`](feature-maps.md#fading) | [Linear: a feature map](feature-maps.md) | Weights that "
+        "fade. | O(n) | 1,152 B constant | 1,234 | 21.09 |",
+        "| [`backward`](feature-maps.md#backward) | ",
+        "| [`broken`](scores.md#broken) | [Other functions of the scores](scores.md) | ",
+        "| [`fading+broken`](compositions.md#fadingbroken) | [Compositions](compositions.md) | Both. ",
+    ):
+        assert sum(line.startswith(start) for line in lines) == 1, start
+    assert "python -m tools.catalogue --model $M/m --data $M/d" in text
     assert "TinyForCausalLM, 260,032 parameters, 2 layers" in text
     assert "(307,200 tokens)" in text
     assert "- `gone`: why not" in lines
-    for anchor in ("feature map", "Compositions"):
-        assert any(
-            f"(#{catalogue_page.slug(h[3:])})" in text for h in lines if anchor in h and h[:3] == "## "
-        )
-    # the composition has no result of its own
-    assert (
-        "| [`fading+broken`](#fadingbroken) | Both. | O(n) | not measured | not measured | both | not m"
-        in text
-    )
 
 
-def test_the_page_in_docs_says_what_the_patches_say():
-    text = (ROOT / "docs" / "patches.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs" / "patches"
+REWRITE = "write docs/patches again by `python -m tools.catalogue`"
+
+
+def test_the_pages_in_docs_say_what_the_patches_say():
     for entry in catalogue_text.read_all().values():
-        for part in (entry.summary, entry.formula, *entry.prose, entry.use, entry.source):
-            assert part in text, (
-                f"{entry.name} has changed: write docs/patches.md again with tools/catalogue/__main__.py"
-            )
+        text = (DOCS / GROUPS[entry.group].page).read_text(encoding="utf-8")
+        start = text.index(f"\n## `{entry.name}`\n")
+        own = text[start : text.find("\n## ", start + 1)] if "\n## " in text[start + 1 :] else text[start:]
+        options = [f"| `{option.name}` | `{option.default}` | " for option in entry.options]
+        for part in (entry.summary, entry.formula, *entry.prose, *options, entry.use, entry.source):
+            assert part in own, f"{entry.name} has changed: {REWRITE}"
 
 
-def test_a_page_without_results_invents_nothing():
-    text = made({})
-    head = text[text.index("**Original**") : text.index("- Time is")]
-    assert head.count("not measured") == 2
-    entry = text[text.index("### `fading`\n") : text.index("### `backward`")]
-    assert "| `fading` | not measured | not measured |" in entry
+def test_the_pages_in_docs_are_those_of_the_groups_with_every_patch_once():
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in DOCS.iterdir()} == {
+        "README.md",
+        catalogue_pages.COMPOSED.page,
+        *(group.page for group in GROUPS.values()),
+    }
+    for entry in catalogue_text.read_all().values():
+        link = f"| [`{entry.name}`]({GROUPS[entry.group].page}#{catalogue_pages.slug(entry.name)}) | "
+        assert index.count(link) == 1, REWRITE
+    for spec in plan.compositions():
+        link = f"| [`{spec}`]({catalogue_pages.COMPOSED.page}#{catalogue_pages.slug(spec)}) | "
+        assert index.count(link) == 1, REWRITE
+
+
+def test_pages_without_results_invent_nothing():
+    pages = write({})
+    assert "has a\nperplexity of not measured before and not measured after" in pages["README.md"]
+    assert pages["README.md"].count("**Original**, untouched: not measured. ") == 1
+    assert "| `fading` | not measured | not measured |" in pages["feature-maps.md"]
 
 
 def test_a_pipe_does_not_break_a_table():
     entry = dataclasses.replace(read(make()), summary="A | B")
-    text = catalogue_page.page({"fading": entry}, {}, {}, {}, Settings(), "m", "d")
-    row = next(line for line in text.splitlines() if line.startswith("| [`fading`]"))
-    assert row.count("|") == 9
+    pages = catalogue_pages.pages({"fading": entry}, {}, {}, {}, Settings(), "m", "d")
+    for text, bars in ((pages["feature-maps.md"], 9), (pages["README.md"], 8)):
+        row = next(line for line in text.splitlines() if line.startswith("| [`fading`]"))
+        assert row.count("|") == bars
 
 
 def test_a_key_changes_with_code_and_options_but_not_with_words(tmp_path, monkeypatch):
@@ -236,10 +269,10 @@ def test_a_key_changes_with_code_and_options_but_not_with_words(tmp_path, monkey
 def test_compositions_need_all_their_parts(monkeypatch):
     monkeypatch.setattr(plan, "COMPOSITIONS", {"softmax1+logn": "a", "softmax1+nowhere": "b"})
     assert plan.compositions() == {"softmax1+logn": "a"}
-    found = plan.subjects()
-    assert list(found)[:2] == [ORIGINAL, CONTROL]
-    assert found["softmax1+logn"].patch == "softmax1+logn"
-    assert [part.name for part in found["softmax1+logn"].parts] == ["softmax1", "logn"]
+    subjects = plan.subjects()
+    assert list(subjects)[:2] == [ORIGINAL, CONTROL]
+    assert subjects["softmax1+logn"].patch == "softmax1+logn"
+    assert [part.name for part in subjects["softmax1+logn"].parts] == ["softmax1", "logn"]
 
 
 STORY = "Once upon a time there was {n} and {n}.\n\nIt said {m}. " + "The end came slowly, as ends do. " * 6
@@ -321,8 +354,8 @@ def test_the_command(place, tmp_path, monkeypatch, capsys):
         for job in jobs:
             if not job.finished():
                 started.append(job.name)
-                assert Path(job.command[1]).name == "catalogue.py"
-                assert catalogue.main(job.command[2:]) == 0
+                assert job.command[1:3] == ["-m", "tools.catalogue"]
+                assert catalogue.main(job.command[3:]) == 0
                 assert job.finished()
 
     def measured(subject, *arguments):
@@ -332,7 +365,24 @@ def test_the_command(place, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(catalogue, "run_jobs", run_jobs)
     monkeypatch.setattr(catalogue_measure, "_measured", measured)
-    monkeypatch.setattr(catalogue, "read_all", dict)
-    words = ["--model", str(place / "model"), "--work-dir", str(tmp_path / "w"), "--data", str(tmp_path)]
-    assert catalogue.main(words) == 1
+    pages = tmp_path / "pages"
+    words = ["--model", str(place / "model"), "--work-dir", str(tmp_path / "w"), "--jobs", "3"]
+    assert catalogue.main([*words, "--data", str(tmp_path)]) == 1
     assert "has no train_sample.txt: --data is a folder with" in capsys.readouterr().err
+    words += ["--data", str(place / "texts")]
+    assert catalogue.main([*words, "--output", str(pages)]) == 1
+    assert started == list(plan.subjects())
+    assert "softmax1 failed: RuntimeError: no luck" in capsys.readouterr().err
+    assert {path.name for path in pages.iterdir()} == {path.name for path in DOCS.iterdir()}
+    assert "| failed | failed |" in (pages / "scores.md").read_text(encoding="utf-8")
+    # only what failed is measured again
+    started.clear()
+    broken.clear()
+    assert catalogue.main([*words, "--output", str(pages)]) == 0
+    assert started == ["softmax1"]
+    assert "failed" not in (pages / "scores.md").read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert catalogue.main([*words, "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert "elu1: measured" in listed
+    assert "linformer: bidirectional only" in listed

@@ -1,37 +1,26 @@
-"""Every code block of README and docs runs, in order, from a copy of the checkout's layout."""
+"""Code blocks of README and docs run, in order, from a copy of the checkout's layout; links are checked."""
 
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from helpers import docs_tables
 from helpers.paths import ROOT
 
-from hf_linattn.registry import _PATCHES, patches
+from tools.catalogue.pages import slug
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
-    for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+)
+LINKED = sorted(
+    [
+        *PAGES,
+        *(p.relative_to(ROOT).as_posix() for p in [ROOT / "CHANGELOG.md", *ROOT.glob("examples/*/*.md")]),
+    ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 OWN_TESTS = ("make demo", "make test")  # run by .ci/run and by tests/demo/test_demo.py
-
-
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A folder that looks like the checkout to relative paths, and takes what the blocks write."""
-    for name in ("README.md", "docs", "examples", "hf_linattn", "patches", "eval", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    patches()  # discovered before anything is registered here
-    known = dict(_PATCHES)
-    yield tmp_path
-    for name in _PATCHES.keys() - known.keys():
-        del _PATCHES[name]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # short examples open files as people do
@@ -70,8 +59,32 @@ def test_the_table_of_patches_is_the_registry():
     assert docs_tables.replaced(text, "patches", docs_tables.patch_table()) == text
 
 
-@pytest.mark.parametrize("page", PAGES)
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading.strip()) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", LINKED)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|srcset)=\"([^\"]+)\"", text)
+    for target in targets:
         if "://" not in target:
-            assert (ROOT / page).parent.joinpath(target).exists(), target
+            name, _, anchor = target.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path / "README.md" if path.is_dir() else path), target
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    targets = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([^)#]+)", index)}
+    for page in ROOT.glob("docs/*.md"):
+        assert page.resolve() in targets or page.name == "README.md", page.name
+
+
+def test_the_changelog_begins_with_this_version():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)[1]
+    heading = re.search(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert heading == "Unreleased" or heading.startswith(f"{version} - ")

@@ -1,7 +1,7 @@
 """Write the tables of the README from the registry and from a run of the demo.
 
-python tests/helpers/docs_tables.py                    # the table of patches
-python tests/helpers/docs_tables.py --demo demo-out    # the results too
+python -m tests.helpers.docs_tables                    # the table of patches
+python -m tests.helpers.docs_tables --demo demo-out    # the results too
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import base64
 import json
 from pathlib import Path
 
-from helpers.paths import ROOT
 from hf_linattn.eval.report.figures import length_curves
 from hf_linattn.eval.report.summary import collect
 from hf_linattn.registry import patches
+from tools.catalogue.docstrings import GROUPS
 
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TEXT = """
 <picture>
@@ -30,24 +31,14 @@ float32, one thread a process; {machine}; torch {torch}, transformers {transform
 """
 
 
-GROUPS = {
-    "feature map": "linear attention: O(n) time, a state of constant size",
-    "state that forgets": "the same, and old tokens fade",
-    "hybrid": "exact softmax near by, memory flat; `window+elu1` sums up the rest",
-    "scores": "other functions of the scores",
-    "sparse": "softmax over fewer keys",
-    "compressed": "keys and values summed up in fewer",
-    "position": "added to the scores, with RoPE left on or switched off",
-    "floor": "no attention at all, to compare with",
-}
-
-
 def patch_table() -> str:
+    """Return a row per group of patches, each name a link to its entry."""
     lines = ["| kind | patches |", "|---|---|"]
-    for group, what in GROUPS.items():
+    for group, described in GROUPS.items():
+        page = f"docs/patches/{described.page}"
         names = [name for name, cls in patches().items() if cls.group == group]
-        links = " · ".join(f"[`{name}`](docs/patches.md#{name})" for name in names)
-        lines.append(f"| {what} | {links} |")
+        links = " · ".join(f"[`{name}`]({page}#{name})" for name in names)
+        lines.append(f"| [{described.title}]({page}) | {links} |")
     assert {cls.group for cls in patches().values()} == GROUPS.keys()
     return "\n".join(lines)
 

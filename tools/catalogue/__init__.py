@@ -1,1 +1,1 @@
-"""Write the tables of docs/patches.md."""
+"""Write docs/patches/: a page for each group of patches, from docstrings and measurements."""

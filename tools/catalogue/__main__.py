@@ -1,6 +1,6 @@
-"""Write docs/patches.md: every registered patch in words, and what it does to a small model.
+"""Write docs/patches/: what every registered patch computes, and what it does to a small model.
 
-python -m tools.catalogue --model DIR --data DIR --work-dir W --output docs/patches.md
+python -m tools.catalogue --model DIR --data DIR --work-dir W --output docs/patches
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_linattn.registry import patches
 
 from .docstrings import read_all
 from .measure import TEXTS, forget, jobs_for, measure, prepare_texts
-from .page import page
+from .pages import pages
 from .plan import (
     CONTROL,
     ORIGINAL,
@@ -33,20 +33,20 @@ from .plan import (
 
 EPILOG = f"""\
 examples (`catalogue` stands for `python -m tools.catalogue --model DIR --data DIR --work-dir W`):
-  catalogue --output docs/patches.md            # measure what is missing or changed, then write the page
+  catalogue --output docs/patches               # measure what is missing or changed, then write the pages
   catalogue --list                              # what is measured and what is not
-  catalogue --only elu1 softmax1+logn --again   # these once more; what of the others is measured stays
-  catalogue --no-measure --output docs/patches.md   # the page alone, with what there is
+  catalogue --only elu1 softmax1+logn --again   # these once more; the others keep their results
+  catalogue --no-measure --output docs/patches  # the pages alone, from the results that there are
 
 The data folder holds {TEXTS["train"]} and {TEXTS["held_out"]}: stories, each beginning "Once upon a time".
-A measurement counts until the options, the settings or the code of the patch's own file change; for changes
-of the core there is --again. Killed at any moment, the same command goes on. A patch that fails does not stop
-the others; the page says so, the exit status is 1, and the next start tries it again.
+A measurement counts until the options, the settings or the code of the patch's own file change; after changes
+of the core use --again. A killed run continues with the same command. A patch that fails does not stop the
+others: its page says so, the exit status is 1, and the next run tries it again.
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command line."""
     parser = argparse.ArgumentParser(
         description="Write the catalogue of patches, with measurements of every patch on one small model.",
         epilog=EPILOG,
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="folder of the causal language model to patch")
     add("--data", type=Path, required=True, help="folder with the texts (see below)")
     add("--work-dir", type=Path, required=True, help="folder for models and results; resumes there")
-    add("--output", type=Path, help="the page to write (default: none)")
+    add("--output", type=Path, help="folder for the pages (default: none are written)")
     add(
         "--jobs",
         type=int,
@@ -70,8 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--measure", metavar="NAME", help="measure this one in this process: what the jobs do")
     for item in dataclasses.fields(Settings):
         flag, kind = "--" + item.name.replace("_", "-"), type(item.default)
-        told = f"{item.metadata['help']} (default: %(default)s)"
-        add(flag, type=kind, default=item.default, help=told)
+        add(flag, type=kind, default=item.default, help=f"{item.metadata['help']} (default: %(default)s)")
     return parser
 
 
@@ -99,22 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on", file=sys.stderr)
+        print("\ninterrupted; the same command continues", file=sys.stderr)
         return 130
 
 
 def catalogue(args: argparse.Namespace, settings: Settings) -> int:
-    """Measure, write the page, and say what failed; 1 if something did."""
+    """Measure, write the pages, and print what failed; return 1 if something did."""
     entries = read_all()
     wanted = [s for s in subjects().values() if not args.only or s.name in (ORIGINAL, CONTROL, *args.only)]
     if not args.no_measure:
         _measure(args, settings, wanted)
     results = load_results(args.work_dir, settings, args.model, str(args.data))
     if args.output:
-        text = page(
-            entries, compositions(), _refused(), results, settings, _shown(args.model), _shown(str(args.data))
-        )
-        args.output.write_text(text, encoding="utf-8")
+        model, data = _display_path(args.model), _display_path(str(args.data))
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name, text in pages(entries, compositions(), _refused(), results, settings, model, data).items():
+            (args.output / name).write_text(text, encoding="utf-8")
         print(f"{args.output}: {len(entries)} patches, {len(compositions())} compositions")
     failed = {name: result["error"] for name, result in results.items() if "error" in result}
     for name, error in failed.items():
@@ -139,31 +138,31 @@ def _measure(args: argparse.Namespace, settings: Settings, wanted: Sequence[Subj
 
 
 def listing(args: argparse.Namespace, settings: Settings) -> str:
-    """A line per patch and composition: measured, changed since, failed, not measured, or why never."""
+    """List every patch and composition: measured, changed since, failed, not measured, or why never."""
     lines = []
     for name, subject in subjects().items():
-        found = load_result(args.work_dir, name)
-        if found is None:
+        result = load_result(args.work_dir, name)
+        if result is None:
             state = "not measured"
-        elif found["key"] != key_of(subject, settings, args.model, str(args.data)):
+        elif result["key"] != key_of(subject, settings, args.model, str(args.data)):
             state = "changed since it was measured"
         else:
-            state = f"failed: {found['error']}" if "error" in found else "measured"
+            state = f"failed: {result['error']}" if "error" in result else "measured"
         lines.append(f"{name}: {state}")
     lines += [f"{n}: bidirectional only" for n, c in patches().items() if c.directions == "bidirectional"]
     return "\n".join(lines)
 
 
 def _refused() -> dict[str, str]:
-    """Names that are known only to be refused."""
+    """Return the names that are registered only to be refused, with the reason."""
     from hf_linattn import registry
 
     registry.patches()  # discovers them
     return {name: cls.refused for name, cls in sorted(registry._PATCHES.items()) if cls.refused}
 
 
-def _shown(path: str) -> str:
-    """A path as the page writes it: below $HF_LINATTN_DATA, or its last part alone."""
+def _display_path(path: str) -> str:
+    """Return a path as the pages write it: below $HF_LINATTN_DATA, or its last part alone."""
     root = os.environ.get("HF_LINATTN_DATA")
     if root and Path(path).resolve().is_relative_to(Path(root).resolve()):
         return f"$HF_LINATTN_DATA/{Path(path).resolve().relative_to(Path(root).resolve()).as_posix()}"

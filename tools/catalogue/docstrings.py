@@ -1,7 +1,7 @@
-"""What the docstring and the attributes of a patch say about it, for its entry in docs/patches.md.
+"""Read what the docstring and the attributes of a patch say, for its entry in docs/patches/.
 
-The docstring is a row of paragraphs: a summary of one line; the formula; prose, if any; `Options:` with one
-indented `name: text` per option; `Use: ` when to take it; and at the end `Source: `.
+A docstring has these paragraphs in this order: a summary of one line; the formula; prose, if any; `Options:`
+with one indented `name: text` per option; `Use: ` when to take it; and at the end `Source: `.
 """
 
 from __future__ import annotations
@@ -14,24 +14,66 @@ from hf_linattn.attention import Patch
 from hf_linattn.errors import LinattnError
 from hf_linattn.registry import patches, signature
 
+
+@dataclass(frozen=True)
+class Group:
+    """One page of docs/patches/: its heading, its file, and what its patches have in common."""
+
+    title: str
+    page: str
+    summary: str
+
+
 GROUPS = {
-    "feature map": "Linear: a feature map",
-    "state that forgets": "Linear: a state that forgets",
-    "hybrid": "Hybrids",
-    "scores": "Other functions of the scores",
-    "sparse": "Sparse",
-    "compressed": "Compressed",
-    "position": "Positions, beside an attention",
-    "floor": "Floors, to compare with",
+    "feature map": Group(
+        "Linear: a feature map",
+        "feature-maps.md",
+        "Linear attention, O(n), with a state of constant size. The patches differ in the feature map phi.",
+    ),
+    "state that forgets": Group(
+        "Linear: a state that forgets",
+        "decay.md",
+        "Linear attention whose state decays, so that old tokens count less.",
+    ),
+    "hybrid": Group(
+        "Hybrids",
+        "hybrids.md",
+        "Exact softmax over the nearest tokens, in constant memory; a linear attention can sum up the rest.",
+    ),
+    "scores": Group(
+        "Other functions of the scores",
+        "scores.md",
+        "Attention over all keys, as softmax is, with other weights or other scores.",
+    ),
+    "sparse": Group(
+        "Sparse",
+        "sparse.md",
+        "Softmax over fewer keys. These are masks: they show the quality of a pattern and gain no speed.",
+    ),
+    "compressed": Group(
+        "Compressed",
+        "compressed.md",
+        "Softmax over fewer keys and values, each of which stands for many tokens.",
+    ),
+    "position": Group(
+        "Positions",
+        "positions.md",
+        "How distance changes the scores of another attention, with RoPE left on or switched off.",
+    ),
+    "floor": Group(
+        "Floors, to compare with",
+        "floors.md",
+        "No attention at all. What a model does better than this is what its attention carries.",
+    ),
 }
-"""The groups that a patch can name, in the order of the page, with their headings."""
+"""The groups that a patch can name, in the order of the index."""
 
 AS_JOINED = "as the attention it joins"
 DIRECTIONS = {"both": "both", "causal": "causal only", "bidirectional": "bidirectional only"}
 
 
 class CatalogueError(LinattnError, ValueError):
-    """Patches do not say about themselves what the catalogue needs."""
+    """A docstring lacks what the catalogue needs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +87,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """A patch in words; `why` is the reason for one direction only."""
+    """A patch as its page describes it; `why` is the reason for one direction only."""
 
     name: str
     group: str
@@ -61,7 +103,7 @@ class Entry:
 
 
 def read_all() -> dict[str, Entry]:
-    """Every registered patch by name.
+    """Read every registered patch, by name.
 
     Raises:
         CatalogueError: naming every class that lacks something, and what.
@@ -79,19 +121,19 @@ def read_all() -> dict[str, Entry]:
 
 
 def read(cls: type[Patch]) -> Entry:
-    """The entry of one patch.
+    """Read one patch.
 
     Raises:
         CatalogueError: naming the class and everything it lacks.
     """
     paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
-    marked = {mark: _marked(paragraphs, mark) for mark in ("Options:", "Use:", "Source:")}
-    prose = [p for p in paragraphs if not p.startswith((*marked, "Shapes:"))]
-    options, problems = _options(cls, marked["Options:"])
+    sections = {mark: _section(paragraphs, mark) for mark in ("Options:", "Use:", "Source:")}
+    prose = [p for p in paragraphs if not p.startswith((*sections, "Shapes:"))]
+    options, problems = _options(cls, sections["Options:"])
     for mark in ("Use:", "Source:"):
-        if not marked[mark]:
+        if not sections[mark]:
             problems.append(f"no paragraph {mark!r} (one such paragraph)")
-    if marked["Source:"] and not paragraphs[-1].startswith("Source:"):
+    if sections["Source:"] and not paragraphs[-1].startswith("Source:"):
         problems.append("'Source:' is not the last paragraph")
     if not prose or not prose[0] or "\n" in prose[0]:
         problems.append("no summary of one line")
@@ -110,8 +152,8 @@ def read(cls: type[Patch]) -> Entry:
         group=cls.group,
         summary=prose[0],
         formula=prose[1],
-        use=_joined(marked["Use:"]),
-        source=_joined(marked["Source:"]),
+        use=_joined(sections["Use:"]),
+        source=_joined(sections["Source:"]),
         time=_time(cls),
         directions=cls.directions,
         why=cls.why,
@@ -120,10 +162,10 @@ def read(cls: type[Patch]) -> Entry:
     )
 
 
-def _marked(paragraphs: list[str], mark: str) -> str:
-    """The one paragraph that begins with the mark, without it; empty if there is none, or several."""
-    found = [p.removeprefix(mark) for p in paragraphs if p.startswith(mark)]
-    return found[0] if len(found) == 1 else ""
+def _section(paragraphs: list[str], mark: str) -> str:
+    """Return the one paragraph that begins with the mark, without it; empty if there is none, or several."""
+    matches = [p.removeprefix(mark) for p in paragraphs if p.startswith(mark)]
+    return matches[0] if len(matches) == 1 else ""
 
 
 def _joined(text: str) -> str:
@@ -131,24 +173,24 @@ def _joined(text: str) -> str:
 
 
 def _options(cls: type[Patch], text: str) -> tuple[list[Option], list[str]]:
-    """Options in the constructor's order; and what is wrong with their description."""
-    told: dict[str, str] = {}
+    """Read the options, in the constructor's order; and list what is wrong with their description."""
+    texts: dict[str, str] = {}
     for line in text.strip("\n").split("\n") if text else []:
         begin = re.fullmatch(r" {4}(\w+): (.+)", line)
         if begin:
-            told[begin[1]] = begin[2]
-        elif told and re.match(r" {5,}\S", line):
-            told[list(told)[-1]] += " " + line.strip()
+            texts[begin[1]] = begin[2]
+        elif texts and re.match(r" {5,}\S", line):
+            texts[list(texts)[-1]] += " " + line.strip()
         else:
             return [], [f"'Options:' has a line that is no indented 'name: text': {line.strip()!r}"]
     known = signature(cls)
-    problems = [f"option {name!r} is not described" for name in known if name not in told]
-    problems += [f"'Options:' describes {name!r}, which is no option" for name in told if name not in known]
-    options = [Option(name, repr(p.default), told.get(name, "")) for name, p in known.items()]
+    problems = [f"option {name!r} is not described" for name in known if name not in texts]
+    problems += [f"'Options:' describes {name!r}, which is no option" for name in texts if name not in known]
+    options = [Option(name, repr(p.default), texts.get(name, "")) for name, p in known.items()]
     return options, problems
 
 
 def _time(cls: type[Patch]) -> str:
-    """A modifier costs what the attention it joins costs, unless it says otherwise."""
+    """Return the time a patch takes; a modifier without its own takes that of the attention it joins."""
     own = any("time" in vars(parent) for parent in cls.__mro__ if parent.__module__ != Patch.__module__)
     return cls.time if own or not cls.modifier else AS_JOINED

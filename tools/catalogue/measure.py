@@ -1,4 +1,4 @@
-"""One subject of docs/patches.md: perplexity, fine-tuning, perplexity, by the package's own commands."""
+"""Measure a subject of docs/patches/: perplexity, fine-tuning, perplexity, by the package's commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare_texts(data: Path, work: Path) -> None:
 
 
 def finetune_words(subject: Subject, settings: Settings, model: str, train: str, output: str) -> list[str]:
-    """Arguments of `hf_linattn.finetune`."""
+    """Return the arguments of `hf_linattn.finetune`."""
     words = ["--model", model, *_patch_words(subject), "--data", train, "--output-dir", output]
     words += ["--block-size", str(settings.block_size), "--batch-size", str(settings.batch_size)]
     words += ["--max-steps", str(settings.steps), "--lr", f"{settings.lr:g}", "--seed", str(settings.seed)]
@@ -51,7 +51,7 @@ def finetune_words(subject: Subject, settings: Settings, model: str, train: str,
 
 
 def perplexity_words(settings: Settings, model: str, held_out: str, output: str) -> list[str]:
-    """Arguments of `hf_linattn.eval.perplexity`, but for the patch."""
+    """Return the arguments of `hf_linattn.eval.perplexity`, but for the patch."""
     words = ["--model", model, "--data", held_out, "--join", "--lengths", str(settings.length)]
     words += ["--stride", "full", "--max-tokens", str(settings.max_tokens), "--dtype", "float32"]
     return [*words, "--seed", str(settings.seed), "--output-dir", output]
@@ -65,7 +65,7 @@ def _patch_words(subject: Subject) -> list[str]:
 
 
 def measure(subject: Subject, settings: Settings, model: str, data: str, work: Path) -> None:
-    """Leave `result.json` in the subject's folder: figures, or the error that stood in their way."""
+    """Write `result.json` to the subject's folder: the figures, or the error that prevented them."""
     folder, key = work / "subjects" / subject.name, key_of(subject, settings, model, data)
     if not (folder / "key.json").exists() or json.loads((folder / "key.json").read_text("utf-8")) != key:
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +112,7 @@ def _perplexity(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _facts(subject: Subject, settings: Settings, model: str) -> dict[str, Any]:
-    """What `describe` says: layers, and per layer parameters added and bytes of state."""
+    """Return what `describe` says: layers, and per layer parameters added and bytes of state."""
     from accelerate.utils import set_seed
 
     from hf_linattn import describe, from_pretrained, patch_model
@@ -128,7 +128,7 @@ def _facts(subject: Subject, settings: Settings, model: str) -> dict[str, Any]:
 
 
 def jobs_for(wanted: Sequence[Subject], settings: Settings, work: Path, words: Sequence[str]) -> list[Job]:
-    """One job per subject; `words` start this tool with the same settings."""
+    """Return one job per subject; `words` start this tool with the same settings."""
     return [
         Job(
             name=subject.name,
@@ -153,8 +153,8 @@ def _progress(path: Path, steps: int) -> Callable[[], float]:
 
 def forget(work: Path, subject: Subject, key: dict[str, Any], again: bool) -> None:
     """Remove a result that is an error, of another key, or not wanted any more."""
-    found = load_result(work, subject.name)
+    result = load_result(work, subject.name)
     if again:
         shutil.rmtree(work / "subjects" / subject.name, ignore_errors=True)
-    elif found is not None and (found["key"] != key or "error" in found):
+    elif result is not None and (result["key"] != key or "error" in result):
         (work / "subjects" / subject.name / "result.json").unlink()

@@ -1,4 +1,4 @@
-"""What docs/patches.md measures, with which settings, and when an earlier measurement still counts."""
+"""Decide what is measured for docs/patches/, with which settings, and when a measurement still counts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "strided": {"stride": 64},
     "topk": {"k": 32},
 }
-"""Options that a patch or composition is measured with, where its defaults would hardly bite in 512
-tokens."""
+"""Options that a patch or composition is measured with, where its defaults change
+little in 512 tokens."""
 
 
 def _setting(default: Any, text: str) -> Any:
@@ -64,25 +64,25 @@ class Subject:
 
     @property
     def parts(self) -> list[type[Patch]]:
-        """The patches that it is made of."""
+        """Return the patches that it consists of."""
         return [find(part) for part in self.patch.split("+")] if self.patch else []
 
 
 def compositions() -> dict[str, str]:
-    """Those of `COMPOSITIONS` whose parts are all registered."""
+    """Return those of `COMPOSITIONS` whose parts are all registered."""
     known = patches()
     return {spec: text for spec, text in COMPOSITIONS.items() if all(p in known for p in spec.split("+"))}
 
 
 def subjects() -> dict[str, Subject]:
-    """Everything to measure, by name; patches that a causal model cannot have are not among it."""
+    """List everything to measure, by name, without the patches that a causal model cannot have."""
     names = [name for name, cls in patches().items() if cls.directions != "bidirectional"]
-    found = {ORIGINAL: Subject(ORIGINAL), CONTROL: Subject(CONTROL)}
-    return found | {spec: Subject(spec, spec, OPTIONS.get(spec, {})) for spec in (*names, *compositions())}
+    plain = {ORIGINAL: Subject(ORIGINAL), CONTROL: Subject(CONTROL)}
+    return plain | {spec: Subject(spec, spec, OPTIONS.get(spec, {})) for spec in (*names, *compositions())}
 
 
 def key_of(subject: Subject, settings: Settings, model: str, data: str) -> dict[str, Any]:
-    """What a measurement depends on: options, settings, and the code of the patches' own files.
+    """Return what a measurement depends on: options, settings, and the code of the patches' own files.
 
     Documentation in those files does not count. The core does not count either: it is the same for all, and
     `--again` measures again.
@@ -104,7 +104,7 @@ def key_of(subject: Subject, settings: Settings, model: str, data: str) -> dict[
 
 
 def _code_hash(cls: type[Patch]) -> str:
-    """Hash of a class's file without comments and docstrings."""
+    """Hash a class's file without comments and docstrings."""
     path = inspect.getsourcefile(cls)
     assert path is not None
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -124,26 +124,26 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def load_result(work: Path, name: str) -> dict[str, Any] | None:
-    """What was found for a subject, at whatever key; None if nothing was."""
+    """Read the result of a subject, at whatever key; None if there is none."""
     try:
-        found: dict[str, Any] = json.loads((work / "subjects" / name / "result.json").read_text("utf-8"))
+        result: dict[str, Any] = json.loads((work / "subjects" / name / "result.json").read_text("utf-8"))
     except FileNotFoundError:
         return None
-    return found
+    return result
 
 
 def load_results(work: Path, settings: Settings, model: str, data: str) -> dict[str, dict[str, Any]]:
-    """Results that still count, by subject."""
-    found = {}
+    """Read the results that still count, by subject."""
+    valid = {}
     for name, subject in subjects().items():
         result = load_result(work, name)
         if result is not None and result["key"] == key_of(subject, settings, model, data):
-            found[name] = result
-    return found
+            valid[name] = result
+    return valid
 
 
 def save_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
