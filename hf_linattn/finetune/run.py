@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_linattn.cli.arguments import differences
 from hf_linattn.cli.files import filling, replacing, write_json, writing
+from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import DataError, OptionError, TrainingError
 from hf_linattn.finetune.__main__ import FinetuneArguments
 from hf_linattn.finetune.method import Method
@@ -276,7 +276,7 @@ def _results(
         "command": command,
         "arguments": dataclasses.asdict(arguments),
         "seed": arguments.seed,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": package_versions(PACKAGES, missing="not installed"),
         "device": str(loop.accelerator.device),
         "processes": loop.accelerator.num_processes,
         "distributed": loop.accelerator.distributed_type.value,
@@ -294,10 +294,3 @@ def _results(
         "eval_loss": loop.kept[1],
         "seconds": round(loop.seconds, 3),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
