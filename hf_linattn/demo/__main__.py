@@ -194,14 +194,12 @@ def _inspect(model: str) -> tuple[Any, int | None]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    what = "model"
-    try:
+    from hf_linattn.patching.loading import explain_missing
+
+    with explain_missing(f"no model at {model!r}", DataError):
         config = AutoConfig.from_pretrained(model).get_text_config()
-        what = "tokenizer"
+    with explain_missing(f"no tokenizer at {model!r}", DataError):
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # transformers 5 raises any of these for a folder without the files
-        raise DataError(f"no {what} at {model!r}: {str(error).strip().partition(chr(10))[0]}") from error
     return tokenizer, getattr(config, "max_position_embeddings", None)
 
 
