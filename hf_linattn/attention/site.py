@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -105,14 +106,16 @@ class Site:
     causal: bool | None
     rotary: nn.Module | None = None
 
+    @cached_property
     def extras(self) -> dict[str, str]:
-        """Keyword -> what the module does with it, for those that are in force."""
+        """Keyword -> what the module does with it, for those in force when first asked."""
         return {
             extra.keyword: EXTRAS[extra.keyword]
             for extra in self.source.extras
             if extra.in_force(self.module)
         }
 
+    @cached_property
     def shares(self) -> bool:
         """Whether it takes keys and values from another layer, or gives it its own."""
         return any(getattr(self.module, name, False) for name in self.source.sharing)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from hf_linattn.attention.site import Site
+from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.patch import RECORD, Record
 from hf_linattn.patching.plan import sites_of, transformers_model
 
 
@@ -101,9 +101,9 @@ def _state_bytes(site: Site, attention: Any) -> int | None:
     return size
 
 
-def _row(site: Site, record: Record) -> Row:
+def _row(site: Site, installation: Installation | None) -> Row:
     child: Any = site.module._modules.get(NAME)
-    note = record.notes.get(site.name, "")
+    note = "" if installation is None else installation.notes.get(site.name, "")
     if child is None:
         growth = _bytes_per_token(site)
         time = "O(n window)" if site.window else "O(n^2)"
@@ -121,7 +121,7 @@ def _row(site: Site, record: Record) -> Row:
         module=site.name,
         layer=site.layer_idx,
         patch=child.spec,
-        options=record.options.get(site.name, {}),
+        options={} if installation is None else installation.options.get(site.name, {}),
         parameters=sum(p.numel() for p in child.parameters()),
         linear=child.keeps_state,
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
@@ -139,8 +139,8 @@ def describe(model: nn.Module) -> Description:
         UnsupportedModelError: no attention module routes through transformers' interface.
     """
     inside = transformers_model(model)
-    record = inside.__dict__.get(RECORD, Record())
-    return Description(type(inside).__name__, tuple(_row(site, record) for site in sites_of(inside)))
+    installation = installation_of(inside)
+    return Description(type(inside).__name__, tuple(_row(site, installation) for site in sites_of(inside)))
 
 
 def is_linear(model: nn.Module) -> bool:
