@@ -1,4 +1,4 @@
-"""What is where in a model: `describe`."""
+"""Describe a model: which attention each of its modules has, and what that costs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hf_linattn.patching.plan import sites_of, transformers_model
 
 
 @dataclass(frozen=True)
-class Row:
-    """One attention module.
+class ModuleDescription:
+    """One attention module of a model.
 
     Attributes:
         module: dotted name; layer: its index or None.
@@ -45,12 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """Rows of `describe`; prints as a table."""
+    """What `describe` gives: one row per attention module; prints as a table."""
 
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleDescription, ...]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ModuleDescription]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -58,12 +58,12 @@ class Description:
 
     @property
     def parameters(self) -> int:
-        """Parameters added, all modules together."""
+        """Count the parameters added, all modules together."""
         return sum(row.parameters for row in self.rows)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all constant states per sequence."""
+        """Sum the bytes of all constant states, per sequence."""
         return sum(row.state_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Description:
         return "\n".join([self.model, *("  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs)])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ModuleDescription) -> tuple[str, ...]:
     if row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
     else:
@@ -101,13 +101,13 @@ def _state_bytes(site: Site, attention: Any) -> int | None:
     return size
 
 
-def _row(site: Site, installation: Installation | None) -> Row:
+def _describe_module(site: Site, installation: Installation | None) -> ModuleDescription:
     child: Any = site.module._modules.get(NAME)
     note = "" if installation is None else installation.notes.get(site.name, "")
     if child is None:
         growth = _bytes_per_token(site)
         time = "O(n window)" if site.window else "O(n^2)"
-        return Row(
+        return ModuleDescription(
             site.name,
             site.layer_idx,
             "softmax",
@@ -117,7 +117,7 @@ def _row(site: Site, installation: Installation | None) -> Row:
             note=note,
         )
     window = site.window if child.keep_window else None
-    return Row(
+    return ModuleDescription(
         module=site.name,
         layer=site.layer_idx,
         patch=child.spec,
@@ -133,16 +133,23 @@ def _row(site: Site, installation: Installation | None) -> Row:
 
 
 def describe(model: nn.Module) -> Description:
-    """What every attention module of a model does: patch, options, parameters added, cost and state.
+    """List what every attention module of a model does: patch, options, parameters added, cost and state.
+
+    Args:
+        model: a transformers model, patched or not, or its wrapper.
+
+    Returns:
+        One `ModuleDescription` per module, in the order of the model; `print` shows a table.
 
     Raises:
         UnsupportedModelError: no attention module routes through transformers' interface.
     """
     inside = transformers_model(model)
     installation = installation_of(inside)
-    return Description(type(inside).__name__, tuple(_row(site, installation) for site in sites_of(inside)))
+    rows = tuple(_describe_module(site, installation) for site in sites_of(inside))
+    return Description(type(inside).__name__, rows)
 
 
 def is_linear(model: nn.Module) -> bool:
-    """Whether every attention layer's state is of constant size: all linear, or limited to a window."""
+    """Tell whether every attention layer's state is of constant size: all linear, or limited to a window."""
     return all(row.linear or row.window is not None for row in describe(model))

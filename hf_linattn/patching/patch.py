@@ -1,4 +1,4 @@
-"""patch_model and unpatch_model: everything is checked first, then installed; a failure changes nothing."""
+"""Put attention into a model and take it out: everything is resolved and checked, then installed."""
 
 from __future__ import annotations
 
@@ -22,100 +22,6 @@ from hf_linattn.registry import Recipe
 Model = TypeVar("Model", bound=nn.Module)
 Sliding = Literal["keep", "global", "refuse"]
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What a plan makes of a model: resolved and checked, nothing installed yet; all by dotted module name.
-
-    Attributes:
-        sites: the model's attention modules.
-        recipes: what the plan names for a module.
-        children: the modules to attach.
-        native: the implementation that every other module keeps; empty where nothing is attached.
-        notes: what becomes of a window.
-    """
-
-    sites: list[Site]
-    recipes: dict[str, Recipe]
-    children: dict[str, PatchedAttention]
-    native: dict[str, str]
-    notes: dict[str, str]
-
-
-def _children(
-    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding
-) -> tuple[dict[str, PatchedAttention], dict[str, str]]:
-    """Build the children of all chosen sites, none attached yet, and say what becomes of their windows."""
-    children: dict[str, PatchedAttention] = {}
-    notes: dict[str, str] = {}
-    for site in sites:
-        recipe = recipes.get(site.name)
-        if recipe is None or recipe.identity:
-            continue
-        if site.window is not None and sliding == "refuse":
-            raise UnsupportedModelError(
-                f"{site.name} has a {site.window} window, and sliding='refuse' was asked for"
-            )
-        if site.window is not None and (sliding == "global" or not recipe.windowed):
-            notes[site.name] = f"{site.window} window {'dropped' if sliding == 'global' else 'kept'}"
-        if sliding == "global" or site.name not in notes:
-            children[site.name] = _child(recipe, site, keep_window=sliding != "global")
-    if notes and not children:
-        raise PlanError(
-            f"every attention layer that the plan names ({', '.join(notes)}) has a window and keeps it. Pass "
-            "sliding='global' to drop the windows."
-        )
-    return children, notes
-
-
-def _child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention:
-    child = PatchedAttention(recipe, site, keep_window=keep_window)
-    parameter = next(site.module.parameters(), None)
-    if parameter is not None:
-        learned = any(True for _ in child.parameters())
-        if (
-            learned
-            and parameter.is_meta
-            and any(hasattr(module, "_hf_hook") for module in site.module.modules())
-        ):
-            raise UnsupportedModelError(
-                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, "
-                "or save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
-            )
-        child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
-    return child.train(site.module.training)
-
-
-def entry_of(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any]:
-    """Write the `linattn` entry of config.json."""
-    version = package_versions(["hf-linattn"], missing="0")["hf-linattn"]  # a bare checkout has none
-    groups: list[dict[str, Any]] = []
-    for name, recipe in recipes.items():
-        for group in groups:
-            if group["patch"] == recipe.spec and group["options"] == recipe.plain:
-                group["modules"].append(name)
-                break
-        else:
-            groups.append({"patch": recipe.spec, "options": recipe.plain, "modules": [name]})
-    return {"format": FORMAT, "version": version, "sliding": sliding, "patches": groups}
-
-
-def _check_alone(model: nn.Module, inside: nn.Module, sites: list[Site]) -> None:
-    """Refuse parts of models and models with patched parts, and models that are distributed already."""
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise UnsupportedModelError(
-            "patch the model before DistributedDataParallel wraps it: it must see every weight"
-        )
-    for name, module in inside.named_modules():
-        if module is not inside and installation_of(module) is not None:
-            raise UnsupportedModelError(
-                f"{name!r} of this model is patched by itself: call unpatch_model on it first"
-            )
-    if installation_of(inside) is None and any(NAME in site.module._modules for site in sites):
-        raise UnsupportedModelError(
-            f"{type(inside).__name__} is a part of a patched model: call patch_model on the whole model"
-        )
 
 
 def patch_model(
@@ -157,48 +63,6 @@ def patch_model(
     return model
 
 
-def _check(
-    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding, earlier: Installation | None
-) -> _Checked:
-    """Build what will be attached, and refuse what cannot work, before anything is touched."""
-    children, notes = _children(sites, recipes, sliding)
-    native = {
-        site.name: native_implementation(site.module, earlier)
-        for site in (sites if children else [])
-        if site.name not in children
-    }
-    for site in sites:
-        if site.name in native:
-            check_kept(site, native[site.name])
-    return _Checked(sites, recipes, children, native, notes)
-
-
-def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> None:
-    recipes, children = checked.recipes, checked.children
-    options = {name: recipe.plain for name, recipe in recipes.items()}
-    with Installation(model, options, checked.notes) as installation:
-        if not children:
-            return
-        installation.use_own_configs(entry_of(recipes, sliding), _mask_flags(checked.sites, children))
-        for site in checked.sites:
-            if site.name in children:
-                installation.attach(site, children[site.name])
-            else:
-                installation.keep_native(site.module, checked.native[site.name])
-        installation.prepare_caches()
-        installation.refuse_saving(
-            {key: what for name in children for key, what in recipes[name].unsaved.items()}
-        )
-
-
-def _mask_flags(sites: list[Site], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
-    """What the masks must be, beyond the compact form for the window of each layer."""
-    dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
-    dropped = any(child.drops_window for child in children.values())
-    kept = any(site.window is not None and site.name not in children for site in sites)
-    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept)
-
-
 def unpatch_model(model: Model) -> Model:
     """Take the patch off: bit-identical logits, the same state_dict keys, the same config, no hook left.
 
@@ -222,3 +86,140 @@ def unpatch_model(model: Model) -> Model:
 def is_patched(model: nn.Module) -> bool:
     """Tell whether `patch_model` was called on this model and not undone."""
     return installation_of(transformers_model(model)) is not None
+
+
+def _check_alone(model: nn.Module, inside: nn.Module, sites: list[Site]) -> None:
+    """Refuse parts of models and models with patched parts, and models that are distributed already."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(
+            "patch the model before DistributedDataParallel wraps it: it must see every weight"
+        )
+    for name, module in inside.named_modules():
+        if module is not inside and installation_of(module) is not None:
+            raise UnsupportedModelError(
+                f"{name!r} of this model is patched by itself: call unpatch_model on it first"
+            )
+    if installation_of(inside) is None and any(NAME in site.module._modules for site in sites):
+        raise UnsupportedModelError(
+            f"{type(inside).__name__} is a part of a patched model: call patch_model on the whole model"
+        )
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Hold what a plan makes of a model, resolved and checked, nothing installed yet.
+
+    Attributes:
+        sites: the model's attention modules.
+        recipes: dotted module name -> what the plan names for it.
+        children: dotted module name -> the child to attach.
+        native: dotted module name -> the implementation that a module without child keeps; empty where no
+            child is attached.
+        notes: dotted module name -> what becomes of its window.
+    """
+
+    sites: list[Site]
+    recipes: dict[str, Recipe]
+    children: dict[str, PatchedAttention]
+    native: dict[str, str]
+    notes: dict[str, str]
+
+
+def _check(
+    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding, earlier: Installation | None
+) -> _Checked:
+    """Build what will be attached, and refuse what cannot work, before anything is touched."""
+    children, notes = _build_children(sites, recipes, sliding)
+    native = {
+        site.name: native_implementation(site.module, earlier)
+        for site in (sites if children else [])
+        if site.name not in children
+    }
+    for site in sites:
+        if site.name in native:
+            check_kept(site, native[site.name])
+    return _Checked(sites, recipes, children, native, notes)
+
+
+def _build_children(
+    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding
+) -> tuple[dict[str, PatchedAttention], dict[str, str]]:
+    """Build the children of all chosen sites, none attached yet, and say what becomes of their windows."""
+    children: dict[str, PatchedAttention] = {}
+    notes: dict[str, str] = {}
+    for site in sites:
+        recipe = recipes.get(site.name)
+        if recipe is None or recipe.identity:
+            continue
+        if site.window is not None and sliding == "refuse":
+            raise UnsupportedModelError(
+                f"{site.name} has a {site.window} window, and sliding='refuse' was asked for"
+            )
+        if site.window is not None and (sliding == "global" or not recipe.windowed):
+            notes[site.name] = f"{site.window} window {'dropped' if sliding == 'global' else 'kept'}"
+        if sliding == "global" or site.name not in notes:
+            children[site.name] = _build_child(recipe, site, keep_window=sliding != "global")
+    if notes and not children:
+        raise PlanError(
+            f"every attention layer that the plan names ({', '.join(notes)}) has a window and keeps it. Pass "
+            "sliding='global' to drop the windows."
+        )
+    return children, notes
+
+
+def _build_child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention:
+    child = PatchedAttention(recipe, site, keep_window=keep_window)
+    parameter = next(site.module.parameters(), None)
+    if parameter is not None:
+        learned = any(True for _ in child.parameters())
+        if (
+            learned
+            and parameter.is_meta
+            and any(hasattr(module, "_hf_hook") for module in site.module.modules())
+        ):
+            raise UnsupportedModelError(
+                f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, "
+                "or save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
+            )
+        child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
+    return child.train(site.module.training)
+
+
+def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> None:
+    recipes, children = checked.recipes, checked.children
+    options = {name: recipe.plain for name, recipe in recipes.items()}
+    with Installation(model, options, checked.notes) as installation:
+        if not children:
+            return
+        installation.use_own_configs(_config_entry(recipes, sliding), _mask_flags(checked.sites, children))
+        for site in checked.sites:
+            if site.name in children:
+                installation.attach(site, children[site.name])
+            else:
+                installation.keep_native(site.module, checked.native[site.name])
+        installation.prepare_caches()
+        installation.refuse_saving(
+            {key: what for name in children for key, what in recipes[name].unsaved.items()}
+        )
+
+
+def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any]:
+    """Write the `linattn` entry of config.json."""
+    version = package_versions(["hf-linattn"], missing="0")["hf-linattn"]  # a bare checkout has none
+    groups: list[dict[str, Any]] = []
+    for name, recipe in recipes.items():
+        for group in groups:
+            if group["patch"] == recipe.spec and group["options"] == recipe.plain:
+                group["modules"].append(name)
+                break
+        else:
+            groups.append({"patch": recipe.spec, "options": recipe.plain, "modules": [name]})
+    return {"format": FORMAT, "version": version, "sliding": sliding, "patches": groups}
+
+
+def _mask_flags(sites: list[Site], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
+    """Name what masks must be, beyond the compact form for the window of each layer."""
+    dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
+    dropped = any(child.drops_window for child in children.values())
+    kept = any(site.window is not None and site.name not in children for site in sites)
+    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept)
