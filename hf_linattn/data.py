@@ -108,12 +108,14 @@ def pack_blocks(
 ) -> NDArray[np.int32]:
     """Documents, each after the separator, joined in order and cut into blocks; the rest is dropped.
 
-    >>> pack_blocks([[1, 2, 3], [4, 5]], 3, separator=0)
-    array([[0, 1, 2],
-           [3, 0, 4]], dtype=int32)
-
     Returns:
         [blocks, block_size]; no rows when there are fewer than `block_size` tokens.
+
+    Example:
+        >>> from hf_linattn.data import pack_blocks
+        >>> pack_blocks([[1, 2, 3], [4, 5]], 3, separator=0)
+        array([[0, 1, 2],
+               [3, 0, 4]], dtype=int32)
     """
     head = np.array([] if separator is None else [separator], dtype=np.int32)
     pieces = [part for ids in documents if len(ids) for part in (head, np.asarray(ids, dtype=np.int32))]

@@ -41,6 +41,13 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
 
     Raises:
         CheckpointError: a damaged, incomplete or newer entry, or weights of the patch that are missing.
+
+    Example:
+        >>> from hf_linattn import describe, from_pretrained, patch_model
+        >>> model = patch_model(from_pretrained("examples/base"), {"0-1": "elu1"})
+        >>> model.save_pretrained("patched")
+        >>> [row.patch for row in describe(from_pretrained("patched"))]
+        ['elu1', 'elu1', 'softmax', 'softmax', 'softmax', 'softmax']
     """
     if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")

@@ -46,6 +46,16 @@ def patched(
 
     Raises:
         NotPatchedError: the model is patched already, and leaving the block could not bring that patch back.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import is_patched, patched
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> with patched(model, "elu1"):
+        ...     is_patched(model)
+        True
+        >>> is_patched(model)
+        False
     """
     inside = transformers_model(model)
     if installation_of(inside) is not None:
@@ -63,7 +73,7 @@ def patched(
 
 @contextmanager
 def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterator[None]:
-    """While this lasts, patched modules compute with the attention that they had before.
+    """Let patched modules compute with the attention that they had before, while this lasts.
 
     The weights are those of the patched model; nothing is copied, and other modules stay patched. Caches that
     were begun on one side cannot be continued on the other.
@@ -76,6 +86,18 @@ def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterat
         NotPatchedError: the model is not patched.
         PlanError: a name that fits no patched module.
         UnsupportedModelError: a module that had neither 'sdpa' nor 'eager' before.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import bypassed, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> ids = torch.arange(20)[None]
+        >>> softmax = model(ids).logits
+        >>> model = patch_model(model, "elu1")
+        >>> with bypassed(model):
+        ...     torch.equal(model(ids).logits, softmax)
+        True
     """
     inside = transformers_model(model)
     installation = installation_of(inside)
@@ -111,7 +133,7 @@ def hybrids(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def use_branches(model: nn.Module, branches: Branches) -> Iterator[None]:
-    """While this lasts, all hybrids of a model compute with these branches alone.
+    """Let all hybrids of a model compute with some of their branches alone, while this lasts.
 
     Nothing is copied or saved; weights of a branch that is not used get no gradient. A backward that runs
     forwards again (gradient checkpointing) belongs inside. So does a cache from its first token to its last:
@@ -124,6 +146,18 @@ def use_branches(model: nn.Module, branches: Branches) -> Iterator[None]:
     Raises:
         OptionError: there are no such branches.
         UnsupportedModelError: no attention of the model is a hybrid.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import patch_model, use_branches
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> ids = torch.arange(40)[None]
+        >>> window = patch_model(model, "window", options={"size": 8})(ids).logits
+        >>> hybrid = patch_model(model, "window+elu1", options={"size": 8})
+        >>> with use_branches(hybrid, "window"):
+        ...     torch.allclose(hybrid(ids).logits, window, atol=1e-4)
+        True
     """
     known = get_args(Branches)
     if branches not in known:

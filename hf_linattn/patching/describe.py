@@ -143,6 +143,22 @@ def describe(model: nn.Module) -> Description:
 
     Raises:
         UnsupportedModelError: no attention module routes through transformers' interface.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import describe, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> print(describe(patch_model(model, {"0-2": "elu1"})))
+        LlamaForCausalLM
+        module                    patch    options  parameters  time    state per sequence
+        model.layers.0.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.1.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.2.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.3.self_attn  softmax           0           O(n^2)  512 B per token
+        model.layers.4.self_attn  softmax           0           O(n^2)  512 B per token
+        model.layers.5.self_attn  softmax           0           O(n^2)  512 B per token
+        >>> describe(model).state_bytes
+        50688
     """
     inside = transformers_model(model)
     installation = installation_of(inside)
@@ -151,5 +167,13 @@ def describe(model: nn.Module) -> Description:
 
 
 def is_linear(model: nn.Module) -> bool:
-    """Tell whether every attention layer's state is of constant size: all linear, or limited to a window."""
+    """Tell whether every attention layer's state is of constant size: all linear, or limited to a window.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import is_linear, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> is_linear(model), is_linear(patch_model(model, "elu1"))
+        (False, True)
+    """
     return all(row.linear or row.window is not None for row in describe(model))

@@ -49,6 +49,14 @@ def patch_model(
 
     Raises:
         LinattnError: one of its kinds, before anything was touched.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import describe, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> model = patch_model(model, {"0-3": "elu1", "4": "softmax1+logn"}, options={"train_length": 512})
+        >>> [row.patch for row in describe(model)]
+        ['elu1', 'elu1', 'elu1', 'elu1', 'softmax1+logn', 'softmax']
     """
     if sliding not in get_args(Sliding):
         raise OptionError(f"sliding must be 'keep', 'global' or 'refuse', got {sliding!r}")
@@ -74,6 +82,17 @@ def unpatch_model(model: Model) -> Model:
 
     Raises:
         NotPatchedError: the model is not patched.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import patch_model, unpatch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> ids = torch.arange(20)[None]
+        >>> before = model(ids).logits
+        >>> model = unpatch_model(patch_model(model, "elu1"))
+        >>> torch.equal(model(ids).logits, before)
+        True
     """
     inside = transformers_model(model)
     installation = installation_of(inside)
