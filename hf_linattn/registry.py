@@ -167,9 +167,11 @@ def _dotted_name(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one attention module gets, each part with its options.
+    """What one attention module gets: modifiers and one attention at most, or two where one holds the other.
 
-    That is any modifiers and at most one attention, or two where one holds the other.
+    Attributes:
+        spec: names joined by `+`.
+        options: part -> {option: value}.
     """
 
     spec: str

@@ -1,4 +1,4 @@
-"""A dataclass as the options of a command: each field is `--its-name`, checked alike from both sides."""
+"""Options of commands: a dataclass whose fields are `--its-names`, and types for argparse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flag_of(name: str) -> str:
 
 
 def check_values(arguments: Any) -> None:
-    """Hold every field against its minimum, maximum and choices.
+    """Check every field against its minimum, maximum and choices.
 
     Raises:
         OptionError: naming the option and what it may be.

@@ -56,7 +56,7 @@ def start_missing_processes(module: str, argv: Sequence[str]) -> None:
         argv: its arguments.
 
     Raises:
-        TrainingError: more processes were asked for, but how many cannot be told.
+        TrainingError: more processes were asked for, but how many is unknown.
     """
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     started = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"))
@@ -81,7 +81,7 @@ def start_missing_processes(module: str, argv: Sequence[str]) -> None:
 
 
 def _processes_in(command: Sequence[str]) -> int | None:
-    """N of `--num_processes N` in the command line of accelerate."""
+    """Read N of `--num_processes N` in the command line of accelerate."""
     for item, following in pairwise([*command, ""]):
         name, _, value = item.partition("=")
         if name in ("--num_processes", "--num-processes"):

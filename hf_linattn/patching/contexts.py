@@ -1,4 +1,4 @@
-"""What lasts for a `with` block: a patch, a model's own attention, one branch of its hybrids."""
+"""Change a model for a `with` block: patch it, let its own attention compute, use branches of hybrids."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterat
     sites = [site for site in sites_of(inside) if NAME in site.module._modules]
     chosen = []
     for pattern in ["*"] if modules is None else modules:
-        found = [site for site in sites if fnmatchcase(site.name, pattern)]
-        if not found and modules is not None:
+        matching = [site for site in sites if fnmatchcase(site.name, pattern)]
+        if not matching and modules is not None:
             names = ", ".join(site.name for site in sites)
             raise PlanError(f"{pattern!r} is no patched module of this model; there are {names}")
-        chosen += found
+        chosen += matching
     native = {site.name: native_implementation(site.module, installation) for site in chosen}
     for site in chosen:
         check_kept(site, native[site.name])
@@ -126,9 +126,11 @@ def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterat
 
 
 def hybrids(model: nn.Module) -> dict[str, nn.Module]:
-    """The attentions of a model that have two branches, by dotted name."""
-    found = model.named_modules()
-    return {name: module for name, module in found if getattr(module, "branches", None) in get_args(Branches)}
+    """List the attentions of a model that have two branches, by dotted name."""
+    modules = model.named_modules()
+    return {
+        name: module for name, module in modules if getattr(module, "branches", None) in get_args(Branches)
+    }
 
 
 @contextmanager

@@ -19,15 +19,17 @@ class ModuleDescription:
     """One attention module of a model.
 
     Attributes:
-        module: dotted name; layer: its index or None.
-        patch: composition, "softmax" for the model's own attention; note: what became of its window.
+        module: dotted name.
+        layer: its index among the layers, None where it has none.
+        patch: composition, "softmax" for the model's own attention.
         options: by part of the composition.
         parameters: number of parameters added.
         linear: the state is of constant size.
-        time: in the number of tokens n.
+        time: of prefill in the number of tokens n, such as "O(n)".
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
+        note: what became of its window, "" where there is nothing to say.
     """
 
     module: str
@@ -86,7 +88,7 @@ def _cells(row: ModuleDescription) -> tuple[str, ...]:
 
 
 def _bytes_per_token(site: Site) -> int | None:
-    """Keys and values of one token in an ordinary cache, in the module's dtype."""
+    """Count the bytes of one token's keys and values in an ordinary cache, in the module's dtype."""
     if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
         return None
     parameter = next(site.module.parameters(), None)
@@ -95,7 +97,7 @@ def _bytes_per_token(site: Site) -> int | None:
 
 
 def _state_bytes(site: Site, attention: Any) -> int | None:
-    """Bytes of one sequence's state."""
+    """Count the bytes of one sequence's state."""
     parameter = next(site.module.parameters(), None)
     size: int | None = attention.state_bytes(site, 4 if parameter is None else parameter.element_size())
     return size
