@@ -28,12 +28,12 @@ class CachePlace(NamedTuple):
     """A layer of the cache that `generate` should find replaced.
 
     Attributes:
-        index: of the layer in the cache.
+        layer: index of the layer in the cache.
         module: dotted name of the attention module.
         keeps_state: a state goes there; otherwise all keys instead of a window's.
     """
 
-    index: int
+    layer: int
     module: str
     keeps_state: bool
 
@@ -163,9 +163,9 @@ def _prepare_cache(
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
-        for index, name, keeps_state in model.__dict__[INSTALLATION].cache_places:
+        for layer, name, keeps_state in model.__dict__[INSTALLATION].cache_places:
             if model.get_submodule(name)._modules[NAME].bypass is None:
-                (install if keeps_state else install_full)(cache, index, name)
+                (install if keeps_state else install_full)(cache, layer, name)
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_linattn.errors import CheckpointError, DataError, LinattnError
 
@@ -51,12 +51,11 @@ def load_config(source: str) -> Any:
         return AutoConfig.from_pretrained(source)
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or Hub name.
+def load_tokenizer(source: str) -> Any:
+    """Load the tokenizer of a folder or Hub name, any kind that transformers knows.
 
     Raises:
         DataError: there is none.
     """
     with explain_missing(f"no tokenizer in {source} (give one with --tokenizer)", DataError):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        return tokenizer
+        return AutoTokenizer.from_pretrained(source)
