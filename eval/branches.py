@@ -15,7 +15,7 @@ from typing import Any, get_args
 from torch import nn
 
 from hf_linattn.cli.main import exit_status
-from hf_linattn.patching.branches import Branches, use_branches
+from hf_linattn.patching.contexts import Branches, use_branches
 
 from .common.cli import checked, doubling, parse_options, whole
 from .common.statistics import Row
@@ -71,7 +71,7 @@ def compare_branches(
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window of text.
-        branches: what to measure, see `hf_linattn.patching.branches`.
+        branches: what to measure, see `hf_linattn.patching.contexts`.
         stride: scored tokens per window of text, or "full".
         max_tokens: scored tokens per length; None takes all.
         batch_size: windows of text per forward pass.

@@ -2,9 +2,9 @@
 
 from hf_linattn.errors import LinattnError
 from hf_linattn.patching.checkpoint import from_pretrained
-from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.contexts import bypassed, patched, use_branches
 from hf_linattn.patching.describe import describe, is_linear
-from hf_linattn.patching.patch import is_patched, patch_model, patched, unpatch_model
+from hf_linattn.patching.patch import is_patched, patch_model, unpatch_model
 from hf_linattn.registry import available_patches, register
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "patched",
     "register",
     "unpatch_model",
+    "use_branches",
 ]

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_linattn.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".raw")
-"""What counts as text inside a folder. A file named directly may have any ending that is not a table's."""
+"""Endings of text files inside a folder. A file named itself may have any ending but a table's."""
 
 TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -33,7 +33,7 @@ _FEATURES = datasets.Features(
 
 
 def load_documents(source: Any, *, column: str = "text", split: str = "train") -> datasets.Dataset:
-    """Documents as a dataset with the columns `name` and `text`; empty ones are left out.
+    """Load documents as a dataset with the columns `name` and `text`; empty ones are left out.
 
     Args:
         source: a list of texts or a `datasets.Dataset`, one document per row; a text file (one document); a
@@ -41,7 +41,7 @@ def load_documents(source: Any, *, column: str = "text", split: str = "train") -
             .jsonl, .json, .parquet or .csv file (one document per row); otherwise a dataset for
             `datasets.load_dataset`, as `name` or `name:config`.
         column: the column that holds the text of a table or dataset.
-        split: the split of a dataset given by name.
+        split: the split of a dataset that is named.
 
     Raises:
         DataError: there is nothing to read, it is no UTF-8 text, or the column is missing.
@@ -74,7 +74,7 @@ def load_documents(source: Any, *, column: str = "text", split: str = "train") -
 
 
 def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
-    """Token ids of every document without special tokens: a dataset with the column `input_ids` (int32)."""
+    """Tokenize every document, without special tokens: a dataset with the column `input_ids` (int32)."""
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         # verbose=False: a document longer than the model's context is what we want, not a reason to warn
@@ -94,7 +94,7 @@ def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokeniz
 
 
 def document_separator(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
-    """The token put before every document (the BOS, else the EOS, else none) and a sentence that says so."""
+    """Choose the token before every document (the BOS, else the EOS, else none), with a sentence about it."""
     for kind in ("bos", "eos"):
         token = getattr(tokenizer, f"{kind}_token_id")
         if token is not None:
@@ -106,14 +106,21 @@ def document_separator(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, 
 def pack_blocks(
     documents: Iterable[Sequence[int] | NDArray[np.integer[Any]]], block_size: int, separator: int | None
 ) -> NDArray[np.int32]:
-    """Documents, each after the separator, joined in order and cut into blocks; the rest is dropped.
+    """Join documents in order, each after the separator, and cut them into blocks; the rest is dropped.
 
-    >>> pack_blocks([[1, 2, 3], [4, 5]], 3, separator=0)
-    array([[0, 1, 2],
-           [3, 0, 4]], dtype=int32)
+    Args:
+        documents: token ids, a sequence per document.
+        block_size: tokens per block.
+        separator: token before every document; None for none.
 
     Returns:
         [blocks, block_size]; no rows when there are fewer than `block_size` tokens.
+
+    Example:
+        >>> from hf_linattn.data import pack_blocks
+        >>> pack_blocks([[1, 2, 3], [4, 5]], 3, separator=0)
+        array([[0, 1, 2],
+               [3, 0, 4]], dtype=int32)
     """
     head = np.array([] if separator is None else [separator], dtype=np.int32)
     pieces = [part for ids in documents if len(ids) for part in (head, np.asarray(ids, dtype=np.int32))]
@@ -130,10 +137,20 @@ def load_blocks(
     column: str = "text",
     split: str = "train",
 ) -> NDArray[np.int32]:
-    """Load, tokenize and pack; all blocks stay in memory (4 bytes per token).
+    """Load, tokenize and pack a text; all blocks stay in memory (4 bytes per token).
+
+    Args:
+        source: texts, a file, a folder, a table or a dataset's name, see `load_documents`.
+        tokenizer: of the model.
+        block_size: tokens per block.
+        column: the column that holds the text of a table or dataset.
+        split: the split of a dataset that is named.
+
+    Returns:
+        Token ids [blocks, block_size].
 
     Raises:
-        DataError: as `load_documents`, or the text is shorter than one block.
+        DataError: there is nothing to read, it is no text, or it is shorter than one block.
     """
     documents = load_tokens(source, tokenizer, column=column, split=split)
     separator, _ = document_separator(tokenizer)
@@ -147,14 +164,27 @@ def load_blocks(
 def load_tokens(
     source: Any, tokenizer: PreTrainedTokenizerBase, *, column: str = "text", split: str = "train"
 ) -> list[NDArray[np.int32]]:
-    """Token ids of every document, without special tokens; arguments and errors as `load_documents`."""
+    """Load documents and tokenize them, without special tokens.
+
+    Args:
+        source: texts, a file, a folder, a table or a dataset's name, see `load_documents`.
+        tokenizer: of the model.
+        column: the column that holds the text of a table or dataset.
+        split: the split of a dataset that is named.
+
+    Returns:
+        Token ids [tokens] of every document.
+
+    Raises:
+        DataError: there is nothing to read, or it is no text.
+    """
     tokenized = tokenize_documents(load_documents(source, column=column, split=split), tokenizer)
     batches = tokenized.with_format("numpy").iter(batch_size=1000)
     return [ids for batch in batches for ids in batch["input_ids"]]
 
 
 def short_text(source: Any, tokens: int, block_size: int) -> DataError:
-    """The error for a text that does not fill one block."""
+    """Make the error for a text that does not fill one block."""
     where = source if isinstance(source, str | Path) else "the data"
     return DataError(
         f"{where} holds {tokens} tokens, fewer than one block of {block_size}: "

@@ -21,15 +21,20 @@ from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 PatchType = TypeVar("PatchType", bound=type[Patch])
 KINDS = (Attention, Modifier)
 PLAIN = (bool, int, float, str, list, dict, type(None))
+RENAMED_IN_0_3: dict[str, str] = {}
+"""Attributes that patches define: name before 0.3.0 -> name now. Set under an old one, it does nothing."""
 _PATCHES: dict[str, type[Patch]] = {}
 
 
 def register(name: str) -> Callable[[PatchType], PatchType]:
-    """Class decorator: make a patch known as `name`.
+    """Make a class known as the patch `name`: a decorator.
+
+    Args:
+        name: letters, digits and "_"; what `patch_model` takes and config.json holds.
 
     Raises:
         RegistrationError: the name is taken by another class or holds characters that compositions and plans
-            use, or the class is not a patch.
+            use; the class is not a patch, or defines an attribute by its name before 0.3.0.
     """
     if not isinstance(name, str) or not name.replace("_", "").isalnum():
         raise RegistrationError(f"a patch's name holds letters, digits and '_' only, got {name!r}")
@@ -38,6 +43,12 @@ def register(name: str) -> Callable[[PatchType], PatchType]:
         if not (isinstance(cls, type) and issubclass(cls, KINDS)):
             kinds = ", ".join(kind.__name__ for kind in KINDS)
             raise RegistrationError(f"{name!r}: a patch is a class derived from one of {kinds}, got {cls!r}")
+        for old, new in RENAMED_IN_0_3.items():
+            if old in vars(cls):
+                raise RegistrationError(
+                    f"{name!r}: {cls.__qualname__} defines {old!r}, which is called {new!r} since version "
+                    "0.3.0: rename it"
+                )
         other = _PATCHES.get(name)
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise RegistrationError(
@@ -65,13 +76,13 @@ def _discover() -> None:
 
 
 def patches() -> dict[str, type[Patch]]:
-    """Every registered patch by name, sorted."""
+    """List every registered patch by name, sorted."""
     _discover()
     return {name: cls for name, cls in sorted(_PATCHES.items()) if not cls.refused}
 
 
 def available_patches() -> dict[str, str]:
-    """Name -> one-line summary of every patch that `patch_model` takes."""
+    """List every patch that `patch_model` takes: name -> one-line summary."""
     return {name: (inspect.getdoc(cls) or "").partition("\n")[0] for name, cls in patches().items()}
 
 
@@ -81,7 +92,7 @@ def _hint(name: Any, known: typing.Iterable[str]) -> str:
 
 
 def find(name: str) -> type[Patch]:
-    """The patch of this name.
+    """Look up the patch of this name.
 
     Raises:
         UnknownPatchError: with the nearest name and the list.
@@ -96,12 +107,13 @@ def find(name: str) -> type[Patch]:
 
 
 def signature(cls: type[Patch]) -> dict[str, inspect.Parameter]:
-    """Options of a patch: the keyword-only parameters of its constructor."""
+    """List the options of a patch: the keyword-only parameters of its constructor."""
     parameters = inspect.signature(cls.__init__).parameters
     return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def _fits(value: Any, annotation: Any) -> bool:
+    """Tell whether an option's value is of the type that its annotation names."""
     origin = typing.get_origin(annotation)
     if annotation is Any:
         return isinstance(value, PLAIN)  # what config.json can hold
@@ -121,7 +133,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _spelled(annotation: Any) -> str:
-    """A type as users read it: `float | Literal['learned'] | None`."""
+    """Spell a type as users read it: `float | Literal['learned'] | None`."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " | ".join(map(_spelled, typing.get_args(annotation)))
     if annotation is type(None):
@@ -130,7 +142,7 @@ def _spelled(annotation: Any) -> str:
 
 
 def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
-    """Names and types of options against the constructor; ranges are the constructor's own business.
+    """Check names and types of options against the constructor; ranges are the constructor's own business.
 
     Raises:
         OptionError: naming the option, what came and what was expected.
@@ -148,16 +160,18 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
             )
 
 
-def _called(value: Any) -> str:
+def _dotted_name(value: Any) -> str:
     owner = value if hasattr(value, "__qualname__") else type(value)
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one attention module gets, each part with its options.
+    """What one attention module gets: modifiers and one attention at most, or two where one holds the other.
 
-    That is any modifiers and at most one attention, or two where one holds the other.
+    Attributes:
+        spec: names joined by `+`.
+        options: part -> {option: value}.
     """
 
     spec: str
@@ -172,7 +186,7 @@ class Recipe:
     def unsaved(self) -> dict[str, str]:
         """What config.json cannot hold, functions and modules: "part.option" -> what is there."""
         return {
-            f"{part}.{option}": _called(value)
+            f"{part}.{option}": _dotted_name(value)
             for part, values in self.options.items()
             for option, value in values.items()
             if not isinstance(value, PLAIN)
@@ -199,7 +213,7 @@ class Recipe:
 
 
 def names_in(spec: Any) -> list[str]:
-    """The names that a composition joins by `+`.
+    """Split a composition into the names that `+` joins.
 
     Raises:
         OptionError: not a string, a name missing or named twice. UnknownPatchError: a name nobody registered.
@@ -219,7 +233,7 @@ def names_in(spec: Any) -> list[str]:
 
 
 def options_for(names: list[str], shared: dict[str, Any]) -> dict[str, Any]:
-    """Those of some shared options that one of these patches takes, or that name one of them."""
+    """Choose those of shared options that one of these patches takes, or that name one of them."""
     taken = {option for name in names for option in signature(find(name))}
     return {key: value for key, value in shared.items() if key in taken or key in names}
 
@@ -229,10 +243,12 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
 
     Args:
         spec: names joined by `+`.
-        options: option -> value, given to the one part that has it; or part -> {option: value}.
+        options: option -> value, for the one part that has it; or part -> {option: value}.
 
     Raises:
-        UnknownPatchError, OptionError: see there; also two attentions in one composition.
+        UnknownPatchError: a name nobody registered.
+        OptionError: a name missing or named twice; two attentions that cannot be one; an option that no part
+            has or several have, that is named twice, or of the wrong type.
     """
     names = names_in(spec)
     attentions = [name for name in names if not find(name).modifier]
@@ -244,28 +260,28 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
         )
     if options is not None and not isinstance(options, dict):
         raise OptionError(f"options must be a dict, got {reprlib.repr(options)}")
-    given: dict[str, dict[str, Any]] = {}
+    by_part: dict[str, dict[str, Any]] = {}
     for key, value in (options or {}).items():
         whole = key in names and isinstance(value, dict)
         part, values = (key, value) if whole else (_taker(spec, names, key), {key: value})
-        mine = given.setdefault(part, {})
-        if twice := [option for option in values if option in mine]:
+        of_part = by_part.setdefault(part, {})
+        if twice := [option for option in values if option in of_part]:
             raise OptionError(f"option {twice[0]!r} of {part!r} is given twice")
-        mine.update(values)
-    for name, values in given.items():
+        of_part.update(values)
+    for name, values in by_part.items():
         check_options(find(name), values)
-    return Recipe("+".join(names), given)
+    return Recipe("+".join(names), by_part)
 
 
 def _holds(attentions: list[str]) -> bool:
-    """Whether the one of two attentions takes in the other."""
+    """Tell whether one of two attentions takes in the other."""
     pair = [find(name) for name in attentions]
     hosts = [cls for cls in pair if getattr(cls, "hosts", False)]
     return len(pair) == 2 and len(hosts) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
 
 
 def _taker(spec: str, names: list[str], option: Any) -> str:
-    """The one part of a composition that an option is for."""
+    """Find the one part of a composition that an option is for."""
     takers = [name for name in names if option in signature(find(name))]
     if len(takers) > 1:
         example = f"{{{takers[0]!r}: {{{option!r}: ...}}}}"

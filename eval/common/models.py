@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, DataError, OptionError
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.patching.loading import first_line, load_config, load_tokenizer
 
 from .cli import parse_rope_scaling
+
+__all__ = [
+    "UNPATCHED",
+    "Curve",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "scale_rope",
+    "scaled_rotaries",
+    "train_length",
+]
 
 UNPATCHED = "unpatched"
 
@@ -50,7 +60,7 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
     try:
         model: Any = from_pretrained(curve.source, dtype=wanted)
     except OSError as error:
-        raise CheckpointError(f"no model at {curve.source!r}: {_first_line(error)}") from error
+        raise CheckpointError(f"no model at {curve.source!r}: {first_line(error)}") from error
     if curve.rope_scaling is not None:
         scale_rope(model, curve.rope_scaling)
     if curve.patch == UNPATCHED and is_patched(model):
@@ -58,35 +68,6 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
     elif curve.patch not in (None, UNPATCHED):
         patch_model(model, curve.patch, options=curve.options)
     return model.to(device)  # type: ignore[no-any-return]
-
-
-def load_config(source: str) -> Any:
-    """The model's configuration.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
-        raise CheckpointError(f"no such folder: {source}")
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no model at {source!r}: {_first_line(error)}") from error
-
-
-def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a folder.
-
-    Raises:
-        DataError: there is none.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # transformers 5 raises any of these for a folder without tokenizer files
-        raise DataError(
-            f"no tokenizer at {source!r} ({_first_line(error)}); name one with --tokenizer"
-        ) from error
 
 
 def train_length(source: str) -> int | None:
@@ -134,7 +115,3 @@ def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]
             parameters["original_max_position_embeddings"] = config.max_position_embeddings
         scaled[name] = type(module)(config=config)
     return scaled
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -10,8 +10,6 @@ Importing this file registers the type; it needs the package lm_eval, and change
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,9 @@ from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionError
+from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.patching.causality import require_causal
+from hf_linattn.patching.loading import explain_missing
 
 from ..common.cli import parse_options
 from ..common.models import UNPATCHED
@@ -86,7 +85,7 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             require_causal(self.model)
 
     def _get_config(self, pretrained: str, **kwargs: Any) -> None:
-        with _missing(f"no model at {pretrained!r}", CheckpointError):
+        with explain_missing(f"no model at {pretrained!r}", CheckpointError):
             super()._get_config(pretrained, **kwargs)
 
     def _create_model(self, pretrained: str, **kwargs: Any) -> None:
@@ -100,7 +99,7 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **kwargs: Any) -> None:
         source = tokenizer or pretrained
-        with _missing(f"no tokenizer at {source!r}, name one with tokenizer=", DataError):
+        with explain_missing(f"no tokenizer at {source!r}, name one with tokenizer=", DataError):
             super()._create_tokenizer(pretrained, tokenizer, **kwargs)
         names = ("pad_token_id", "unk_token_id", "eos_token_id")
         if all(getattr(self.tokenizer, name) is None for name in names):
@@ -138,25 +137,13 @@ class _Loader:
 
     def from_pretrained(self, source: str, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if value not in (None, "", False)}
-        with _missing(f"no model at {source!r}", CheckpointError):
+        with explain_missing(f"no model at {source!r}", CheckpointError):
             model = from_pretrained(source, auto_class=self.auto_class, **kwargs)
         if self.patch == UNPATCHED and is_patched(model):
             unpatch_model(model)
         elif self.patch not in (None, UNPATCHED):
             patch_model(model, self.patch, options=self.options)
         return model
-
-
-@contextmanager
-def _missing(what: str, kind: type[LinattnError]) -> Iterator[None]:
-    """Turn what transformers raises for files that are not there into one error of this package."""
-    try:
-        yield
-    except LinattnError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # transformers 5 raises any of these for a folder without the files it looks for
-        raise kind(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}") from error
 
 
 def _accelerator() -> str:

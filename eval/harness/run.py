@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from transformers import set_seed
 from yaml import YAMLError
 
-from hf_linattn.cli.processes import quiet_libraries
+from hf_linattn.cli.main import quiet_libraries
 from hf_linattn.errors import DataError, LinattnError, OptionError
 from hf_linattn.patching.interface import NAME
 

@@ -15,7 +15,7 @@ from torch import nn
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
-from hf_linattn.patching.describe import Row
+from hf_linattn.patching.describe import ModuleDescription
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
@@ -85,7 +85,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return [_layer(row, own[row.module], place, by_index) for place, row in enumerate(chosen)]
 
 
-def _layer(row: Row, own: Row, place: int, by_index: bool) -> Layer:
+def _layer(row: ModuleDescription, own: ModuleDescription, place: int, by_index: bool) -> Layer:
     return Layer(
         number=row.layer if by_index and row.layer is not None else place,
         key=str(row.layer) if by_index else row.module,

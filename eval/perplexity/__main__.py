@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     process = int(os.environ.get("RANK", "0"))
 
     def work() -> None:
-        from hf_linattn.cli.processes import start_missing_processes
+        from hf_linattn.cli.main import start_missing_processes
 
         from .run import run
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_linattn.cli.files import replacing
 from hf_linattn.data import load_documents
-from hf_linattn.patching.branches import hybrids, use_branches
+from hf_linattn.patching.contexts import hybrids, use_branches
 
 from ..common import results as files
 from ..common.models import Curve, load_model, load_tokenizer, train_length
@@ -25,7 +25,7 @@ from .measure import score_length
 from .plot import save_plot
 from .tables import COLUMNS
 
-FORMAT = "hf_linattn.patching.branches/1"
+FORMAT = "hf_linattn.branches/1"
 SMALL = 0.01
 """Nats per token, 1 % of perplexity, below which a branch is said to add nothing."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
@@ -30,6 +31,7 @@ class Extra:
     """A keyword of `EXTRAS` in an interface call.
 
     Attributes:
+        keyword: its name.
         text: the expression passed.
         guards: where the expression is a local name: for each of its assignments, the attributes of the
             module that must not be None for it to happen.
@@ -40,7 +42,7 @@ class Extra:
     guards: tuple[tuple[str, ...], ...] = ()
 
     def in_force(self, module: nn.Module) -> bool:
-        """Whether this module passes anything but None."""
+        """Tell whether this module passes anything but None."""
         attribute = self.text.removeprefix("self.")
         if self.text == "None":
             return False
@@ -58,11 +60,12 @@ class Source:
 
     Attributes:
         calls: number of calls of the interface on one path through `forward`.
-        extras: what the call changes beside softmax(qk)v.
+        extras: what the call changes in softmax(qk)v.
         slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a
-            name for self.layer_idx plus that argument, None where it cannot be told or there is no cache.
+            name for self.layer_idx plus that argument, None where that is unknown or there is no cache.
         updates: whether a cache is written at all.
         cache_position: index of the cache among forward's positional arguments, None if keyword only.
+        parameters: names of forward's parameters, without self.
         sharing: attributes of the module that make it take keys and values from another layer, or give it
             its own.
     """
@@ -86,10 +89,10 @@ class Site:
         source: what its class's source says.
         layer_idx: its index among the layers, None where it has none.
         window: "sliding" or "chunked" for a limited window, else None.
-        head_dim, value_dim, heads, kv_heads: sizes, None where they cannot be told.
+        head_dim, value_dim, heads, kv_heads: sizes; None where unknown.
         max_positions: the config's max_position_embeddings, in tokens.
         causal: whether the module attends to the past alone; None where only its calls tell.
-        rotary: the model's one rotary embedding, whose output the module is given; None if there is no such.
+        rotary: the model's one rotary embedding, where the module takes its output; otherwise None.
     """
 
     name: str
@@ -105,14 +108,16 @@ class Site:
     causal: bool | None
     rotary: nn.Module | None = None
 
+    @cached_property
     def extras(self) -> dict[str, str]:
-        """Keyword -> what the module does with it, for those that are in force."""
+        """Keyword -> what the module does with it, for those in force when first asked."""
         return {
             extra.keyword: EXTRAS[extra.keyword]
             for extra in self.source.extras
             if extra.in_force(self.module)
         }
 
+    @cached_property
     def shares(self) -> bool:
         """Whether it takes keys and values from another layer, or gives it its own."""
         return any(getattr(self.module, name, False) for name in self.source.sharing)

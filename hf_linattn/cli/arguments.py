@@ -1,4 +1,4 @@
-"""A dataclass as the options of a command: each field is `--its-name`, checked alike from both sides."""
+"""Options of commands: a dataclass whose fields are `--its-names`, and types for argparse."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from hf_linattn.errors import OptionError
 
 
 def option(default: Any, text: str, **extra: Any) -> Any:
-    """A field with a default; `extra` may hold choices, bounds, metavar and how the text is parsed."""
+    """Declare a field of a dataclass of options.
+
+    Args:
+        default: its default.
+        text: its help.
+        **extra: choices, minimum, maximum, metavar, and `parse`: "patch" or "json", how the text is read.
+    """
     return dataclasses.field(default=default, metadata={"help": text, **extra})
 
 
 def flag_of(name: str) -> str:
-    """`--eval-data` for `eval_data`."""
+    """Name the option of a field: `--eval-data` for `eval_data`."""
     return "--" + name.replace("_", "-")
 
 
 def check_values(arguments: Any) -> None:
-    """Hold every field against its minimum, maximum and choices.
+    """Check every field against its minimum, maximum and choices.
 
     Raises:
         OptionError: naming the option and what it may be.
@@ -41,7 +47,7 @@ def check_values(arguments: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """One option per field of the dataclass."""
+    """Give a parser one option per field of the dataclass."""
     for item in dataclasses.fields(cls):
         flag, extra = flag_of(item.name), dict(item.metadata)
         extra.pop("minimum", None)
@@ -53,8 +59,8 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         kinds: dict[str, Callable[[str], Any]] = {
             "int": int,
             "float": float,
-            "patch": _patch,
-            "json": _json_object,
+            "patch": argparse_type(_patch),
+            "json": argparse_type(json_object),
         }
         kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
         if not required and item.default is not None:
@@ -64,29 +70,75 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _patch(text: str) -> str | dict[str, Any]:
+    return json_object(text) if text.lstrip().startswith("{") else text
+
+
+def argparse_type(parse: Callable[[str], Any], *, keep_text: bool = False) -> Callable[[str], Any]:
+    """Turn a function that raises OptionError into a type of argparse, which shows the message.
+
+    Args:
+        parse: reads the text.
+        keep_text: only check the text, and leave it what it is.
+    """
+
+    def convert(text: str) -> Any:
+        try:
+            value = parse(text)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text if keep_text else value
+
+    return convert
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Read a JSON object: `{"train_length": 512}`.
+
+    Raises:
+        OptionError: it is something else.
+    """
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {text} ({error})") from error
+        raise OptionError(f"not JSON: {text} ({error})") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"name": 1}}, not {text}')
+        raise OptionError(f'expected a JSON object such as {{"name": 1}}, not {text}')
     return value
 
 
-def _patch(text: str) -> str | dict[str, Any]:
-    return _json_object(text) if text.lstrip().startswith("{") else text
+def positive_int(text: str) -> int:
+    """Read a whole number of at least 1, as a type of argparse."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def positive_ints(text: str) -> list[int]:
+    """Read whole numbers of at least 1 by comma, each once, in order, as a type of argparse."""
+    return sorted({positive_int(part) for part in text.split(",")})
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0, as a type of argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
 
 
 def differences(cls: Any, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Settings that a resumed run gives otherwise, in words, as JSON holds them.
+    """List the settings that differ when a run is resumed, as text, compared as JSON holds them.
 
     What an older version of this package did not know counts as its default.
 
     Args:
         cls: dataclass of the options.
         before: what the run began with.
-        now: what it is given, all of which must be the same.
+        now: what it is resumed with, all of which must be the same.
     """
     defaults = {item.name: item.default for item in dataclasses.fields(cls)}
     known = {**defaults, **before}

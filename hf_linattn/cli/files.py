@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hf_linattn.errors import TrainingError
+from hf_linattn.errors import DataError, TrainingError
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to; once written it becomes `path` in one step. Errors leave `path` alone."""
+    """Yield a path to write to; once written it becomes `path` in one step. Errors leave `path` alone."""
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         try:
@@ -54,6 +54,21 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds no JSON object")
+    return content
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write indented JSON atomically."""
     with replacing(path) as partial:
@@ -62,7 +77,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to write to; its files then replace those of `folder`, each in one step."""
+    """Yield an empty folder to write to; its files then replace those of `folder`, each in one step."""
     partial = folder / "saving.partial"
     with writing(folder):
         shutil.rmtree(partial, ignore_errors=True)

@@ -56,7 +56,7 @@ class Job:
 
 
 def last_step(log: Path) -> int:
-    """The last step in a train.csv; 0 where training has not begun, or a line is being written."""
+    """Read the last step of a train.csv; 0 where training has not begun, or a line is being written."""
     try:
         with log.open(encoding="utf-8", newline="") as file:
             return int(list(csv.DictReader(file))[-1]["step"])
@@ -89,7 +89,7 @@ def run_jobs(jobs: Sequence[Job], logs: Path, at_once: int, environment: Mapping
     waiting = [job for job in jobs if job.name not in done]
     running: list[_Running] = []
     with _only_one(logs / "lock") as lock, _signals_raise(), _bar(jobs, done) as show:
-        # whoever held the lock may have finished some meanwhile
+        # whoever held the lock may have finished jobs meanwhile
         done |= {job.name for job in waiting if job.finished()}
         waiting = [job for job in waiting if job.name not in done]
         try:
@@ -193,7 +193,7 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _bar(jobs: Sequence[Job], done: set[str]) -> Iterator[Callable[[set[str], list[Job]], None]]:
-    """One bar for everything, on stderr, with the names of what runs."""
+    """Show one bar for everything, on stderr, with the names of what runs."""
     total = sum(job.weight for job in jobs)
     form = "{percentage:3.0f}% |{bar}| {elapsed}{postfix}"
     interval = 0.5 if sys.stderr.isatty() else 10.0

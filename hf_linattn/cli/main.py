@@ -1,11 +1,14 @@
-"""How every command ends: its exit status, and one line for what stood in its way."""
+"""How a command starts, reports and ends: its processes, what they print, versions, exit status."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from itertools import pairwise
 
-from hf_linattn.errors import LinattnError
+from hf_linattn.errors import LinattnError, TrainingError
 
 
 def exit_status(
@@ -37,3 +40,86 @@ def exit_status(
         where = f" (process {process})" if process else ""
         sys.stderr.write(f"error{where}: {message}\n")
     return 1
+
+
+def start_missing_processes(module: str, argv: Sequence[str]) -> None:
+    """Give `accelerate launch --cpu --num_processes N -m module ...` its N processes.
+
+    accelerate (1.15, the newest tried) hands N to mpirun alone: without `--mpirun_hostfile` it starts
+    one process on the CPU whatever N is, and leaves only an address for the others to meet at. A run that
+    should use N processes would silently use one. N itself stands in no environment variable, so it is read
+    from the command line of the parent; then this process turns into torchrun with N workers. In every other
+    case nothing happens.
+
+    Args:
+        module: the command, as `python -m` takes it.
+        argv: its arguments.
+
+    Raises:
+        TrainingError: more processes were asked for, but how many is unknown.
+    """
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    started = any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE"))
+    if not on_cpu or started or "MASTER_PORT" not in os.environ:
+        return
+    import psutil  # comes with accelerate, which may be missing
+
+    parent = psutil.Process().parent()
+    command = parent.cmdline() if parent is not None else []
+    if not any("accelerate" in item for item in command):
+        return
+    count = _processes_in(command)
+    if count is None:
+        raise TrainingError(
+            "accelerate launch started one process on the CPU although more are configured: say how many "
+            f"with --num_processes, or use torchrun --nproc_per_node 2 -m {module} ... --cpu"
+        )
+    if count > 1:
+        place = ["--nproc_per_node", str(count), "--master_port", os.environ["MASTER_PORT"]]
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *place, "-m", module, *argv])
+
+
+def _processes_in(command: Sequence[str]) -> int | None:
+    """Read N of `--num_processes N` in the command line of accelerate."""
+    for item, following in pairwise([*command, ""]):
+        name, _, value = item.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            number = value or following
+            return int(number) if number.isdecimal() else None
+    return None
+
+
+def quiet_libraries(process: int, *, data_bars: bool = True) -> None:
+    """Leave the terminal to our own progress bar; let other processes than the first report errors only.
+
+    Args:
+        process: the rank of this process.
+        data_bars: the first process shows the bars of `datasets`, of loading and tokenizing.
+    """
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if process > 0 or not data_bars:
+        datasets.disable_progress_bars()
+    if process > 0:
+        datasets.logging.set_verbosity_error()
+        logging.set_verbosity_error()
+
+
+def package_versions(packages: Iterable[str], *, missing: str | None = None) -> dict[str, str]:
+    """Map distributions to their versions.
+
+    Args:
+        packages: names as pip knows them.
+        missing: what stands for one that is not installed; with None it is left out.
+    """
+    versions: dict[str, str] = {}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if missing is not None:
+                versions[name] = missing
+    return versions

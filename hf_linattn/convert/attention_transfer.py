@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hf_linattn.attention.site import Site
-from hf_linattn.patching.branches import hybrids, use_branches
-from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.patching.interface import NAME, own_attention
 from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.patching.plan import sites_of, transformers_model

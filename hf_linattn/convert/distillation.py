@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hf_linattn.patching.branches import hybrids, use_branches
-from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.training.divergence import Reading, predictions
 from hf_linattn.training.loop import next_token_nats
 from hf_linattn.training.objectives import CACHELESS, Objective

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from hf_linattn.attention import LinearAttention
 from hf_linattn.convert.__main__ import ConvertArguments
 from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.finetune.model import first_line
 from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.loading import explain_missing
 from hf_linattn.registry import find, names_in, parse, signature
 
 
@@ -22,10 +22,8 @@ def with_patch(arguments: ConvertArguments) -> ConvertArguments:
         TrainingError: there is no such model.
         OptionError: a new patch for a patched model, or a front for what takes none.
     """
-    try:
+    with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
         config = AutoConfig.from_pretrained(arguments.model)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load --model {arguments.model}: {first_line(error)}") from error
     if hasattr(config, NAME):
         if arguments.patch is not None or arguments.learn_front or arguments.options:
             raise OptionError(

@@ -24,9 +24,10 @@ from hf_linattn.convert.task import SELF, chosen_task
 from hf_linattn.errors import LinattnError, TrainingError
 from hf_linattn.finetune.__main__ import FinetuneArguments
 from hf_linattn.finetune.method import Method
-from hf_linattn.finetune.model import check_fit, first_line
-from hf_linattn.finetune.run import load_tokenizer, make_accelerator, train
-from hf_linattn.patching.branches import hybrids
+from hf_linattn.finetune.model import check_fit
+from hf_linattn.finetune.run import make_accelerator, train
+from hf_linattn.patching.contexts import hybrids
+from hf_linattn.patching.loading import first_line, load_tokenizer
 from hf_linattn.training.divergence import hidden_states
 from hf_linattn.training.loop import evaluate
 from hf_linattn.training.objectives import Objective

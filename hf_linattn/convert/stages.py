@@ -17,7 +17,7 @@ from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, te
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.method import Method
 from hf_linattn.finetune.model import choose_trained, switch_off_dropout
-from hf_linattn.patching.branches import hybrids
+from hf_linattn.patching.contexts import hybrids
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.training.fsdp import shard_frozen
 from hf_linattn.training.objectives import Objective

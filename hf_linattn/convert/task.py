@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from hf_linattn.convert.__main__ import ConvertArguments
 from hf_linattn.errors import TrainingError
-from hf_linattn.finetune.model import first_line
 from hf_linattn.finetune.run import chosen_objective
+from hf_linattn.patching.loading import explain_missing
 from hf_linattn.training.objectives import Objective, choose, states
 
 SELF = "self"
@@ -25,10 +25,8 @@ def chosen_task(arguments: ConvertArguments, tokenizer: Any) -> Objective:
             and cannot.
     """
     name = arguments.teacher or arguments.model
-    try:
+    with explain_missing(f"cannot load {name}", TrainingError):
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load {name}: {first_line(error)}") from error
     if arguments.objective == "states" or (arguments.objective == "auto" and _headless(config)):
         return _states_task(name, config, arguments, tokenizer)
     task = chosen_objective(arguments, tokenizer)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.cli.arguments import argparse_type, json_object, positive_int, positive_ints
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, LinattnError, OptionError
 
@@ -56,28 +57,33 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, positive_int
     add("--output-dir", type=Path, default=Path("demo-out"), help="(default: %(default)s)")
     add("--model", help="folder or Hub name of a causal language model (default: the one in examples/base)")
     add("--data", help="text to train on: file, folder, table or dataset name (default: Python's own source)")
     add("--eval-data", help="text to measure on (default: the end of --data, which is then not trained on)")
     add("--patch", default=PATCHES, help="patches, separated by commas (default: %(default)s)")
     options_help = "options of the patches as JSON: given to every patch that has them, or {PATCH: {...}}"
-    add("--options", type=_json_object, default={}, metavar="JSON", help=options_help)
-    add("--max-steps", type=_count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
-    add("--batch-size", type=_count, default=BATCH_SIZE, help="rows per update (default: %(default)s)")
+    add("--options", type=argparse_type(_options), default={}, metavar="JSON", help=options_help)
+    add("--max-steps", type=count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
+    add("--batch-size", type=count, default=BATCH_SIZE, help="rows per update (default: %(default)s)")
     add("--lr", type=float, default=LR, help="peak learning rate (default: %(default)s)")
     block_help = "tokens per row (default: 512, or what the model was trained on if less)"
-    add("--block-size", type=_count, help=block_help)
+    add("--block-size", type=count, help=block_help)
     add(
         "--lengths",
-        type=_counts,
+        type=positive_ints,
         help="tokens of context to measure at (default: 1 to 16 times --block-size)",
     )
     tokens_help = "tokens scored at each length (default: %(default)s)"
-    add("--eval-tokens", type=_count, default=EVAL_TOKENS, help=tokens_help)
-    add("--new-tokens", type=_count, default=NEW_TOKENS, help="tokens per sample (default: %(default)s)")
-    add("--jobs", type=_count, default=2, help="processes side by side (default: %(default)s; 1 on a GPU)")
+    add("--eval-tokens", type=count, default=EVAL_TOKENS, help=tokens_help)
+    add("--new-tokens", type=count, default=NEW_TOKENS, help="tokens per sample (default: %(default)s)")
+    add(
+        "--jobs",
+        type=count,
+        default=2,
+        help="processes side by side (default: %(default)s; 1 on a GPU)",
+    )
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--cpu", action="store_true", help="use the CPU even where there is a GPU")
     return parser
@@ -188,14 +194,12 @@ def _inspect(model: str) -> tuple[Any, int | None]:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    what = "model"
-    try:
+    from hf_linattn.patching.loading import explain_missing
+
+    with explain_missing(f"no model at {model!r}", DataError):
         config = AutoConfig.from_pretrained(model).get_text_config()
-        what = "tokenizer"
+    with explain_missing(f"no tokenizer at {model!r}", DataError):
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # transformers 5 raises any of these for a folder without the files
-        raise DataError(f"no {what} at {model!r}: {str(error).strip().partition(chr(10))[0]}") from error
     return tokenizer, getattr(config, "max_position_embeddings", None)
 
 
@@ -269,24 +273,8 @@ def _table(path: Path) -> str:
     return text
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {text} ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'expected a JSON object such as {{"name": 1}}, not {text}')
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({_count(part.strip()) for part in text.split(",")})
+def _options(text: str) -> dict[str, Any]:
+    return json_object(text or "{}")  # `make demo` passes an empty text where none are named
 
 
 if __name__ == "__main__":

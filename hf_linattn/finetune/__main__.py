@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.cli.arguments import add_options, check_values, option
-from hf_linattn.cli.main import exit_status
-from hf_linattn.cli.processes import quiet_libraries, start_missing_processes
+from hf_linattn.cli.main import exit_status, quiet_libraries, start_missing_processes
 from hf_linattn.errors import OptionError
 
 EPILOG = """\

@@ -18,6 +18,7 @@ from hf_linattn.errors import DataError, LinattnError, TrainingError
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
+from hf_linattn.patching.loading import first_line
 from hf_linattn.registry import patches
 from hf_linattn.training.objectives import Objective
 
@@ -148,8 +149,3 @@ def _positions(model: PreTrainedModel) -> int | None:
     tables = [table for table in tables if table is not model.get_input_embeddings()]
     skipped = [table.padding_idx for table in tables if table.num_embeddings == limit]
     return limit - max((index + 1 for index in skipped if index is not None), default=0)
-
-
-def first_line(error: Exception) -> str:
-    """What a library says in many lines, cut to the one that counts."""
-    return str(error).strip().split("\n")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -16,16 +15,18 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hf_linattn.cli.arguments import differences
 from hf_linattn.cli.files import filling, replacing, write_json, writing
-from hf_linattn.errors import DataError, OptionError, TrainingError
+from hf_linattn.cli.main import package_versions
+from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.__main__ import FinetuneArguments
 from hf_linattn.finetune.method import Method
-from hf_linattn.finetune.model import check_fit, first_line
+from hf_linattn.finetune.model import check_fit
 from hf_linattn.finetune.plots import save_loss_curve
 from hf_linattn.patching.interface import PATCH_PART
+from hf_linattn.patching.loading import explain_missing, first_line, load_tokenizer
 from hf_linattn.training.checkpoint import Checkpoint
 from hf_linattn.training.fsdp import accelerator_options, set_up
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
@@ -209,19 +210,6 @@ def _begin(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
     write_json(run_file, settings)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub name.
-
-    Raises:
-        DataError: there is none.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"no tokenizer in {name} (give one with --tokenizer): {first_line(error)}") from error
-    return tokenizer
-
-
 def chosen_objective(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Objective:
     """What the run trains for, by its `model`, `objective`, `block_size` and `seed`.
 
@@ -229,10 +217,8 @@ def chosen_objective(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Obje
         TrainingError: there is no such model, or it cannot be trained so.
         DataError: the tokenizer cannot mask.
     """
-    try:
+    with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
         config = AutoConfig.from_pretrained(arguments.model)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load --model {arguments.model}: {first_line(error)}") from error
     name = choose(arguments.objective, config)
     return objective(name, tokenizer, arguments.block_size, arguments.seed)
 
@@ -276,7 +262,7 @@ def _results(
         "command": command,
         "arguments": dataclasses.asdict(arguments),
         "seed": arguments.seed,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": package_versions(PACKAGES, missing="not installed"),
         "device": str(loop.accelerator.device),
         "processes": loop.accelerator.num_processes,
         "distributed": loop.accelerator.distributed_type.value,
@@ -294,10 +280,3 @@ def _results(
         "eval_loss": loop.kept[1],
         "seconds": round(loop.seconds, 3),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

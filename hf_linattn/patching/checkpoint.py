@@ -1,4 +1,4 @@
-"""Loading: a folder that `save_pretrained` wrote from a patched model, or any ordinary checkpoint."""
+"""Load models: a folder that `save_pretrained` wrote from a patched model, or any ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
 
     Raises:
         CheckpointError: a damaged, incomplete or newer entry, or weights of the patch that are missing.
+
+    Example:
+        >>> from hf_linattn import describe, from_pretrained, patch_model
+        >>> model = patch_model(from_pretrained("examples/base"), {"0-1": "elu1"})
+        >>> model.save_pretrained("patched")
+        >>> [row.patch for row in describe(from_pretrained("patched"))]
+        ['elu1', 'elu1', 'softmax', 'softmax', 'softmax', 'softmax']
     """
     if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
@@ -74,7 +81,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
 
 
 def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """config.json as it stands."""
+    """Read config.json as it stands."""
     try:
         raw, _ = PreTrainedConfig.get_config_dict(where, **{key: kwargs[key] for key in HUB if key in kwargs})
     except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
@@ -106,7 +113,7 @@ def _check_weights(info: dict[str, Any], where: str, *, same_class: bool, lenien
 
 
 def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
-    """The groups of a `linattn` entry, each with patch, options and modules; nothing in it is executed.
+    """Read the groups of a `linattn` entry, each with patch, options and modules; nothing in it is executed.
 
     Raises:
         CheckpointError: naming what is wrong.
@@ -150,7 +157,7 @@ def check_entry(entry: Any, where: str) -> list[dict[str, Any]]:
 def _config(
     raw: dict[str, Any], where: str, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config without this package's marks, nested ones too, and the keywords that it does not take."""
+    """Build the config without this package's marks; return with it the keywords that it does not take."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -170,29 +177,29 @@ def _config(
 
 
 def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:
-    """The class of transformers that the model was saved from; no other name in the file is looked up."""
+    """Find the class of transformers the model was saved from; no other name in the file is looked up."""
     names = raw.get("architectures")
     cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
 def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
-    """The model class that `cls`, an auto class or a model class, means for this config."""
+    """Find the model class that `cls`, an auto class or a model class, means for this config."""
     if cls is None:
         raise CheckpointError(
             f"{where}: config.json names no class of transformers in 'architectures'; pass auto_class="
         )
     mapping = getattr(cls, "_model_mapping", None)
     if mapping is not None and type(config) in mapping:
-        found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
+        classes = mapping[type(config)]
+        return classes[0] if isinstance(classes, tuple) else classes
     if mapping is not None or not isinstance(config, getattr(cls, "config_class", None) or ()):
         raise CheckpointError(f"{where}: {cls.__name__} has no class for {type(config).__name__}")
     return cls
 
 
 def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
-    """A subclass that is patched before its weights arrive: sharded and offloaded loads just work."""
+    """Make a subclass that is patched before its weights arrive: sharded and offloaded loads just work."""
 
     def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -210,7 +217,7 @@ def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where
 
 
 def _plan(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Module name -> (patch, options), by the names that this class gives its modules.
+    """Map module names to (patch, options), by the names that this class gives its modules.
 
     A bare model lacks the prefix that its head adds, and the other way round.
     """

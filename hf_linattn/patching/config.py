@@ -20,7 +20,7 @@ GUARD = "load-this-folder-with-hf_linattn.from_pretrained.safetensors"
 
 @dataclass
 class Copy:
-    """A config, the copy that a patched model uses instead, and the copy's values when it was made."""
+    """A config, the copy that a patched model uses instead, and the values of the copy before any change."""
 
     original: PreTrainedConfig
     copied: PreTrainedConfig
@@ -56,7 +56,7 @@ class OwnConfigs:
         return new
 
     def original(self, config: Any) -> Any:
-        """The config that this copy stands for; any other config is its own."""
+        """Return the config that a copy stands for; any other config is its own."""
         return next((known.original for known in self.copies if known.copied is config), config)
 
     def use_copies(self, entry: dict[str, Any], root: Any, flags: tuple[str, ...] = ()) -> None:
@@ -88,7 +88,7 @@ class OwnConfigs:
 
 
 def _values(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config's own values; nested configs have copies of their own."""
+    """Copy a config's own values; nested configs have copies of their own."""
     return {
         key: copy.deepcopy(value)
         for key, value in config.__dict__.items()
@@ -116,10 +116,10 @@ def _to_dict(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def mark(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Make a config say in config.json that its model is patched, so that no plain loader drops the patch.
+    """Mark a config, so that its config.json says that the model is patched and no plain loader drops that.
 
     `attn_implementation` stops loaders that do not know this package; `transformers_weights` those that are
-    told to use another implementation. transformers deletes the second when it saves, hence `to_dict`.
+    asked to use another implementation. transformers deletes the second when it saves, hence `to_dict`.
     """
     config.__dict__[NAME] = copy.deepcopy(entry)
     config.__dict__["attn_implementation"] = NAME

@@ -1,4 +1,4 @@
-"""What is where in a model: `describe`."""
+"""Describe a model: which attention each of its modules has, and what that costs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import Any
 from torch import nn
 
 from hf_linattn.attention.site import Site
+from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.patch import RECORD, Record
 from hf_linattn.patching.plan import sites_of, transformers_model
 
 
 @dataclass(frozen=True)
-class Row:
-    """One attention module.
+class ModuleDescription:
+    """One attention module of a model.
 
     Attributes:
-        module: dotted name; layer: its index or None.
-        patch: composition, "softmax" for the model's own attention; note: what became of its window.
+        module: dotted name.
+        layer: its index among the layers, None where it has none.
+        patch: composition, "softmax" for the model's own attention.
         options: by part of the composition.
         parameters: number of parameters added.
         linear: the state is of constant size.
-        time: in the number of tokens n.
+        time: of prefill in the number of tokens n, such as "O(n)".
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
+        note: what became of its window, "" where there is nothing to say.
     """
 
     module: str
@@ -45,12 +47,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """Rows of `describe`; prints as a table."""
+    """What `describe` gives: one row per attention module; prints as a table."""
 
     model: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleDescription, ...]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[ModuleDescription]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -58,12 +60,12 @@ class Description:
 
     @property
     def parameters(self) -> int:
-        """Parameters added, all modules together."""
+        """Count the parameters added, all modules together."""
         return sum(row.parameters for row in self.rows)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all constant states per sequence."""
+        """Sum the bytes of all constant states, per sequence."""
         return sum(row.state_bytes or 0 for row in self.rows)
 
     def __str__(self) -> str:
@@ -74,7 +76,7 @@ class Description:
         return "\n".join([self.model, *("  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs)])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ModuleDescription) -> tuple[str, ...]:
     if row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
     else:
@@ -86,7 +88,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _bytes_per_token(site: Site) -> int | None:
-    """Keys and values of one token in an ordinary cache, in the module's dtype."""
+    """Count the bytes of one token's keys and values in an ordinary cache, in the module's dtype."""
     if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
         return None
     parameter = next(site.module.parameters(), None)
@@ -95,19 +97,19 @@ def _bytes_per_token(site: Site) -> int | None:
 
 
 def _state_bytes(site: Site, attention: Any) -> int | None:
-    """Bytes of one sequence's state."""
+    """Count the bytes of one sequence's state."""
     parameter = next(site.module.parameters(), None)
     size: int | None = attention.state_bytes(site, 4 if parameter is None else parameter.element_size())
     return size
 
 
-def _row(site: Site, record: Record) -> Row:
+def _describe_module(site: Site, installation: Installation | None) -> ModuleDescription:
     child: Any = site.module._modules.get(NAME)
-    note = record.notes.get(site.name, "")
+    note = "" if installation is None else installation.notes.get(site.name, "")
     if child is None:
         growth = _bytes_per_token(site)
         time = "O(n window)" if site.window else "O(n^2)"
-        return Row(
+        return ModuleDescription(
             site.name,
             site.layer_idx,
             "softmax",
@@ -117,11 +119,11 @@ def _row(site: Site, record: Record) -> Row:
             note=note,
         )
     window = site.window if child.keep_window else None
-    return Row(
+    return ModuleDescription(
         module=site.name,
         layer=site.layer_idx,
         patch=child.spec,
-        options=record.options.get(site.name, {}),
+        options={} if installation is None else installation.options.get(site.name, {}),
         parameters=sum(p.numel() for p in child.parameters()),
         linear=child.keeps_state,
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
@@ -133,16 +135,47 @@ def _row(site: Site, record: Record) -> Row:
 
 
 def describe(model: nn.Module) -> Description:
-    """What every attention module of a model does: patch, options, parameters added, cost and state.
+    """List what every attention module of a model does: patch, options, parameters added, cost and state.
+
+    Args:
+        model: a transformers model, patched or not, or its wrapper.
+
+    Returns:
+        One `ModuleDescription` per module, in the order of the model; `print` shows a table.
 
     Raises:
         UnsupportedModelError: no attention module routes through transformers' interface.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import describe, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> print(describe(patch_model(model, {"0-2": "elu1"})))
+        LlamaForCausalLM
+        module                    patch    options  parameters  time    state per sequence
+        model.layers.0.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.1.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.2.self_attn  elu1              0           O(n)    16,896 B
+        model.layers.3.self_attn  softmax           0           O(n^2)  512 B per token
+        model.layers.4.self_attn  softmax           0           O(n^2)  512 B per token
+        model.layers.5.self_attn  softmax           0           O(n^2)  512 B per token
+        >>> describe(model).state_bytes
+        50688
     """
     inside = transformers_model(model)
-    record = inside.__dict__.get(RECORD, Record())
-    return Description(type(inside).__name__, tuple(_row(site, record) for site in sites_of(inside)))
+    installation = installation_of(inside)
+    rows = tuple(_describe_module(site, installation) for site in sites_of(inside))
+    return Description(type(inside).__name__, rows)
 
 
 def is_linear(model: nn.Module) -> bool:
-    """Whether every attention layer's state is of constant size: all linear, or limited to a window."""
+    """Tell whether every attention layer's state is of constant size: all linear, or limited to a window.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_linattn import is_linear, patch_model
+        >>> model = AutoModelForCausalLM.from_pretrained("examples/base")
+        >>> is_linear(model), is_linear(patch_model(model, "elu1"))
+        (False, True)
+    """
     return all(row.linear or row.window is not None for row in describe(model))

@@ -27,7 +27,7 @@ def _is_interface_call(node: ast.AST) -> bool:
 
 
 def _calls_on_a_path(node: ast.AST) -> int:
-    """Interface calls on the longest path: branches are alternatives, a comprehension counts once."""
+    """Count interface calls on the longest path: branches are alternatives, a comprehension counts once."""
     if isinstance(node, ast.If):
         return max(sum(map(_calls_on_a_path, node.body)), sum(map(_calls_on_a_path, node.orelse)))
     here = 1 if _is_interface_call(node) else 0
@@ -60,8 +60,8 @@ def _slot(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str | None, bool]
 
 
 def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ...]]]:
-    """What is assigned to a local name, each with the attributes whose `is not None` surrounds it."""
-    found: list[tuple[ast.expr, tuple[str, ...]]] = []
+    """List what is assigned to a local name, each with the attributes whose `is not None` surrounds it."""
+    assignments: list[tuple[ast.expr, tuple[str, ...]]] = []
 
     def visit(node: ast.AST, guards: tuple[str, ...]) -> None:
         if isinstance(node, ast.Assign):
@@ -69,7 +69,7 @@ def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ..
                 part for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)
             ]
             if any(part.id == name for part in names):
-                found.append((node.value, guards))
+                assignments.append((node.value, guards))
         if isinstance(node, ast.If):
             test = ast.unparse(node.test)
             inner = test.removeprefix("self.").removesuffix(" is not None")
@@ -83,11 +83,11 @@ def _assignments(tree: ast.AST, name: str) -> list[tuple[ast.expr, tuple[str, ..
             visit(child, guards)
 
     visit(tree, ())
-    return found
+    return assignments
 
 
 def _makes(value: ast.expr) -> bool:
-    """Whether an expression computes a mask, instead of choosing one or cutting it to size."""
+    """Tell whether an expression computes a mask, instead of choosing one or cutting it to size."""
     return any(
         isinstance(node, ast.BinOp)
         or (isinstance(node, ast.Call) and not ast.unparse(node.func).endswith(".get"))
@@ -96,24 +96,24 @@ def _makes(value: ast.expr) -> bool:
 
 
 def _extras(tree: ast.AST) -> tuple[Extra, ...]:
-    found: dict[str, Extra] = {}
+    extras: dict[str, Extra] = {}
     for call in filter(_is_interface_call, ast.walk(tree)):
         assert isinstance(call, ast.Call)
         values = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in EXTRAS}
         mask = values.pop("attention_mask", call.args[4] if len(call.args) > 4 else None)
         for keyword, value in values.items():
             text = ast.unparse(value)
-            given = [guards for new, guards in _assignments(tree, text) if ast.unparse(new) != "None"]
-            found[str(keyword)] = Extra(str(keyword), text, tuple(given))
+            value_guards = [guards for new, guards in _assignments(tree, text) if ast.unparse(new) != "None"]
+            extras[str(keyword)] = Extra(str(keyword), text, tuple(value_guards))
         if isinstance(mask, ast.Name):
-            made = [guards for new, guards in _assignments(tree, mask.id) if _makes(new)]
-            if made:
-                found["attention_mask"] = Extra("attention_mask", mask.id, tuple(made))
-    return tuple(found.values())
+            mask_guards = [guards for new, guards in _assignments(tree, mask.id) if _makes(new)]
+            if mask_guards:
+                extras["attention_mask"] = Extra("attention_mask", mask.id, tuple(mask_guards))
+    return tuple(extras.values())
 
 
 def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
-    """Attributes that decide about a dict of keys and values that the layers of a model hand on."""
+    """Name the attributes that decide about a dict of keys and values that a model's layers pass on."""
 
     def entries(node: ast.AST) -> list[ast.Subscript]:
         return [
@@ -124,19 +124,19 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
             and part.value.id in parameters
         ]
 
-    handed = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
-    found = []
+    passed_on = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
+    attributes = []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute):
             inside = [part for child in node.body for part in entries(child)]
-            if any(ast.unparse(part.value) in handed for part in inside):
-                found.append(node.test.attr)
-    return tuple(found)
+            if any(ast.unparse(part.value) in passed_on for part in inside):
+                attributes.append(node.test.attr)
+    return tuple(attributes)
 
 
 @cache
 def read_source(cls: type[nn.Module]) -> Source | None:
-    """What the class's forward says, or None if it does not call the attention interface."""
+    """Read what a class's forward says; None if it does not call the attention interface."""
     forward = inspect.unwrap(cls.forward)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -154,7 +154,7 @@ def read_source(cls: type[nn.Module]) -> Source | None:
 
 
 def window_of(module: nn.Module) -> str | None:
-    """Whether the layer is windowed; many modules leave that to the config (mistral)."""
+    """Tell whether, and how, a layer is windowed; many modules leave that to the config (mistral)."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if types and index is not None and index < len(types):
@@ -176,9 +176,9 @@ def _first(owner: Any, *names: str) -> int | None:
 
 
 def _rotary(model: nn.Module) -> nn.Module | None:
-    """The one module that makes cosines and sines for all layers."""
-    found = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
-    return found[0] if len(found) == 1 else None
+    """Find the one module that makes cosines and sines for all layers."""
+    embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    return embeddings[0] if len(embeddings) == 1 else None
 
 
 def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None) -> Site:
@@ -196,40 +196,37 @@ def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None
         kv_heads = heads if latent or not groups else heads // groups
     index = _first(module, "layer_idx")
     positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
-    window = window_of(module)
     causal = getattr(module, "is_causal", None)
-    causal = causal if isinstance(causal, bool) else None
-    given = rotary if ROTARY_ARGUMENT in source.parameters else None
     return Site(
-        name,
-        module,
-        source,
-        index,
-        window,
-        head_dim,
-        value_dim,
-        heads,
-        kv_heads,
-        positions,
-        causal,
-        given,
+        name=name,
+        module=module,
+        source=source,
+        layer_idx=index,
+        window=window_of(module),
+        head_dim=head_dim,
+        value_dim=value_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        max_positions=positions,
+        causal=causal if isinstance(causal, bool) else None,
+        rotary=rotary if ROTARY_ARGUMENT in source.parameters else None,
     )
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """Every attention module that routes through the interface, in the order of the model."""
-    found = []
+    """List every attention module that routes through the interface, in the order of the model."""
+    sites = []
     rotary = _rotary(model)
     for name, module in model.named_modules():
         cls: Any = type(module)
         source = read_source(cls)
         if source is not None and getattr(module, "config", None) is not None:
-            found.append(_site(name, module, source, rotary))
-    return found
+            sites.append(_site(name, module, source, rotary))
+    return sites
 
 
 def attention_classes(model: nn.Module) -> list[str]:
-    """Names of classes that look like attention but do not route, for messages."""
+    """Name classes that look like attention but do not route, for messages."""
     names = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
     routed = {type(site.module).__name__ for site in find_sites(model)}
     return sorted(names - routed)

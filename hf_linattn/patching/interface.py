@@ -128,7 +128,7 @@ def check_kept(site: Site, kept: str) -> None:
     Raises:
         UnsupportedModelError: naming the module and what to load instead.
     """
-    if "block_indices" in (extras := site.extras()):
+    if "block_indices" in (extras := site.extras):
         raise UnsupportedModelError(
             f"{site.name} {extras['block_indices']}, and does so under the names "
             f"{', '.join(KEPT_IMPLEMENTATIONS)} only: its model cannot be patched in part"

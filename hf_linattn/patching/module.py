@@ -104,7 +104,7 @@ class PatchedAttention(nn.Module):
                 attends in a direction that the attention does not have.
         """
         attention = self.attention
-        for keyword, what in site.extras().items():
+        for keyword, what in site.extras.items():
             if keyword not in attention.expresses:
                 softmax = keyword in ScoreAttention.expresses
                 advice = "a softmax patch (softmax1, logn)" if softmax else "its own attention"
@@ -140,7 +140,7 @@ class PatchedAttention(nn.Module):
                 f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
                 "or logn there."
             )
-        if site.shares():
+        if site.shares:
             raise UnsupportedModelError(
                 f"{self.where} shares keys and values with other layers, and a cache that holds "
                 f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "

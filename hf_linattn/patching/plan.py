@@ -1,4 +1,4 @@
-"""Which attention module gets which patch: a name, a dict or a callable, checked against the model."""
+"""Resolve which attention module gets which patch: by a name, a dict or a callable."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
-    """The model itself, or the one transformers model inside a wrapper (peft, torch.compile, a user's own).
+    """Return the model itself, or the one transformers model inside a wrapper (peft, torch.compile, ...).
 
     Raises:
         UnsupportedModelError: there is none, or more than one.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a transformers model, got {reprlib.repr(model)}")
-    inside = list({id(found): found for found in _outermost(model)}.values())
+    inside = list({id(part): part for part in _outermost(model)}.values())
     if len(inside) != 1:
-        held = ", ".join(type(found).__name__ for found in inside) or "none"
+        held = ", ".join(type(part).__name__ for part in inside) or "none"
         raise UnsupportedModelError(
             f"expected a transformers model or a wrapper of one; {type(model).__name__} holds {held}"
         )
@@ -47,7 +47,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 
 def sites_of(model: nn.Module) -> list[Site]:
-    """Every site of the model.
+    """List every attention module of a model that can be patched.
 
     Raises:
         UnsupportedModelError: no module routes through transformers' attention interface.
@@ -64,7 +64,7 @@ def sites_of(model: nn.Module) -> list[Site]:
 
 
 def _parts(key: Any) -> list[Any]:
-    """The alternatives of a plan's key: a tuple's members, the ranges of "0-3,8", or the key itself."""
+    """Split a plan's key into alternatives: a tuple's members, the ranges of "0-3,8", or the key itself."""
     if isinstance(key, tuple | range | frozenset):
         return [part for member in key for part in _parts(member)]
     if isinstance(key, Integral) and key is not True and key is not False:
@@ -81,13 +81,13 @@ def _parts(key: Any) -> list[Any]:
 
 
 def _matching(key: Any, sites: list[Site]) -> list[Site]:
-    """The sites that a plan's key means, each once; every alternative must mean one."""
-    found = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
-    if not found or not all(found):
+    """List the sites that a plan's key means, each once; every alternative must mean one."""
+    matches = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
+    if not matches or not all(matches):
         names = ", ".join(f"{site.name} (layer {site.layer_idx})" for site in sites[:3])
         more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
         raise PlanError(f"the plan's key {key!r} matches no attention module; there are {names}{more}")
-    return list({site.name: site for part in found for site in part}.values())
+    return list({site.name: site for part in matches for site in part}.values())
 
 
 def _matches(part: Any, site: Site) -> bool:
@@ -120,7 +120,7 @@ def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[Site]) -> di
 
 
 def resolve(plan: Plan, sites: list[Site], options: dict[str, Any] | None) -> dict[str, Recipe]:
-    """Module name -> recipe, for the modules that the plan names.
+    """Resolve a plan: module name -> recipe, for the modules that it names.
 
     Args:
         plan: a patch for every module; or key -> patch, keys being layer indices, ranges "0-3,8" or patterns
@@ -149,9 +149,9 @@ def _with_options(chosen: dict[str, Any], shared: dict[str, Any]) -> dict[str, R
     """Give each patch its own options and those of the shared ones that it has a part for."""
     recipes: dict[str, Recipe] = {}
     used: set[Any] = set()
-    for name, given in chosen.items():
-        pair = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], dict)
-        spec, own = given if pair else (given, {})
+    for name, value in chosen.items():
+        pair = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], dict)
+        spec, own = value if pair else (value, {})
         accepted = options_for(names_in(spec), shared)
         used |= accepted.keys()
         recipes[name] = parse(spec, {**accepted, **own})

@@ -17,7 +17,7 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.types import Sums
-from hf_linattn.patching.branches import Branches
+from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
 from . import fused_decode, ring

@@ -10,8 +10,7 @@ from torch import nn
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.convert.attention_transfer import AttentionTransfer, relative_error, weights_divergence
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
-from hf_linattn.patching.branches import use_branches
-from hf_linattn.patching.contexts import bypassed
+from hf_linattn.patching.contexts import bypassed, use_branches
 from hf_linattn.patching.plan import sites_of
 from hf_linattn.training.divergence import token_divergence
 

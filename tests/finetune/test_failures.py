@@ -34,7 +34,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_linattn.cli import processes
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.__main__ import FinetuneArguments, build_parser, main
@@ -100,18 +99,6 @@ def test_two_processes_give_the_result_of_one(workplace):
     for row_one, row_two in zip(rows_of("one"), rows_of("two"), strict=True):
         for name in ("loss", "eval_loss", "grad_norm"):
             assert float(row_two[name] or 0) == pytest.approx(float(row_one[name] or 0), rel=1e-5), name
-
-
-@pytest.mark.parametrize(
-    ("command", "want"),
-    [
-        ("accelerate launch --cpu --num_processes 2 -m x", 2),
-        ("accelerate launch --num-processes=3 -m x", 3),
-        ("accelerate launch --cpu -m x --max-steps 4", None),
-    ],
-)
-def test_number_of_processes_is_read_from_the_launcher(command, want):
-    assert processes._processes_in(command.split()) == want
 
 
 def test_nan_stops_at_its_step_and_keeps_the_last_good_checkpoint(monkeypatch, capsys):

@@ -6,7 +6,7 @@ from helpers import learned_patches, tiny_models
 from helpers.learned_patches import logits, state
 from torch import nn
 
-from hf_linattn import describe, is_patched, patch_model, register, unpatch_model
+from hf_linattn import describe, is_patched, patch_model, patched, register, unpatch_model
 from hf_linattn.attention import LinearAttention
 from hf_linattn.errors import (
     LinattnError,
@@ -18,7 +18,6 @@ from hf_linattn.errors import (
     UnsupportedModelError,
 )
 from hf_linattn.patches.elu1 import Elu1
-from hf_linattn.patching.patch import patched
 
 IDS = tiny_models.tokens(2, 20)
 LOGN = "softmax1+logn"

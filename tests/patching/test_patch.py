@@ -9,9 +9,8 @@ from helpers import learned_patches, oracle, tiny_models
 from helpers.learned_patches import logits, state
 from helpers.oracle import as_oracle
 
-from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
+from hf_linattn import describe, is_linear, is_patched, patch_model, patched, unpatch_model
 from hf_linattn.errors import NotPatchedError, PlanError, UnsupportedModelError
-from hf_linattn.patching.patch import patched
 
 IDS = tiny_models.tokens(2, 40)
 

@@ -19,7 +19,7 @@ from hf_linattn.errors import OptionError, UnsupportedModelError
 from hf_linattn.eval.branches import compare_branches, main
 from hf_linattn.eval.perplexity import branches_run
 from hf_linattn.eval.perplexity import measure as scoring
-from hf_linattn.patching.branches import hybrids, use_branches
+from hf_linattn.patching.contexts import hybrids, use_branches
 
 SIMILARITY = {
     "window+elu1": lambda x: elu_plus_one(x.query) @ elu_plus_one(x.key).mT,

@@ -1,0 +1,181 @@
+"""What patching changes in a model: every change is recorded with its undo as it is made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import product
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_linattn.attention.site import Site
+from hf_linattn.errors import CheckpointError
+from hf_linattn.patching.cache_layers import install, install_full, self_attention_cache
+from hf_linattn.patching.config import OwnConfigs
+from hf_linattn.patching.interface import KEPT, NAME, find_state
+from hf_linattn.patching.module import PatchedAttention
+
+INSTALLATION = "_linattn"
+"""Where a patched model keeps its `Installation`, in its `__dict__`."""
+PREPARE_CACHE = "_prepare_cache_for_generation"
+SAVES = ("save_pretrained", "push_to_hub")
+
+
+class CachePlace(NamedTuple):
+    """A layer of the cache that `generate` should find replaced.
+
+    Attributes:
+        layer: index of the layer in the cache.
+        module: dotted name of the attention module.
+        keeps_state: a state goes there; otherwise all keys instead of a window's.
+    """
+
+    layer: int
+    module: str
+    keeps_state: bool
+
+
+class Installation:
+    """One patched model: what was changed, how to undo it, and what others ask about it.
+
+    A context while it is being made: what is raised inside takes back the changes made so far, by the same
+    steps as `undo`. Copies and pickles with its model: the steps are functions and modules, no closures.
+
+    Attributes:
+        options: dotted name of a module -> its options, by part of the composition.
+        notes: dotted name of a module -> what became of its window.
+        configs: the copies that the model's configs were replaced by; None where no module is patched.
+        cache_places: layers of the cache to be replaced before `generate` begins.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, options: dict[str, dict[str, dict[str, Any]]], notes: dict[str, str]
+    ) -> None:
+        self.options, self.notes = options, notes
+        self.configs: OwnConfigs | None = None
+        self.cache_places: list[CachePlace] = []
+        self._model = model
+        self._undo: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Installation:
+        self._replace(self._model, INSTALLATION, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.undo()
+
+    def undo(self) -> None:
+        """Take back every change, the last one first."""
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def use_own_configs(self, entry: dict[str, Any], flags: tuple[str, ...]) -> None:
+        """Replace the model's configs by copies that say that it is patched.
+
+        Args:
+            entry: the `linattn` entry of config.json.
+            flags: what the copies ask of the mask function; see `masks.FLAGS`.
+        """
+        self.configs = OwnConfigs(self._model)
+        self._undo.append(self.configs.restore)
+        self.configs.use_copies(entry, self._model.config, flags)
+
+    def attach(self, site: Site, child: PatchedAttention) -> None:
+        """Put a child into an attention module, and the hook that hands it the state of each call."""
+        self._undo.append(functools.partial(_detach, site.module))
+        site.module.add_module(NAME, child)
+        self._undo.append(site.module.register_forward_pre_hook(find_state, with_kwargs=True).remove)
+        if (child.keeps_state or child.drops_window) and _has_own_slot(site):
+            assert site.layer_idx is not None
+            self.cache_places.append(CachePlace(site.layer_idx, site.name, child.keeps_state))
+
+    def keep_native(self, module: nn.Module, implementation: str) -> None:
+        """Let a module that is not patched go on with its own attention implementation."""
+        self._replace(module, KEPT, implementation)
+
+    def prepare_caches(self) -> None:
+        """Have `generate` put the layers of patched modules into its cache before it asks that anything."""
+        if self.cache_places and hasattr(self._model, PREPARE_CACHE):
+            self._replace(self._model, PREPARE_CACHE, functools.partial(_prepare_cache, self._model))
+
+    def refuse_saving(self, unsaved: dict[str, str]) -> None:
+        """Have the model, and every model in it, refuse to be saved.
+
+        Args:
+            unsaved: options that config.json cannot hold -> what is there; nothing is refused where empty.
+        """
+        parts = [part for part in self._model.modules() if isinstance(part, PreTrainedModel)]
+        for part, method in product(parts if unsaved else [], SAVES):
+            self._replace(part, method, functools.partial(_refuse_save, unsaved))
+
+    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute past nn.Module, which would register modules and parameters."""
+        earlier = (module.__dict__[name],) if name in module.__dict__ else ()
+        self._undo.append(functools.partial(_put_back, module, name, earlier))
+        module.__dict__[name] = value
+
+
+def installation_of(model: nn.Module) -> Installation | None:
+    """Look up what `patch_model` did to a transformers model; None if it is not patched."""
+    return model.__dict__.get(INSTALLATION)
+
+
+def native_implementation(module: nn.Module, installation: Installation | None) -> str:
+    """Name the attention implementation of a module, that of before where its model is patched.
+
+    Args:
+        module: an attention module.
+        installation: of its model; None for an unpatched one.
+    """
+    config: Any = module.config
+    if installation is not None and installation.configs is not None:
+        config = installation.configs.original(config)
+    return config._attn_implementation or "eager"
+
+
+def _put_back(module: nn.Module, name: str, earlier: tuple[Any, ...]) -> None:
+    module.__dict__.pop(name, None)
+    if earlier:
+        module.__dict__[name] = earlier[0]
+
+
+def _detach(module: nn.Module) -> None:
+    module._modules.pop(NAME, None)
+
+
+def _has_own_slot(site: Site) -> bool:
+    cross = "Cross" in type(site.module).__name__
+    causal = bool(getattr(site.module, "is_causal", False))
+    return causal and not cross and site.source.slot == "self" and site.layer_idx is not None
+
+
+def _prepare_cache(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Stand before the model's own method: the layers exist before generate() asks the cache anything."""
+    output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
+    cache = self_attention_cache(model_kwargs.get("past_key_values"))
+    if cache is not None:
+        for layer, name, keeps_state in model.__dict__[INSTALLATION].cache_places:
+            if model.get_submodule(name)._modules[NAME].bypass is None:
+                (install if keeps_state else install_full)(cache, layer, name)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+    return output
+
+
+def _refuse_save(unsaved: dict[str, str], *args: Any, **kwargs: Any) -> None:
+    """Stand before the model's own method: nothing is written that could not be loaded."""
+    names = ", ".join(f"{option} ({what})" for option, what in unsaved.items())
+    raise CheckpointError(
+        f"nothing was saved: config.json cannot hold {names}. A checkpoint names patches and carries no "
+        "code: register a patch of your own instead (docs/adding-an-attention.md), or save the weights "
+        "alone, by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
+    )

@@ -1,0 +1,97 @@
+"""What every command shares: its processes, types of options, versions, JSON files."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_linattn.cli import main
+from hf_linattn.cli.arguments import argparse_type, json_object, positive_int, positive_ints, positive_number
+from hf_linattn.cli.files import read_json, write_json
+from hf_linattn.errors import DataError, OptionError
+
+
+@pytest.mark.parametrize(
+    ("command", "want"),
+    [
+        ("accelerate launch --cpu --num_processes 2 -m x", 2),
+        ("accelerate launch --num-processes=3 -m x", 3),
+        ("accelerate launch --cpu -m x --max-steps 4", None),
+    ],
+)
+def test_number_of_processes_is_read_from_the_launcher(command, want):
+    assert main._processes_in(command.split()) == want
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "want"),
+    [
+        (positive_int, " 12 ", 12),
+        (positive_ints, "64, 8,64", [8, 64]),
+        (positive_number, "2.5", 2.5),
+        (argparse_type(json_object), '{"a": [1]}', {"a": [1]}),
+        (argparse_type(json_object, keep_text=True), '{"a": [1]}', '{"a": [1]}'),
+    ],
+)
+def test_types_of_options_read(parse, text, want):
+    assert parse(text) == want
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "message"),
+    [
+        (positive_int, ("0", "-1", "1.5", "x", ""), "a whole number of at least 1"),
+        (positive_ints, ("", "8,,9", "8,0"), "a whole number of at least 1"),
+        (positive_number, ("0", "-2", "nan", "inf", "x"), "a number above 0"),
+        (argparse_type(json_object), ("{", "train"), "not JSON"),
+        (argparse_type(json_object), ("[1]", "3"), "expected a JSON object"),
+    ],
+)
+def test_types_of_options_refuse(parse, texts, message):
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            parse(text)
+
+
+def test_a_json_object_from_python_is_an_option_error():
+    with pytest.raises(OptionError, match="not JSON"):
+        json_object("{")
+
+
+def test_versions():
+    names = ("torch", "no-such-distribution")
+    assert main.package_versions(names) == {"torch": torch.__version__}
+    assert main.package_versions(names, missing="-") == {"torch": torch.__version__, names[1]: "-"}
+
+
+def test_json_files(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    assert read_json(path) == {"a": 1}
+    for text, message in (("[1]", "holds no JSON object"), ("{", "cannot read")):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_json(path)
+    with pytest.raises(DataError, match="cannot read"):
+        read_json(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [("0", (True, False)), ("0, data_bars=False", (False, False)), ("1", (False, True))],
+)
+def test_quiet_libraries(call, want):
+    code = f"""
+import datasets, json
+from transformers.utils import logging
+from hf_linattn.cli.main import quiet_libraries
+quiet_libraries({call})
+assert not logging.is_progress_bar_enabled()
+print(json.dumps([datasets.are_progress_bars_disabled(), logging.get_verbosity() == logging.ERROR]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    disabled, errors_only = json.loads(done.stdout)
+    assert (not disabled, errors_only) == want

@@ -1,0 +1,56 @@
+"""Loading configs and tokenizers, and what the packages import to measure a model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_linattn.errors import CheckpointError, DataError, PlanError
+from hf_linattn.patching.loading import explain_missing, first_line, load_config, load_tokenizer
+
+BASE = str(Path(__file__).parents[2] / "examples/base")
+
+
+def test_what_is_there():
+    assert load_config(BASE).model_type == "llama"
+    assert load_tokenizer(BASE).encode("a")
+
+
+@pytest.mark.parametrize(
+    ("load", "source", "kind", "message"),
+    [
+        (load_config, "/nowhere", CheckpointError, "no such folder: /nowhere"),
+        (load_config, "nowhere/at-all", CheckpointError, "no model at 'nowhere/at-all': "),
+        (load_tokenizer, "nowhere/at-all", DataError, "no tokenizer in nowhere/at-all"),
+        (load_tokenizer, str(Path(__file__).parent), DataError, "give one with --tokenizer"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_line(load, source, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_this_package_pass():
+    with pytest.raises(PlanError), explain_missing("no model", CheckpointError):
+        raise PlanError("empty")
+    with (
+        pytest.raises(CheckpointError, match="no model: KeyError"),
+        explain_missing("no model", CheckpointError),
+    ):
+        raise KeyError
+
+
+def test_an_error_is_cut_to_its_first_line():
+    assert first_line(ValueError(" one\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize("module", ["hf_linattn", "hf_linattn.eval.perplexity.measure"])
+def test_importing_loads_no_datasets_and_no_training(module):
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not [
+        name for name in done.stdout.split() if name == "datasets" or name.startswith("hf_linattn.training")
+    ]
