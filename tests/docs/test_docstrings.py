@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 
 import pytest
 from helpers.paths import ROOT
@@ -27,3 +28,26 @@ def test_examples_print_what_they_say(name, checkout):
     failed, tried = doctest.testmod(importlib.import_module(name), optionflags=flags)
     assert tried
     assert not failed
+
+
+DOCUMENTED = [
+    "hf_linattn.bypassed",
+    "hf_linattn.convert.convert",
+    "hf_linattn.data.pack_blocks",
+    "hf_linattn.describe",
+    "hf_linattn.eval.perplexity.measure.measure",
+    "hf_linattn.finetune.finetune",
+    "hf_linattn.from_pretrained",
+    "hf_linattn.is_linear",
+    "hf_linattn.patch_model",
+    "hf_linattn.patched",
+    "hf_linattn.unpatch_model",
+    "hf_linattn.use_branches",
+]
+"""Public functions whose docstrings must have an example."""
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_what_users_call_first_has_an_example(name):
+    module, _, function = name.rpartition(".")
+    assert ">>> " in inspect.getdoc(getattr(importlib.import_module(module), function))
