@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import describe, from_pretrained
-from hf_linattn.convert.__main__ import convert, main
-from hf_linattn.finetune.method import Method
+from hf_linattn.convert import convert
+from hf_linattn.convert.__main__ import main
+from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -166,7 +167,9 @@ def test_lora_is_the_default_where_softmax_stays():
 
 
 def test_the_patch_learns_at_a_rate_of_its_own():
-    rates = [Method(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")]
+    rates = [
+        TrainingRecipe(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")
+    ]
     assert rates == [10, 1]
     argv = [*BASE, "--stages", "transfer,distill", "--transfer-tokens", str(TOKENS)]
     argv += ["--distill-tokens", str(TOKENS), "--patch-rate", "0", "--output-dir", "still"]

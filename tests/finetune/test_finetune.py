@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from hf_linattn import from_pretrained
-from hf_linattn.finetune.__main__ import FinetuneArguments, finetune, main
+from hf_linattn.finetune import FinetuneArguments, finetune
+from hf_linattn.finetune.__main__ import main
 from hf_linattn.training import loop
 from hf_linattn.training.checkpoint import CSV_COLUMNS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -10,17 +10,15 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, load_model
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.training.loop import LossFunction, Preparation
 from hf_linattn.training.objectives import Objective
 
-if TYPE_CHECKING:
-    from hf_linattn.finetune.__main__ import FinetuneArguments
 
-
-class Method:
-    """Fine-tuning on the text itself; other methods override parts.
+class TrainingRecipe:
+    """Fine-tuning on the text itself; other recipes override parts.
 
     Args:
         patch_rate: factor of the learning rate for the patch's parameters.
@@ -28,8 +26,8 @@ class Method:
     Attributes:
         settings: what decides the trained weights besides the arguments; a resumed run must have the same.
         label: of the loss in pictures.
-        losses, prepare: for the training loop; set by `trained`.
-        skips: whether some steps leave trained parameters without a gradient; set by `trained`.
+        losses, prepare: for the training loop; set by `build`.
+        skips: whether some steps leave trained parameters without a gradient; set by `build`.
     """
 
     settings: dict[str, Any]
@@ -42,31 +40,39 @@ class Method:
         self.patch_rate = patch_rate
         self.settings = {} if patch_rate == 1 else {"patch_rate": patch_rate}
 
-    def load(self, arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
-        """The model, patched."""
-        return load_model(arguments, task)
+    def load(self, arguments: FinetuneArguments, objective: Objective) -> PreTrainedModel:
+        """Load the model and patch it."""
+        return load_model(arguments, objective)
 
-    def trained(
+    def build(
         self,
         base: PreTrainedModel,
         arguments: FinetuneArguments,
-        task: Objective,
+        objective: Objective,
         blocks: NDArray[np.int32],
         accelerator: Accelerator,
     ) -> nn.Module:
-        """What goes through the loop; its parameters that require gradients are trained."""
-        assert task.losses is not None  # where nothing is predicted, a stage with a teacher stands here
-        self.losses, self.prepare = task.losses, task.prepare
-        return choose_trained(base, arguments, task)
+        """Make the module that goes through the loop; its parameters that require gradients are trained.
+
+        Args:
+            base: what `load` gave.
+            arguments: of the run.
+            objective: what is learned.
+            blocks: training rows, `[blocks, N]`.
+            accelerator: of this process.
+        """
+        assert objective.losses is not None  # where nothing is predicted, a recipe with a teacher stands here
+        self.losses, self.prepare = objective.losses, objective.prepare
+        return choose_trained(base, arguments, objective)
 
     def rate(self, name: str) -> float:
-        """Factor of the learning rate for the parameter of this name."""
+        """Tell the factor of the learning rate for the parameter of this name."""
         return self.patch_rate if PATCH_PART in name else 1.0
 
-    def saved(self, module: Any) -> Any:
-        """The model to save, from what went through the loop."""
+    def export(self, module: Any) -> Any:
+        """Give the model to save, from what went through the loop."""
         return module
 
     def results(self) -> dict[str, Any]:
-        """What goes into results.json besides the usual."""
+        """Give what goes into results.json besides the usual."""
         return {}
