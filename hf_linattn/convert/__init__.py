@@ -27,6 +27,16 @@ def convert(
         DataError: the text or the tokenizer cannot be used.
         TrainingError: a stage cannot start or go on; the message names it and what is kept.
         OptionError: an option that does not fit, or cannot be used on this machine.
+
+    >>> import tempfile
+    >>> from hf_linattn import describe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model = convert(
+    ...         "examples/base", "README.md", patch="hedgehog", output_dir=folder,
+    ...         block_size=64, batch_size=2, transfer_tokens=256, distill_tokens=256, cpu=True,
+    ...     )
+    >>> sorted({row.patch for row in describe(model)})
+    ['hedgehog']
     """
     # Imported here so that --help and a wrong option answer without loading accelerate and datasets.
     from hf_linattn import from_pretrained

@@ -225,7 +225,7 @@ def test_two_processes_learn_hidden_states_as_one(bare):
         (["--model", "bare", "--finetune-tokens", "99"], "stage finetune (give --finetune-tokens 0)"),
         (["--model", "bare", "--ce-weight", "1"], "there is no --ce-weight"),
         (["--model", "bare", "--patch", "gated"], "bidirectional"),
-        (["--model", "bare", "--teacher", "nobody"], "cannot load nobody"),
+        (["--model", "bare", "--teacher", "nobody"], "cannot load --teacher nobody"),
         (["--model", "bert", "--data", "self"], "writes no text: give --data a text of yours"),
         (["--model", "bert", "--objective", "causal"], "sees later tokens"),
         (["--model", "model", "--objective", "mlm"], "no masked-LM encoder for the model type 'llama'"),
