@@ -156,9 +156,9 @@ class ConvertArguments(TrainingArguments):
 
     def tokens(self, stage: str) -> int:
         """Count the tokens that a stage trains on, before they are rounded up to whole steps."""
-        wanted: int | None = getattr(self, f"{stage}_tokens")
-        if wanted is not None:
-            return wanted
+        option: int | None = getattr(self, f"{stage}_tokens")
+        if option is not None:
+            return option
         of_preset: int = PRESETS[self.preset]["tokens"][STAGES.index(stage)]
         named = self.stages is not None and not of_preset
         return PRESETS["quick"]["tokens"][1] if named else of_preset
@@ -195,7 +195,7 @@ def learning_rate_for(stage: str, parameters: int, lora: int) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's parser, one option per field of `ConvertArguments`."""
+    """Build the parser of the command, with one option per field of `ConvertArguments`."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.convert",
         description="Convert a pretrained language model to another attention, in stages.",

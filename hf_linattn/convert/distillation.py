@@ -97,7 +97,7 @@ class DistillationLoss:
             output = model(input_ids=input_ids, **self.comparison.keywords)
         losses = self.comparison.divergence(self.comparison.extract(output), target)
         if self.ce_weight:
-            text_losses = next_token_losses_from_logits
+            text_losses: Callable[[Tensor, Tensor], Tensor] = next_token_losses_from_logits
             if self.objective is not None:
                 assert self.objective.loss_from_logits is not None  # refused before
                 text_losses = self.objective.loss_from_logits

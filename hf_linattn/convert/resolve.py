@@ -35,6 +35,7 @@ class StagePlan:
 
     Attributes:
         name: "transfer", "distill" or "finetune".
+        source: folder or Hub name of the model that it begins with, which the stage before leaves.
         folder: of the model that it leaves.
         tokens: to train on, before they are rounded up to whole steps.
         length: tokens per row.
@@ -43,6 +44,7 @@ class StagePlan:
     """
 
     name: str
+    source: str
     folder: Path
     tokens: int
     length: int
@@ -102,22 +104,24 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     folder = conversion_folder(arguments.output_dir)
     names = arguments.chosen_stages()
     objective = _resolve_objective(arguments, names, config, original, tokenizer)
+    sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
     stages = tuple(
         StagePlan(
             name,
+            source,
             folder.path / name,
             arguments.tokens(name),
             arguments.length(name),
             getattr(arguments, f"{name}_lr"),
             _with_rows_of(objective, arguments.length(name), arguments, tokenizer),
         )
-        for name in names
+        for name, source in zip(names, sources, strict=True)
     )
     return ConversionPlan(arguments, folder, tokenizer, objective, stages)
 
 
 def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> ConvertArguments:
-    """Spell the patch out: the default where none is named, with a learned layer in front where wanted.
+    """Spell the patch out: the default where none is named, with --learn-front a layer in front of its map.
 
     Args:
         arguments: of the conversion.
@@ -173,7 +177,8 @@ def with_learned_front(spec: str) -> tuple[str, dict[str, Any]]:
     if len(maps) != 1:
         raise OptionError(f"--learn-front: {spec!r} has no feature map that a layer could stand in front of")
     if "front" in signature(find(maps[0])):
-        composed, options = spec, {maps[0]: {"front": True}}
+        composed = spec
+        options: dict[str, Any] = {maps[0]: {"front": True}}
     else:
         wrapper = default_patch("learned front")
         composed = "+".join(wrapper if name in maps else name for name in names)
@@ -201,8 +206,8 @@ def _resolve_objective(
             "stage finetune (give --finetune-tokens 0)": "finetune" in stages,
             "--ce-weight": bool(arguments.ce_weight),
         }
-        for what, wanted in refused.items():
-            if wanted:
+        for what, asked in refused.items():
+            if asked:
                 raise TrainingError(f"{name} gives hidden states and predicts no text, so there is no {what}")
         return build_states_objective(original, tokenizer, arguments.block_size)
     chosen = choose_objective(arguments.objective, config)

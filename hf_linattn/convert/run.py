@@ -22,17 +22,15 @@ from hf_linattn.convert.outputs import (
     ConversionResult,
     write_page,
 )
-from hf_linattn.convert.resolve import SELF, ConversionPlan, resolve
+from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
-from hf_linattn.convert.stages import Stage, build_stages, load, load_original
+from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.model import check_fit
-from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.finetune.run import make_accelerator, train
 from hf_linattn.patching.branches import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.divergence import compare_hidden_states
-from hf_linattn.training.fsdp import is_sharding
 from hf_linattn.training.loop import evaluate
 
 
@@ -52,20 +50,15 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
     accelerator.wait_for_everyone()
     validation = Validation(plan, accelerator)
     record = _begin(plan, validation, accelerator, command)
-    stages = build_stages(
-        plan,
-        parameters=record["parameters"],
-        lora=record["lora"],
-        processes=accelerator.num_processes,
-    )
+    parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
     results = []
-    for stage in stages:
+    for stage in plan.stages:
         results.append(
             train(
-                stage.arguments,
+                stage_arguments(plan, stage, parameters=parameters, lora=lora, processes=processes),
                 command,
                 accelerator,
-                stage.recipe,
+                stage_recipe(plan, stage, lora),
                 data=data,
                 tokenizer=plan.tokenizer,
                 objective=stage.objective,
@@ -96,15 +89,15 @@ def _prepare_folder(plan: ConversionPlan) -> None:
 def _write_own_text(plan: ConversionPlan, accelerator: Accelerator) -> None:
     """Write the text of `--data self`, and of `--eval-data self` by another seed."""
     arguments = plan.arguments
-    wanted = {
+    tokens_of = {
         OWN_TEXT: max(stage.tokens for stage in plan.stages) * (arguments.data == SELF),
         OWN_EVAL_TEXT: arguments.eval_blocks * arguments.block_size * (arguments.eval_data == SELF),
     }
-    if not any(wanted.values()):
+    if not any(tokens_of.values()):
         return
     model = load_original(plan.original, arguments.dtype, plan.objective).to(accelerator.device)
     length = max(stage.length for stage in plan.stages)
-    for number, (name, tokens) in enumerate(wanted.items()):
+    for number, (name, tokens) in enumerate(tokens_of.items()):
         seed = 2 * arguments.seed + number
         path = plan.folder.path / name
         write_self_text(model, plan.tokenizer, path, tokens=tokens, length=length, seed=seed)
@@ -172,7 +165,7 @@ class Validation:
             raise TrainingError(f"the validation loss of {source} is {loss}: nothing can be learned from it")
         self.losses[name] = loss
 
-    def add_stage(self, stage: Stage, results: dict[str, Any]) -> None:
+    def add_stage(self, stage: StagePlan, results: dict[str, Any]) -> None:
         """Take or measure the loss of the model that a stage has left, unless it is known; write it down.
 
         Args:
@@ -181,25 +174,28 @@ class Validation:
         """
         if self.blocks is None or stage.name in self.losses:
             return
-        if self._was_measured_by_the_loop(stage):
+        if self._was_measured_by_the_loop(stage, results):
             self.losses[stage.name] = results["eval_loss"]
         else:
-            arguments = stage.arguments
-            self.add(stage.name, load(arguments.output_dir, arguments.dtype, self.plan.objective))
+            dtype = self.plan.arguments.dtype
+            self.add(stage.name, load(str(stage.folder), dtype, self.plan.objective))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.write()
         self.accelerator.wait_for_everyone()
 
-    def _was_measured_by_the_loop(self, stage: Stage) -> bool:
+    def _was_measured_by_the_loop(self, stage: StagePlan, results: dict[str, Any]) -> bool:
         """Whether the run's last validation is this one: the same loss, rows, weights and arithmetic."""
+        arguments, done = self.plan.arguments, results["arguments"]
+        rows = {"eval_data": self.plan.eval_text, "block_size": arguments.block_size}
+        rows |= {"eval_split": arguments.eval_split, "eval_blocks": arguments.eval_blocks}
         return (
-            type(stage.recipe) is TrainingRecipe
-            and stage.objective is self.plan.objective
-            and not stage.arguments.lora  # merged weights are rounded
+            stage.name == "finetune"  # the others compare with the original
+            and all(done[name] == value for name, value in rows.items())  # a resumed run may change some
+            and not done["lora"]  # merging rounds the weights
+            and results["distributed"] != "FSDP"
             and self.accelerator.mixed_precision == "no"
             and self.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
-            and not is_sharding(self.accelerator)
         )
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +18,7 @@ from hf_linattn.convert.resolve import ConversionPlan, StagePlan
 from hf_linattn.errors import LinattnError, TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, first_line, switch_off_dropout
-from hf_linattn.finetune.recipe import TrainingRecipe
+from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.branches import hybrids
 from hf_linattn.training.arguments import TrainingArguments
 from hf_linattn.training.fsdp import shard_frozen
@@ -43,33 +40,30 @@ class Transfer(TrainingRecipe):
             "squared error / variance" if target == "output" else "divergence of weights (nats per query)"
         )
 
-    def build(
-        self,
-        base: PreTrainedModel,
-        arguments: FinetuneArguments,
-        objective: Objective,
-        blocks: NDArray[np.int32],
-        accelerator: Accelerator,
-    ) -> nn.Module:
-        """Set the patch against the model's own attention; see `TrainingRecipe.build`.
+    def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
+        """Make the module that compares the patch with the model's own attention, layer by layer.
+
+        Args:
+            base: patched.
+            run: what the module is for.
 
         Raises:
             TrainingError: the patch has no parameters.
         """
+        objective, device = run.objective, run.accelerator.device
         transfer = AttentionTransfer(
             base, self.target, projections=self.projections, keywords=objective.keywords
-        ).to(accelerator.device)
-        row = torch.from_numpy(blocks[:1]).to(accelerator.device, dtype=torch.int64)
+        ).to(device)
+        row = torch.from_numpy(run.blocks[:1]).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
+            patch = run.arguments.patch or f"that of {run.arguments.model}"
             raise TrainingError(
-                "stage transfer trains the parameters of the patch, and "
-                f"{arguments.patch or 'that of ' + arguments.model} has none. Give --learn-front (a learned "
-                "layer in front of its map), --train-projections, or leave the stage out (--stages distill)"
+                f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
+                "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
+                "stage out (--stages distill)"
             )
-        self.losses, self.prepare = (
-            lambda module, batch: module(objective.input_ids(batch)),
-            objective.prepare,
-        )
+        self.losses = lambda module, batch: module(objective.input_ids(batch))
+        self.prepare = objective.prepare
         self.module, self.row = transfer, row
         return transfer
 
@@ -107,20 +101,19 @@ class Distill(TrainingRecipe):
         if ce_weight:
             self.settings["ce_weight"] = ce_weight
 
-    def build(
-        self,
-        base: PreTrainedModel,
-        arguments: FinetuneArguments,
-        objective: Objective,
-        blocks: NDArray[np.int32],
-        accelerator: Accelerator,
-    ) -> nn.Module:
-        """Let all weights train, or LoRA, against a teacher; see `TrainingRecipe.build`."""
+    def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
+        """Let all weights train, or LoRA; the losses compare them with the teacher.
+
+        Args:
+            base: patched.
+            run: what the module is for.
+        """
+        arguments, objective = run.arguments, run.objective
         module = choose_trained(base, arguments, objective)
         if self.teacher is None:
             predict = teacher_inside(module, objective.comparison)
         else:
-            teacher = shard_frozen(accelerator, load_original(self.teacher, arguments.dtype, objective))
+            teacher = shard_frozen(run.accelerator, load_original(self.teacher, arguments.dtype, objective))
             predict = frozen_teacher(teacher, objective.comparison)
         loss = DistillationLoss(predict, self.drop_window, arguments.seed, objective, self.ce_weight)
         self.losses, self.prepare = loss, loss.prepare
@@ -142,7 +135,7 @@ def load_original(name: str, dtype: str, objective: Objective) -> Any:
     return unpatch_model(model) if is_patched(model) else model
 
 
-def load(name: Any, dtype: str, objective: Objective) -> Any:
+def load(name: str, dtype: str, objective: Objective) -> Any:
     """Load a model, patched or not.
 
     Args:
@@ -161,44 +154,25 @@ def load(name: Any, dtype: str, objective: Objective) -> Any:
         raise TrainingError(f"cannot load {name}: {first_line(error)}") from error
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage as a training run; its fields are what `hf_linattn.finetune.run.train` takes."""
-
-    name: str
-    arguments: FinetuneArguments
-    recipe: TrainingRecipe
-    objective: Objective
-
-
-def build_stages(plan: ConversionPlan, *, parameters: int, lora: int, processes: int) -> list[Stage]:
-    """Make the training runs of a conversion; each begins with the model that the one before leaves.
+def stage_arguments(
+    plan: ConversionPlan, stage: StagePlan, *, parameters: int, lora: int, processes: int
+) -> FinetuneArguments:
+    """Give the options of one stage's run: those of the conversion, and what is the stage's own.
 
     Args:
         plan: of the conversion.
+        stage: one of its stages.
         parameters: of the patched model.
         lora: rank of LoRA behind stage transfer; 0 trains all weights.
         processes: that share the work.
     """
-    stages, source = [], plan.arguments.model
-    for stage in plan.stages:
-        arguments = _stage_arguments(plan, stage, source, parameters, lora, processes)
-        stages.append(Stage(stage.name, arguments, _recipe(plan, stage, lora), stage.objective))
-        source = arguments.output_dir
-    return stages
-
-
-def _stage_arguments(
-    plan: ConversionPlan, stage: StagePlan, source: str, parameters: int, lora: int, processes: int
-) -> FinetuneArguments:
-    """The options of one stage's run: those of the conversion, and what is the stage's own."""
     arguments = plan.arguments
-    first = source == arguments.model
+    first = stage is plan.stages[0]
     lora = 0 if stage.name == "transfer" else lora
     rows = arguments.batch_size * arguments.grad_accum * processes
     shared = {item.name: getattr(arguments, item.name) for item in fields(TrainingArguments)}
     own = {
-        "model": source,
+        "model": stage.source,
         "data": plan.text,
         "eval_data": plan.eval_text,
         "output_dir": str(stage.folder),
@@ -218,8 +192,8 @@ def _stage_arguments(
     )
 
 
-def _recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingRecipe:
-    """How a stage trains."""
+def stage_recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingRecipe:
+    """Make the recipe of one stage; `lora` is as for `stage_arguments`."""
     arguments = plan.arguments
     if stage.name == "transfer":
         return Transfer(arguments.target, arguments.train_projections)

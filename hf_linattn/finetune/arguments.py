@@ -88,7 +88,7 @@ class FinetuneArguments(TrainingArguments):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's parser, one option per field of `FinetuneArguments`."""
+    """Build the parser of the command, with one option per field of `FinetuneArguments`."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.finetune",
         description="Fine-tune a language model or encoder, its attention patched or not, on plain text.",

@@ -34,9 +34,10 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
         TrainingError: there is no such model.
     """
     try:
-        return AutoConfig.from_pretrained(name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise TrainingError(f"cannot load {option} {name}: {first_line(error)}") from error
+    return config
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,23 @@ from hf_linattn.finetune.model import choose_trained, load_model
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.training.loop import LossFunction, Preparation
 from hf_linattn.training.objectives import Objective
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """The run that a recipe is built for.
+
+    Attributes:
+        arguments: its options.
+        objective: what is learned.
+        blocks: training rows, `[blocks, N]`.
+        accelerator: of this process.
+    """
+
+    arguments: FinetuneArguments
+    objective: Objective
+    blocks: NDArray[np.int32]
+    accelerator: Accelerator
 
 
 class TrainingRecipe:
@@ -44,26 +62,17 @@ class TrainingRecipe:
         """Load the model and patch it."""
         return load_model(arguments, objective)
 
-    def build(
-        self,
-        base: PreTrainedModel,
-        arguments: FinetuneArguments,
-        objective: Objective,
-        blocks: NDArray[np.int32],
-        accelerator: Accelerator,
-    ) -> nn.Module:
+    def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
         """Make the module that goes through the loop; its parameters that require gradients are trained.
 
         Args:
-            base: what `load` gave.
-            arguments: of the run.
-            objective: what is learned.
-            blocks: training rows, `[blocks, N]`.
-            accelerator: of this process.
+            base: the model from `load`.
+            run: what the module is for.
         """
+        objective = run.objective
         assert objective.losses is not None  # where nothing is predicted, a recipe with a teacher stands here
         self.losses, self.prepare = objective.losses, objective.prepare
-        return choose_trained(base, arguments, objective)
+        return choose_trained(base, run.arguments, objective)
 
     def rate(self, name: str) -> float:
         """Tell the factor of the learning rate for the parameter of this name."""
@@ -74,5 +83,5 @@ class TrainingRecipe:
         return module
 
     def results(self) -> dict[str, Any]:
-        """Give what goes into results.json besides the usual."""
+        """Give what goes into results.json in addition to what every run writes there."""
         return {}

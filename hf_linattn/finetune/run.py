@@ -15,13 +15,13 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.cli.files import filling, replacing, write_json
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import check_fit, first_line, load_config, load_tokenizer
-from hf_linattn.finetune.recipe import TrainingRecipe
+from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.checkpoint import Checkpoint
@@ -89,11 +89,8 @@ def train(
         blocks, eval_blocks = _load_data(arguments, objective, data)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
-    sizes = {
-        "parameters": sum(parameter.numel() for parameter in base.parameters()),
-        "patch_parameters": sum(p.numel() for name, p in base.named_parameters() if PATCH_PART in name),
-    }
-    model = recipe.build(base, arguments, objective, blocks, accelerator)
+    sizes = _sizes(base)
+    model = recipe.build(base, TrainingRun(arguments, objective, blocks, accelerator))
     if accelerator.is_main_process:
         settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
         _begin(folder, settings, arguments.overwrite)
@@ -111,8 +108,8 @@ def train(
         rate=recipe.rate,
     )
     loop.run()
-    results = {"objective": objective.name, "documents": objective.description, **sizes}
-    results = _finish(arguments, command, loop, recipe, tokenizer, results)
+    facts = {**sizes, "objective": objective.name, "documents": objective.description}
+    results = _finish(arguments, command, loop, recipe, tokenizer, facts)
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
     del loop, model, base
     accelerator.free_memory()
@@ -125,14 +122,14 @@ def _finish(
     loop: TrainingLoop,
     recipe: TrainingRecipe,
     tokenizer: PreTrainedTokenizerBase,
-    known: dict[str, Any],
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
     """Write the model, the curve and the results. A call of all processes, which get the results."""
     path = Path(arguments.output_dir).expanduser()
     of_recipe, trained = recipe.results(), loop.trained_model()  # both are calls of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [{**_results(arguments, command, loop, known), **of_recipe, "label": recipe.label}]
+        box = [{**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}]
         _save(recipe.export(trained), tokenizer, path)
         with replacing(path / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
@@ -176,6 +173,13 @@ def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[st
     settings["mixed_precision"] = str(accelerator.mixed_precision)
     settings["global batch"] = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
     return settings
+
+
+def _sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Numbers of parameters, of the model and of its patch, as results.json has them."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    patch = sum(size for name, size in sizes.items() if PATCH_PART in name)
+    return {"parameters": sum(sizes.values()), "patch_parameters": patch}
 
 
 def _begin(folder: RunFolder, settings: dict[str, Any], overwrite: bool) -> None:
@@ -262,7 +266,7 @@ def save_loss_curve(
 
 
 def _results(
-    arguments: FinetuneArguments, command: str, loop: TrainingLoop, known: dict[str, Any]
+    arguments: FinetuneArguments, command: str, loop: TrainingLoop, facts: dict[str, Any]
 ) -> dict[str, Any]:
     assert loop.log is not None
     rows = loop.log.rows
@@ -276,7 +280,7 @@ def _results(
         "processes": loop.accelerator.num_processes,
         "distributed": loop.accelerator.distributed_type.value,
         "global_batch": loop.global_batch,
-        **known,
+        **facts,
         "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),
         "blocks": len(loop.blocks),
         "steps": loop.step,

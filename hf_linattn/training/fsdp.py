@@ -124,8 +124,8 @@ def _wrapping(accelerator: Any, model: nn.Module, *, frozen: bool) -> Iterator[N
         plugin.auto_wrap_policy = None
     elif plugin.transformer_cls_names_to_wrap is None:
         present = {type(module).__name__ for module in model.modules()}
-        wanted = getattr(model, "_no_split_modules", None) or ()
-        plugin.transformer_cls_names_to_wrap = sorted(name for name in wanted if name in present)
+        layers = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = sorted(name for name in layers if name in present)
     if frozen:
         plugin.mixed_precision_policy = None
     try:
@@ -179,16 +179,16 @@ class MetaCopy:
         reshard(trained)
         parameters = dict(trained.named_parameters())
         values: dict[int, nn.Parameter] = {}
-        wanted = {} if self.model is None else dict(self.model.named_parameters())
+        empty_parameters = {} if self.model is None else dict(self.model.named_parameters())
         for name, parameter in parameters.items():
             value = full_tensor(parameter.detach())
-            if name in wanted:
-                empty = wanted[name]
+            if name in empty_parameters:
+                empty = empty_parameters[name]
                 cpu = value.to("cpu", empty.dtype)
                 values[id(empty)] = nn.Parameter(cpu, empty.requires_grad)
         if self.model is None:
             return None
-        assert wanted.keys() == parameters.keys()
+        assert empty_parameters.keys() == parameters.keys()
         for module in self.model.modules():
             for key, empty_one in module._parameters.items():
                 if empty_one is not None:

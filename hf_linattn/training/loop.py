@@ -159,7 +159,7 @@ def evaluate(
 
 
 class TrainingLoop:
-    """Trains the parameters of `model` that require gradients.
+    """Train the parameters of a model that require gradients.
 
         loop = TrainingLoop(Accelerator(), model, blocks, settings, Path("out"))
         loop.run()  # continues from the checkpoint in out/ where there is one
@@ -192,12 +192,11 @@ class TrainingLoop:
             losses: of the rows of a batch.
             prepare: makes the batch of rows; None takes them as they are.
             rate: factor of the learning rate by the name of the parameter.
+
+        Raises:
+            TrainingError: a way to share the work that is not supported, or a damaged checkpoint.
         """
-        if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
-            raise TrainingError(
-                f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
-                "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
-            )
+        _check_distribution(accelerator)
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
@@ -381,6 +380,14 @@ _SUPPORTED = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_NPU,
 }
+
+
+def _check_distribution(accelerator: Accelerator) -> None:
+    if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
+        raise TrainingError(
+            f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
+            "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
+        )
 
 
 def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:

@@ -69,7 +69,7 @@ class Objective:
         return batch if self.prepare is None else batch[:, 0]
 
 
-def choose_objective(wanted: str, config: PreTrainedConfig) -> ObjectiveName:
+def choose_objective(option: str, config: PreTrainedConfig) -> ObjectiveName:
     """Tell what `--objective` means for a model with this config.
 
     `auto` is `mlm` for checkpoints saved from a masked-LM class, and for other classes (a bare encoder) of
@@ -81,12 +81,12 @@ def choose_objective(wanted: str, config: PreTrainedConfig) -> ObjectiveName:
     masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
     if config.is_encoder_decoder:
         masked = None  # their "masked" classes are trained on text that a decoder writes again
-    if wanted == "mlm" and masked is None:
+    if option == "mlm" and masked is None:
         raise TrainingError(
             f"--objective mlm: transformers has no masked-LM encoder for the model type {config.model_type!r}"
         )
-    if wanted != "auto":
-        return cast("ObjectiveName", wanted)
+    if option != "auto":
+        return cast("ObjectiveName", option)
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     saved = (config.architectures or [""])[0]
     if masked is None or (causal is not None and saved == causal):
@@ -148,7 +148,7 @@ def build_states_objective(
         block_size: tokens per row.
 
     Raises:
-        DataError: a row has no room beside the tokenizer's special tokens.
+        DataError: a row has no room for text between the tokenizer's special tokens.
     """
     masking = Masking.of(tokenizer, block_size, 0, masks=False)
     name = (config.architectures or [""])[0]

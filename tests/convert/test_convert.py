@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import convert
 from hf_linattn.convert.__main__ import main
+from hf_linattn.convert.run import Validation
 from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.training.loop import TrainingLoop
 
@@ -133,6 +134,17 @@ def test_two_processes_give_the_result_of_one(converted):
         assert max(float(tensor.median()) for tensor in apart) < 1e-5, stage
     for name, loss in read(converted / "validation.json").items():
         assert abs(read("both/validation.json")[name] - loss) < 1e-4, name
+
+
+def test_the_last_validation_of_stage_finetune_is_that_of_the_model_on_disk(converted, monkeypatch):
+    path = converted / "validation.json"
+    text = path.read_text()
+    losses = json.loads(text)
+    assert losses.pop("finetune") == read(converted / "finetune/results.json")["eval_loss"]
+    path.write_text(json.dumps(losses))
+    monkeypatch.setattr(Validation, "_was_measured_by_the_loop", lambda self, stage, results: False)
+    assert main([*THREE, "--output-dir", "converted", "--resume"]) == 0
+    assert path.read_text() == text
 
 
 def test_a_finished_conversion_is_not_done_again(converted, monkeypatch):

@@ -10,12 +10,13 @@ from helpers.fixtures_convert import BASE, STAGES
 from helpers.fixtures_finetune import surroundings, workplace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_linattn import registry
 from hf_linattn.convert import ConvertArguments, convert
 from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
-from hf_linattn.convert.resolve import resolve, with_learned_front
+from hf_linattn.convert.resolve import default_patch, resolve, with_learned_front
 from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.registry import parse
+from hf_linattn.registry import find, parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -95,6 +96,19 @@ def test_presets_and_rates():
     assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
     with pytest.raises(OptionError, match="no feature map"):
         with_learned_front("softmax1")
+
+
+def test_the_help_names_the_default_patch():
+    text = " ".join(build_parser().format_help().split())
+    assert f"(default: {default_patch('conversion')}, or what a patched --model has)" in text
+
+
+def test_the_default_patch_is_not_inherited(monkeypatch):
+    class Derived(find("hedgehog")):
+        """Comes before hedgehog in the alphabet."""
+
+    monkeypatch.setitem(registry._PATCHES, "a_derived_one", Derived)
+    assert default_patch("conversion") == "hedgehog"
 
 
 def test_error_types():
