@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from hf_linattn import describe, from_pretrained
 from hf_linattn.demo.stdlib_text import stdlib_files
 from hf_linattn.eval.perplexity.measure import measure
-from hf_linattn.finetune.__main__ import FinetuneArguments, finetune
+from hf_linattn.finetune import FinetuneArguments, finetune
 
 folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "base")
 steps = int(sys.argv[2]) if len(sys.argv) > 2 else 40

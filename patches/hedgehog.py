@@ -29,6 +29,8 @@ class Hedgehog(LinearAttention):
         Zhang et al. 2024, arXiv:2410.10254, and its code.
     """
 
+    default_for = "conversion"
+
     def __init__(self, site: Site) -> None:
         super().__init__(site)
         if site.head_dim is None or site.heads is None or site.kv_heads is None:

@@ -70,6 +70,7 @@ class Linear(LinearAttention):
     """
 
     counts = True
+    default_for = "learned front"
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ from hf_linattn.cli.files import filling, replacing, write_json, writing
 from hf_linattn.data import load_blocks
 from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
 from hf_linattn.eval.common.models import Curve, load_model, load_tokenizer
-from hf_linattn.finetune.plots import save_loss_curve
+from hf_linattn.finetune.run import save_loss_curve
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
 CHECKPOINT_EVERY = 100

@@ -48,6 +48,8 @@ class Patch(nn.Module):
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
         refused: why there cannot be such a patch; the name is known only to say so.
+        default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
+            named, "learned front" for a learned layer in front of another patch's map. Not inherited.
     """
 
     name: ClassVar[str] = ""
@@ -59,6 +61,7 @@ class Patch(nn.Module):
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
     refused: ClassVar[str] = ""
+    default_for: ClassVar[str] = ""
 
     def __init__(self, site: Site) -> None:
         super().__init__()

@@ -1,1 +1,50 @@
-"""`python -m hf_linattn.convert`: change the attention of a model in stages that keep most of it."""
+"""Convert a pretrained model to another attention: `python -m hf_linattn.convert`, `convert`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_linattn.convert.arguments import ConvertArguments
+
+__all__ = ["ConvertArguments", "convert"]
+
+
+def convert(
+    model: Any, data: Any, *, patch: Any = None, output_dir: str, tokenizer: Any = None, **arguments: Any
+) -> Any:
+    """Convert a model and return it, in evaluation mode.
+
+    Args:
+        model: folder or Hub name, or a model, which is saved below `output_dir` first and stays as it is.
+        data: text as the command's `--data` takes it, a list of texts, or a `datasets.Dataset` with a column
+            of text.
+        patch: a name, or a plan per layer that JSON can hold.
+        output_dir: where everything is written.
+        tokenizer: folder or Hub name, or a tokenizer; by default the model's.
+        **arguments: more fields of `ConvertArguments`.
+
+    Raises:
+        DataError: the text or the tokenizer cannot be used.
+        TrainingError: a stage cannot start or go on; the message names it and what is kept.
+        OptionError: an option that does not fit, or cannot be used on this machine.
+
+    >>> import tempfile
+    >>> from hf_linattn import describe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model = convert(
+    ...         "examples/base", "README.md", patch="hedgehog", output_dir=folder,
+    ...         block_size=64, batch_size=2, transfer_tokens=256, distill_tokens=256, cpu=True,
+    ...     )
+    >>> sorted({row.patch for row in describe(model)})
+    ['hedgehog']
+    """
+    # Imported here so that --help and a wrong option answer without loading accelerate and datasets.
+    from hf_linattn import from_pretrained
+    from hf_linattn.convert.outputs import save_source
+    from hf_linattn.convert.run import run
+
+    source, tokenizer_source = save_source(model, tokenizer, output_dir)
+    text = data if isinstance(data, str) else "(in memory)"
+    options = ConvertArguments(source, text, output_dir, patch, tokenizer=tokenizer_source, **arguments)
+    result = run(options, f"convert({options!r})", None if isinstance(data, str) else data)
+    return from_pretrained(result.folder).eval()

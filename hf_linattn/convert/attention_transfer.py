@@ -1,7 +1,7 @@
 """Attention transfer: every patched layer learns to do what the model's own attention does, all in one pass.
 
 The own attention stays in force, so each layer gets the inputs that it always got, and its output flows on;
-beside it the patch computes from the same inputs, and is held against it. No gradient leaves a layer.
+the patch computes from the same inputs, and its output is compared. No gradient leaves a layer.
 
 ("Linearizing with LoLCATs", arXiv:2410.10254, section 3.2; weights: "The Hedgehog & the Porcupine",
 arXiv:2402.04347, section 4.2.)
@@ -28,14 +28,14 @@ Target = Literal["output", "weights"]
 
 
 class AttentionTransfer(nn.Module):
-    """A patched model as something to train: token ids `[B, N]` -> losses `[B]`, the mean over its layers.
+    """A patched model as a module to train: token ids `[B, N]` -> losses `[B]`, the mean over its layers.
 
     Hybrids of a window and a linear attention are compared by the linear one alone, over all tokens: trained
     together, the window does all the work.
 
     Args:
         model: patched; everything but its patch is frozen.
-        target: what is compared. "output": what the attention module gives, by the mean squared error over
+        target: what is compared. "output": the output of the attention module, by the mean squared error over
             the variance of the row, so that no layer dominates. "weights": the attention weights, by their
             Kullback-Leibler divergence in nats, mean over heads and queries; takes memory for B x H x N x N
             numbers per layer.
@@ -74,13 +74,13 @@ class AttentionTransfer(nn.Module):
         """Of the last batch, by the name of the attention module."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Losses of the rows."""
+        """Compute the losses of the rows: `[B, N]` -> `[B]`."""
         compared: dict[str, Tensor] = {}
         grad = torch.is_grad_enabled()
         with ExitStack() as stack:
             for site, weights in self._copied():
-                beside = _Beside(site.name, self.target, weights, grad, compared)
-                handle = site.module.register_forward_hook(beside, with_kwargs=True)
+                hook = _CompareHook(site.name, self.target, weights, grad, compared)
+                handle = site.module.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(bypassed(self.model))
@@ -109,7 +109,7 @@ class AttentionTransfer(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> Any:
-        """The model, with the trained copies of its projections in it."""
+        """Put the trained copies of the projections into the model, and return it."""
         for site, weights in self._copied():
             for name, trained in weights.items():
                 site.module.get_parameter(name).copy_(trained)
@@ -121,8 +121,8 @@ class AttentionTransfer(nn.Module):
             yield site, dict(zip(names, copies.parameters(), strict=True))
 
 
-class _Beside:
-    """Forward hook of an attention module: its patch on the same inputs, and how far off that is."""
+class _CompareHook:
+    """Forward hook of an attention module: runs its patch on the same inputs and notes how far off it is."""
 
     def __init__(
         self, name: str, target: Target, weights: dict[str, Any], grad: bool, compared: dict[str, Tensor]
@@ -140,9 +140,9 @@ class _Beside:
             with torch.set_grad_enabled(self.grad), ExitStack() as stack:
                 if self.target == "weights":
                     stack.enter_context(_comparing_weights(module, child, own, self._note))
-                given = functional_call(module, self.weights, args, kwargs)
+                patched_output = functional_call(module, self.weights, args, kwargs)
                 if self.target == "output":
-                    self._note(relative_error(_first(given), _first(output)))
+                    self._note(relative_error(_first(patched_output), _first(output)))
         finally:
             child.bypass, self.busy = own, False
 
@@ -150,18 +150,18 @@ class _Beside:
         self.compared[self.name] = losses
 
 
-def relative_error(given: Tensor, wanted: Tensor) -> Tensor:
-    """Mean squared error of each row over the variance of its target: `[B, ...]` -> `[B]`."""
-    given, wanted = given.float().flatten(1), wanted.float().flatten(1)
-    variance = wanted.var(1, correction=0).clamp_min(torch.finfo(wanted.dtype).tiny)
-    return (given - wanted).square().mean(1) / variance
+def relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """Divide the mean squared error of each row by the variance of its target: `[B, ...]` -> `[B]`."""
+    output, target = output.float().flatten(1), target.float().flatten(1)
+    variance = target.var(1, correction=0).clamp_min(torch.finfo(target.dtype).tiny)
+    return (output - target).square().mean(1) / variance
 
 
-def weights_divergence(given: Tensor, wanted: Tensor) -> Tensor:
-    """KL(wanted || given) in nats, mean over heads and queries: `[B, H, N, S]` -> `[B]`."""
+def weights_divergence(weights: Tensor, target: Tensor) -> Tensor:
+    """Compute KL(target || weights) in nats, mean over heads and queries: `[B, H, N, S]` -> `[B]`."""
     tiny = torch.finfo(torch.float32).tiny
-    given, wanted = given.float().clamp_min(tiny), wanted.float()
-    return (wanted * (wanted.clamp_min(tiny).log() - given.log())).sum(-1).flatten(1).mean(1)
+    weights, target = weights.float().clamp_min(tiny), target.float()
+    return (target * (target.clamp_min(tiny).log() - weights.log())).sum(-1).flatten(1).mean(1)
 
 
 @contextmanager
@@ -183,11 +183,11 @@ def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator
         one_hot = torch.eye(keys, dtype=value.dtype, device=value.device)
         one_hot = one_hot.expand(*value.shape[:2], keys, keys)
         with torch.no_grad():
-            wanted = own_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
-        given = PatchedAttention.forward(
+            target = own_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
+        weights = PatchedAttention.forward(
             child, None, query, key, one_hot, mask, scaling, 0.0, causal, extras
         )[0]
-        note(weights_divergence(given.transpose(1, 2), wanted.transpose(1, 2)))
+        note(weights_divergence(weights.transpose(1, 2), target.transpose(1, 2)))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     child.forward = forward

@@ -1,69 +1,66 @@
-"""The output folder of a conversion: checked before anything slow begins, and read at the end."""
+"""The output folder of a conversion: what lies in it, its report page, and what it says at the end."""
 
 from __future__ import annotations
 
-import json
+import base64
 import math
-import shutil
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.arguments import differences
-from hf_linattn.cli.files import writing
-from hf_linattn.convert.__main__ import STAGES, ConvertArguments
-from hf_linattn.errors import OptionError, TrainingError
+import jinja2
 
-PLAN, VALIDATION = "plan.json", "validation.json"
-FREE_TO_CHANGE = (
-    *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
-    *("checkpoint_every", "batch_size", "grad_accum"),
-)
-"""What a resumed conversion may give differently; the stages compare whole batches."""
+from hf_linattn.cli.files import replacing, writing
+from hf_linattn.convert.arguments import STAGES
+from hf_linattn.errors import OptionError
+from hf_linattn.training.folder import RunFolder
+
+RECORD, VALIDATION, PAGE = "plan.json", "validation.json", "report.html"
+OWN_TEXT, OWN_EVAL_TEXT = "self.jsonl", "self-eval.jsonl"
+LABELS = {"original": "original", "swapped": "patched, untrained"}
 
 
-def check_folder(out: Path, arguments: ConvertArguments) -> None:
-    """See that the output folder can be used for this conversion, before anything slow begins.
+@dataclass(frozen=True)
+class ConversionResult:
+    """A finished conversion.
 
-    Raises:
-        TrainingError: it cannot; the message says what to do.
+    Attributes:
+        folder: of the converted model, that of the last stage.
+        record: what plan.json holds.
+        losses: what validation.json holds; empty without --eval-data.
+        stages: what the results.json of every stage holds.
     """
-    if out.exists() and Path(arguments.model).exists() and out.samefile(arguments.model):
-        raise TrainingError(f"--output-dir {out} is --model itself: choose another directory")
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    if not (out / PLAN).exists():
-        strange = [name for name in (*STAGES, "config.json", "run.json") if (out / name).exists()]
-        if strange:
-            raise TrainingError(
-                f"{out} holds {', '.join(strange)} but no conversion: choose another directory"
-            )
-    elif arguments.resume:
-        before = json.loads((out / PLAN).read_text(encoding="utf-8"))["arguments"]
-        now = {name: value for name, value in asdict(arguments).items() if name not in FREE_TO_CHANGE}
-        if changed := differences(ConvertArguments, before, now):
-            raise TrainingError(
-                f"cannot resume the conversion in {out}: it began with other {', '.join(changed)}"
-            )
-    elif not arguments.overwrite:
-        raise TrainingError(
-            f"{out} already holds a conversion: give --resume, --overwrite or another directory"
-        )
-    else:
-        with writing(out):
-            for name in (*STAGES, VALIDATION, "self.jsonl", "self-eval.jsonl", "report.html", PLAN):
-                path = out / name
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+
+    folder: Path
+    record: dict[str, Any]
+    losses: dict[str, float]
+    stages: list[dict[str, Any]]
 
 
-def saved_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str | None]:
-    """Names of model and tokenizer; objects are saved below the output folder.
+def conversion_folder(output_dir: str) -> RunFolder:
+    """Describe the output folder of a conversion; see `RunFolder`."""
+    return RunFolder(
+        Path(output_dir).expanduser(),
+        "conversion",
+        RECORD,
+        contents=(*STAGES, VALIDATION, OWN_TEXT, OWN_EVAL_TEXT, PAGE),
+        # a conversion that was killed before its record leaves its own text and first validation
+        signs=(*STAGES, "config.json", "run.json"),
+        settings_key="arguments",
+    )
+
+
+def save_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str | None]:
+    """Save model and tokenizer below the output folder where they are objects; returns their names.
+
+    Args:
+        model: folder or Hub name, or a model.
+        tokenizer: folder or Hub name, a tokenizer, or None for the model's.
+        output_dir: of the conversion.
 
     Raises:
-        OptionError: a model without a tokenizer.
+        OptionError: a model as an object without a tokenizer.
+        TrainingError: they cannot be written.
     """
     if isinstance(model, str) and (tokenizer is None or isinstance(tokenizer, str)):
         return model, tokenizer
@@ -82,22 +79,51 @@ def saved_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str 
     )
 
 
-def summary(out: Path) -> str:
-    """Perplexities after each stage, or errors of the hidden states, in words."""
-    values: dict[str, float] = json.loads((out / VALIDATION).read_text(encoding="utf-8"))
-    plan, lines = json.loads((out / PLAN).read_text(encoding="utf-8")), []
-    if values and plan.get("objective") == "states":
+def write_page(result: ConversionResult) -> None:
+    """Write report.html: every stage on one page that needs nothing else.
+
+    Raises:
+        TrainingError: it cannot be written.
+    """
+    names, out = result.record["stages"], result.folder.parent
+    stages = [
+        {"layer_losses": {}, **results, "name": name, "picture": _picture(out / name / "loss.png")}
+        for name, results in zip(names, result.stages, strict=True)
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in stages[-1]["versions"].items())
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    text = environment.get_template("report.html.j2").render(
+        plan=result.record,
+        validation=result.losses,
+        stages=stages,
+        versions=versions,
+        labels=LABELS,
+        exp=math.exp,
+    )
+    with replacing(out / PAGE) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _picture(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")
+
+
+def summary(result: ConversionResult) -> str:
+    """Say as text what the perplexity is after each stage, or the error of the hidden states."""
+    losses, objective, lines = result.losses, result.record.get("objective"), []
+    if losses and objective == "states":
         lines = [
             f"{name:10} error of the last hidden states over their variance {loss:8.4f}"
-            for name, loss in values.items()
+            for name, loss in losses.items()
         ]
-    elif values:
-        what = "perplexity of masked tokens" if plan.get("objective") == "mlm" else "perplexity"
-        first = values["original"]
+    elif losses:
+        what = "perplexity of masked tokens" if objective == "mlm" else "perplexity"
+        first = losses["original"]
         lines = [
             f"{name:10} {what} {math.exp(loss):10.4g}   {math.exp(loss - first):7.3f} x the original"
-            for name, loss in values.items()
+            for name, loss in losses.items()
         ]
-    last = plan["stages"][-1]
-    lines.append(f"the model is in {out / last}, everything about it in {out / 'report.html'}")
+    page = result.folder.parent / PAGE
+    lines.append(f"the model is in {result.folder}, everything about it in {page}")
     return "\n".join(lines) + "\n"

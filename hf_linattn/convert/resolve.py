@@ -1,29 +1,136 @@
-"""The patch of a conversion, spelled out from what was asked for."""
+"""What a conversion is to do, resolved once from its arguments: patch, objective, texts, stages, folders."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_linattn.attention import LinearAttention
-from hf_linattn.convert.__main__ import ConvertArguments
+from hf_linattn.convert.arguments import ConvertArguments
+from hf_linattn.convert.outputs import OWN_EVAL_TEXT, OWN_TEXT, conversion_folder
 from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.finetune.model import load_config
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.loading import explain_missing
-from hf_linattn.registry import find, names_in, parse, signature
+from hf_linattn.patching.loading import load_tokenizer
+from hf_linattn.registry import find, names_in, parse, patches, signature
+from hf_linattn.training.folder import RunFolder
+from hf_linattn.training.objectives import (
+    Objective,
+    build_objective,
+    build_states_objective,
+    choose_objective,
+)
+
+SELF = "self"
+"""In the place of a text: what the model writes itself."""
 
 
-def with_patch(arguments: ConvertArguments) -> ConvertArguments:
-    """The patch spelled out: what a patched model has, with a learned layer in front where wanted.
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a conversion.
+
+    Attributes:
+        name: "transfer", "distill" or "finetune".
+        source: folder or Hub name of the model that it begins with, which the stage before leaves.
+        folder: of the model that it leaves.
+        tokens: to train on, before they are rounded up to whole steps.
+        length: tokens per row.
+        rate: peak learning rate; None for the default of the model's size.
+        objective: what its model predicts, in rows of `length` tokens.
+    """
+
+    name: str
+    source: str
+    folder: Path
+    tokens: int
+    length: int
+    rate: float | None
+    objective: Objective
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion, as far as it is known before a model is loaded.
+
+    Attributes:
+        arguments: the options, their patch spelled out.
+        folder: the output folder.
+        tokenizer: of all texts.
+        objective: what the original predicts, in rows of `block_size` tokens.
+        stages: in their order, at least one.
+    """
+
+    arguments: ConvertArguments
+    folder: RunFolder
+    tokenizer: PreTrainedTokenizerBase
+    objective: Objective
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def original(self) -> str:
+        """Folder or Hub name of the model that the converted one is to be like."""
+        return self.arguments.teacher or self.arguments.model
+
+    @property
+    def text(self) -> str:
+        """What is read for --data."""
+        own = self.arguments.data == SELF
+        return str(self.folder.path / OWN_TEXT) if own else self.arguments.data
+
+    @property
+    def eval_text(self) -> str | None:
+        """What is read for --eval-data."""
+        own = self.arguments.eval_data == SELF
+        return str(self.folder.path / OWN_EVAL_TEXT) if own else self.arguments.eval_data
+
+
+def resolve(arguments: ConvertArguments) -> ConversionPlan:
+    """Resolve the arguments of a conversion; reads configs and the tokenizer, and writes nothing.
 
     Raises:
-        TrainingError: there is no such model.
-        OptionError: a new patch for a patched model, or a front for what takes none.
+        TrainingError: there is no such model, or it cannot learn what it is to learn.
+        OptionError: the patch does not fit.
+        DataError: the tokenizer cannot be used.
     """
-    with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
-        config = AutoConfig.from_pretrained(arguments.model)
+    config = load_config(arguments.model)
+    arguments = resolve_patch(arguments, config)
+    teacher = arguments.teacher
+    original = config if teacher is None else load_config(teacher, "--teacher")
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    folder = conversion_folder(arguments.output_dir)
+    names = arguments.chosen_stages()
+    objective = _resolve_objective(arguments, names, config, original, tokenizer)
+    sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
+    stages = tuple(
+        StagePlan(
+            name,
+            source,
+            folder.path / name,
+            arguments.tokens(name),
+            arguments.length(name),
+            getattr(arguments, f"{name}_lr"),
+            _with_rows_of(objective, arguments.length(name), arguments, tokenizer),
+        )
+        for name, source in zip(names, sources, strict=True)
+    )
+    return ConversionPlan(arguments, folder, tokenizer, objective, stages)
+
+
+def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> ConvertArguments:
+    """Spell the patch out: the default where none is named, with --learn-front a layer in front of its map.
+
+    Args:
+        arguments: of the conversion.
+        config: of its model; a patched one keeps what it has.
+
+    Raises:
+        OptionError: a new patch for a patched model, or a learned layer in front of what takes none.
+    """
     if hasattr(config, NAME):
         if arguments.patch is not None or arguments.learn_front or arguments.options:
             raise OptionError(
@@ -31,26 +138,36 @@ def with_patch(arguments: ConvertArguments) -> ConvertArguments:
                 "--patch, --options and --learn-front, or give the unpatched model"
             )
         return arguments
-    patch = "hedgehog" if arguments.patch is None else arguments.patch
+    patch = default_patch("conversion") if arguments.patch is None else arguments.patch
     if not arguments.learn_front:
         return replace(arguments, patch=patch)
     if isinstance(patch, str):
-        patch, options = fronted(patch)
+        patch, options = with_learned_front(patch)
         return replace(arguments, patch=patch, options={**options, **(arguments.options or {})})
     layers = {}
-    for key, given in patch.items():
-        spec, own = given if isinstance(given, list | tuple) else (given, {})
-        spec, options = fronted(spec) if spec != "softmax" else (spec, {})
+    for key, entry in patch.items():
+        spec, own = entry if isinstance(entry, list | tuple) else (entry, {})
+        spec, options = (spec, {}) if parse(spec).identity else with_learned_front(spec)
         layers[key] = [spec, {**options, **own}]
     return replace(arguments, patch=layers)
 
 
-def fronted(spec: str) -> tuple[str, dict[str, Any]]:
-    """A composition with a learned layer in front of its feature map, and the options that say so.
+def default_patch(purpose: str) -> str:
+    """Name the patch that declares itself `default_for` a purpose.
 
-    >>> fronted("window+elu1")
+    >>> default_patch("conversion")
+    'hedgehog'
+    """
+    # own attributes: a patch derived from another is not the default with it
+    return next(name for name, cls in patches().items() if vars(cls).get("default_for") == purpose)
+
+
+def with_learned_front(spec: str) -> tuple[str, dict[str, Any]]:
+    """Put a learned layer in front of a composition's feature map; returns it with the options that say so.
+
+    >>> with_learned_front("window+elu1")
     ('window+linear', {'linear': {'feature_map': 'elu1', 'front': True}})
-    >>> fronted("gated")
+    >>> with_learned_front("gated")
     ('gated', {'gated': {'front': True}})
 
     Raises:
@@ -60,8 +177,66 @@ def fronted(spec: str) -> tuple[str, dict[str, Any]]:
     maps = [name for name in names if issubclass(find(name), LinearAttention)]
     if len(maps) != 1:
         raise OptionError(f"--learn-front: {spec!r} has no feature map that a layer could stand in front of")
-    own = "front" in signature(find(maps[0]))
-    options = {maps[0]: {"front": True}} if own else {"linear": {"feature_map": maps[0], "front": True}}
-    composed = spec if own else "+".join("linear" if name in maps else name for name in names)
+    if "front" in signature(find(maps[0])):
+        composed = spec
+        options: dict[str, Any] = {maps[0]: {"front": True}}
+    else:
+        wrapper = default_patch("learned front")
+        composed = "+".join(wrapper if name in maps else name for name in names)
+        options = {wrapper: {"feature_map": maps[0], "front": True}}
     parse(composed, options)
     return composed, options
+
+
+def _resolve_objective(
+    arguments: ConvertArguments,
+    stages: Sequence[str],
+    config: PreTrainedConfig,
+    original: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Objective:
+    """What the model learns, by what the original was saved with: a head that predicts tokens, or none.
+
+    Raises:
+        TrainingError: it cannot do what is asked: predict without a head, or write text.
+    """
+    name = arguments.teacher or arguments.model
+    if arguments.objective == "states" or (arguments.objective == "auto" and _headless(original)):
+        refused = {
+            "--data self": SELF in (arguments.data, arguments.eval_data),
+            "stage finetune (give --finetune-tokens 0)": "finetune" in stages,
+            "--ce-weight": bool(arguments.ce_weight),
+        }
+        for what, asked in refused.items():
+            if asked:
+                raise TrainingError(f"{name} gives hidden states and predicts no text, so there is no {what}")
+        return build_states_objective(original, tokenizer, arguments.block_size)
+    chosen = choose_objective(arguments.objective, config)
+    objective = build_objective(chosen, tokenizer, arguments.block_size, arguments.seed)
+    if chosen == "mlm" and SELF in (arguments.data, arguments.eval_data):
+        raise TrainingError(f"{name} predicts masked tokens and writes no text: give --data a text of yours")
+    if chosen == "mlm" and _headless(original):
+        raise TrainingError(
+            f"{name} was saved as {(original.architectures or [''])[0]}, without a head that predicts masked "
+            "tokens: leave --objective out, and it learns the hidden states, or give it a head with "
+            "hf_linattn.finetune --objective mlm"
+        )
+    return objective
+
+
+def _headless(config: PreTrainedConfig) -> bool:
+    """Whether a model was saved without a head that predicts tokens, bare or with another one."""
+    saved, bare = (config.architectures or [""])[0], MODEL_MAPPING_NAMES.get(config.model_type, "")
+    if not saved or saved in ((bare,) if isinstance(bare, str) else bare):
+        return bool(saved)
+    head = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    return choose_objective("auto", config) == "mlm" and saved != head
+
+
+def _with_rows_of(
+    objective: Objective, length: int, arguments: ConvertArguments, tokenizer: PreTrainedTokenizerBase
+) -> Objective:
+    """The same objective in rows of so many tokens."""
+    if length == arguments.block_size:  # also all that compares hidden states: it has no stage finetune
+        return objective
+    return build_objective(objective.name, tokenizer, length, arguments.seed)

@@ -30,7 +30,7 @@ def write_self_text(model: Any, tokenizer: Any, path: Path, *, tokens: int, leng
         model: unpatched, in evaluation mode.
         tokenizer: its own.
         path: of the file, one {"text": ...} per row.
-        tokens: how many are wanted.
+        tokens: to write.
         length: tokens per row.
         seed: of the samples.
 
@@ -81,9 +81,9 @@ def _complete_batches(path: Path) -> int:
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    done = len(whole) // ROWS
-    kept = "".join(whole[: done * ROWS])
+    complete = [line for line in lines if line.endswith("\n")]
+    done = len(complete) // ROWS
+    kept = "".join(complete[: done * ROWS])
     if len(kept) < sum(map(len, lines)):
         with writing(path):
             path.write_text(kept, encoding="utf-8")

@@ -1,35 +1,35 @@
-"""The stages of a conversion as methods of a training run."""
+"""The stages of a conversion, as recipes of training runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import fields
+from typing import Any
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, unpatch_model
+from hf_linattn.convert.arguments import learning_rate_for
 from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
+from hf_linattn.convert.resolve import ConversionPlan, StagePlan
 from hf_linattn.errors import TrainingError
-from hf_linattn.finetune.method import Method
+from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, switch_off_dropout
+from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.contexts import hybrids
-from hf_linattn.patching.interface import PATCH_PART
+from hf_linattn.patching.loading import explain_missing
+from hf_linattn.training.arguments import TrainingArguments
 from hf_linattn.training.fsdp import shard_frozen
 from hf_linattn.training.objectives import Objective
-
-if TYPE_CHECKING:
-    from hf_linattn.finetune.__main__ import FinetuneArguments
 
 PROJECTIONS_RATE = 0.1
 """Learning rate of copied projections, as a part of the maps'."""
 
 
-class Transfer(Method):
+class Transfer(TrainingRecipe):
     """Stage `transfer`: see `hf_linattn.convert.attention_transfer`."""
 
     def __init__(self, target: Target, projections: bool) -> None:
@@ -41,55 +41,55 @@ class Transfer(Method):
             "squared error / variance" if target == "output" else "divergence of weights (nats per query)"
         )
 
-    def trained(
-        self,
-        base: PreTrainedModel,
-        arguments: FinetuneArguments,
-        task: Objective,
-        blocks: NDArray[np.int32],
-        accelerator: Accelerator,
-    ) -> nn.Module:
-        """The patch beside the model's own attention.
+    def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
+        """Make the module that compares the patch with the model's own attention, layer by layer.
+
+        Args:
+            base: patched.
+            run: what the module is for.
 
         Raises:
             TrainingError: the patch has no parameters.
         """
+        objective, device = run.objective, run.accelerator.device
         transfer = AttentionTransfer(
-            base, self.target, projections=self.projections, keywords=task.keywords
-        ).to(accelerator.device)
-        row = torch.from_numpy(blocks[:1]).to(accelerator.device, dtype=torch.int64)
+            base, self.target, projections=self.projections, keywords=objective.keywords
+        ).to(device)
+        row = torch.from_numpy(run.blocks[:1]).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
+            patch = run.arguments.patch or f"that of {run.arguments.model}"
             raise TrainingError(
-                "stage transfer trains the parameters of the patch, and "
-                f"{arguments.patch or 'that of ' + arguments.model} has none. Give --learn-front (a learned "
-                "layer in front of its map), --train-projections, or leave the stage out (--stages distill)"
+                f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
+                "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
+                "stage out (--stages distill)"
             )
-        self.losses, self.prepare = lambda module, batch: module(task.seen(batch)), task.prepare
+        self.losses = lambda module, batch: module(objective.input_ids(batch))
+        self.prepare = objective.prepare
         self.module, self.row = transfer, row
         return transfer
 
     def rate(self, name: str) -> float:
-        """Projections were trained before, maps were not."""
+        """Give copies of projections, which were trained before, a lower rate than maps."""
         return PROJECTIONS_RATE if name.startswith("copies.") else 1.0
 
-    def saved(self, module: Any) -> Any:
-        """The model with what was learned."""
+    def export(self, module: Any) -> Any:
+        """Put what was learned into the model."""
         return module.finish()
 
     @torch.no_grad()
     def results(self) -> dict[str, Any]:
-        """The error of each layer, on the first row of the text."""
+        """Measure the error of each layer, on the first row of the text."""
         self.module(self.row)
         return {"layer_losses": self.module.layer_losses}
 
 
-class Distill(Method):
+class Distill(TrainingRecipe):
     """Stage `distill`: see `hf_linattn.convert.distillation`.
 
     Args:
         teacher: folder or Hub name of the original; None where it is the model itself without patch and LoRA.
         drop_window: see `DistillationLoss`.
-        patch_rate: see `Method`.
+        patch_rate: see `TrainingRecipe`.
         ce_weight: see `DistillationLoss`.
     """
 
@@ -102,37 +102,102 @@ class Distill(Method):
         if ce_weight:
             self.settings["ce_weight"] = ce_weight
 
-    def trained(
-        self,
-        base: PreTrainedModel,
-        arguments: FinetuneArguments,
-        task: Objective,
-        blocks: NDArray[np.int32],
-        accelerator: Accelerator,
-    ) -> nn.Module:
-        """All weights, or LoRA; and the teacher beside or inside."""
-        module = choose_trained(base, arguments, task)
+    def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
+        """Let all weights train, or LoRA; the losses compare them with the teacher.
+
+        Args:
+            base: patched.
+            run: what the module is for.
+        """
+        arguments, objective = run.arguments, run.objective
+        module = choose_trained(base, arguments, objective)
         if self.teacher is None:
-            wanted = teacher_inside(module, task.reading)
+            predict = teacher_inside(module, objective.comparison)
         else:
-            teacher = shard_frozen(accelerator, original(self.teacher, arguments.dtype, task))
-            wanted = frozen_teacher(teacher, task.reading)
-        loss = DistillationLoss(wanted, self.drop_window, arguments.seed, task, self.ce_weight)
+            teacher = shard_frozen(run.accelerator, load_original(self.teacher, arguments.dtype, objective))
+            predict = frozen_teacher(teacher, objective.comparison)
+        loss = DistillationLoss(predict, self.drop_window, arguments.seed, objective, self.ce_weight)
         self.losses, self.prepare = loss, loss.prepare
         text = f" + {self.ce_weight:g} x loss on the text" if self.ce_weight else ""
-        self.label = f"divergence from the original{text} ({task.reading.unit})"
-        poolers = task.name == "states"  # behind the hidden states, untrained
+        self.label = f"divergence from the original{text} ({objective.comparison.unit})"
+        poolers = objective.name == "states"  # behind the hidden states, untrained
         self.skips = poolers or bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
 
 
-def original(name: str, dtype: str, task: Objective) -> Any:
-    """The model as it was before any patch, without dropout."""
-    model = from_pretrained(name, auto_class=task.auto_class, dtype=getattr(torch, dtype)).eval()
+def load_original(name: str, dtype: str, objective: Objective) -> Any:
+    """Load a model as it was before any patch, without dropout, in evaluation mode.
+
+    Raises:
+        TrainingError: there is no such model.
+    """
+    model = load(name, dtype, objective).eval()
     switch_off_dropout(model)
     return unpatch_model(model) if is_patched(model) else model
 
 
-def patch_parameters(model: nn.Module) -> int:
-    """Number of parameters that belong to patches."""
-    return sum(p.numel() for name, p in model.named_parameters() if PATCH_PART in name)
+def load(name: str, dtype: str, objective: Objective) -> Any:
+    """Load a model, patched or not.
+
+    Args:
+        name: folder or Hub name.
+        dtype: of its weights.
+        objective: tells its class.
+
+    Raises:
+        TrainingError: there is no such model.
+    """
+    with explain_missing(f"cannot load {name}", TrainingError):
+        return from_pretrained(name, auto_class=objective.auto_class, dtype=getattr(torch, dtype))
+
+
+def stage_arguments(
+    plan: ConversionPlan, stage: StagePlan, *, parameters: int, lora: int, processes: int
+) -> FinetuneArguments:
+    """Give the options of one stage's run: those of the conversion, and what is the stage's own.
+
+    Args:
+        plan: of the conversion.
+        stage: one of its stages.
+        parameters: of the patched model.
+        lora: rank of LoRA behind stage transfer; 0 trains all weights.
+        processes: that share the work.
+    """
+    arguments = plan.arguments
+    first = stage is plan.stages[0]
+    lora = 0 if stage.name == "transfer" else lora
+    rows = arguments.batch_size * arguments.grad_accum * processes
+    shared = {item.name: getattr(arguments, item.name) for item in fields(TrainingArguments)}
+    own = {
+        "model": stage.source,
+        "data": plan.text,
+        "eval_data": plan.eval_text,
+        "output_dir": str(stage.folder),
+        "patch": arguments.patch if first else None,
+        "options": arguments.options if first and arguments.patch is not None else None,
+        "objective": "auto" if stage.objective.name == "states" else stage.objective.name,
+        "tokenizer": arguments.tokenizer or arguments.model,
+        "block_size": stage.length,
+        "resume": True,
+        "overwrite": False,
+    }
+    return FinetuneArguments(
+        **{**shared, **own},
+        max_steps=math.ceil(stage.tokens / (stage.length * rows)),
+        lr=learning_rate_for(stage.name, parameters, lora) if stage.rate is None else stage.rate,
+        lora=lora,
+    )
+
+
+def stage_recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingRecipe:
+    """Make the recipe of one stage; `lora` is as for `stage_arguments`."""
+    arguments = plan.arguments
+    if stage.name == "transfer":
+        return Transfer(arguments.target, arguments.train_projections)
+    if stage.name == "finetune":
+        return TrainingRecipe(arguments.patch_rate)
+    # without patch and LoRA the model is its own teacher, unless stage transfer has changed its weights too
+    changed = arguments.train_projections and any(other.name == "transfer" for other in plan.stages)
+    is_teacher = lora and not changed and arguments.teacher is None and arguments.patch is not None
+    teacher = None if is_teacher else plan.original
+    return Distill(teacher, arguments.drop_window, arguments.patch_rate, arguments.ce_weight)

@@ -1,46 +1,55 @@
-"""The model of a fine-tuning run: loaded, patched, with LoRA or frozen parts, checked against the text."""
+"""The model of a training run: loaded with its tokenizer, patched, with LoRA or frozen parts, checked."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 from accelerate.utils import set_seed
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linattn import from_pretrained, is_patched, patch_model
-from hf_linattn.errors import DataError, LinattnError, TrainingError
+from hf_linattn.errors import DataError, TrainingError
+from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
-from hf_linattn.patching.loading import first_line
+from hf_linattn.patching.loading import explain_missing
 from hf_linattn.registry import patches
 from hf_linattn.training.objectives import Objective
 
-if TYPE_CHECKING:
-    from hf_linattn.finetune.__main__ import FinetuneArguments
+
+def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
+    """Read the config of a folder or Hub name.
+
+    Args:
+        name: of the model.
+        option: that named it, for the message.
+
+    Raises:
+        TrainingError: there is no such model.
+    """
+    with explain_missing(f"cannot load {option} {name}", TrainingError):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    return config
 
 
-def load_model(arguments: FinetuneArguments, task: Objective) -> PreTrainedModel:
-    """The model with its patch; new parameters depend on the seed.
+def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrainedModel:
+    """Load the model and patch it; new parameters depend on the seed.
 
     Raises:
         TrainingError: there is no such model.
     """
     set_seed(arguments.seed)  # a bare encoder gets a new head
-    try:
+    with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
         model: PreTrainedModel = from_pretrained(
-            arguments.model, auto_class=task.auto_class, dtype=getattr(torch, arguments.dtype)
+            arguments.model, auto_class=objective.auto_class, dtype=getattr(torch, arguments.dtype)
         )
-    except LinattnError:
-        raise
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"cannot load --model {arguments.model}: {first_line(error)}") from error
     if arguments.no_dropout:
         switch_off_dropout(model)
     set_seed(arguments.seed)
@@ -59,15 +68,15 @@ def switch_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def choose_trained(model: PreTrainedModel, arguments: FinetuneArguments, task: Objective) -> nn.Module:
-    """Everything, the patch's parameters, or LoRA and the patch's parameters.
+def choose_trained(model: PreTrainedModel, arguments: FinetuneArguments, objective: Objective) -> nn.Module:
+    """Let everything train, the patch's parameters alone, or LoRA and the patch's parameters.
 
     Raises:
         TrainingError: only the patch is to be trained, and it has no parameters.
     """
     learned = [name for name, _ in model.named_parameters() if PATCH_PART in name]
     if arguments.lora:
-        return _add_lora(model, arguments, task, with_patch=bool(learned))
+        return _add_lora(model, arguments, objective, with_patch=bool(learned))
     if arguments.train_only_patch:
         if not learned:
             patch = arguments.patch or f"the attention of {arguments.model}"
@@ -94,7 +103,7 @@ def _patches_with_parameters(model: nn.Module) -> list[str]:
 
 
 def _add_lora(
-    model: PreTrainedModel, arguments: FinetuneArguments, task: Objective, *, with_patch: bool
+    model: PreTrainedModel, arguments: FinetuneArguments, objective: Objective, *, with_patch: bool
 ) -> nn.Module:
     import peft  # takes seconds, and few runs need it
 
@@ -107,7 +116,7 @@ def _add_lora(
         modules_to_save=[NAME] if with_patch else None,
         # GPT-2 keeps its weights transposed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-        task_type=task.peft_task,
+        task_type=objective.peft_task,
     )
     with warnings.catch_warnings():
         # peft 0.21 asks transformers 5.23 for a property by its old name
@@ -115,8 +124,13 @@ def _add_lora(
         return peft.get_peft_model(model, config)
 
 
-def check_fit(model: PreTrainedModel, task: Objective, *data: NDArray[np.int32] | None) -> None:
-    """The model must know every token and every position, and must not see what it is to predict.
+def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.int32] | None) -> None:
+    """See that the model knows every token and every position, and does not see what it is to predict.
+
+    Args:
+        model: on any device.
+        objective: what is learned.
+        *data: rows of token ids, each `[blocks, N]` or None.
 
     Raises:
         DataError: it does not know them.
@@ -127,14 +141,14 @@ def check_fit(model: PreTrainedModel, task: Objective, *data: NDArray[np.int32] 
     for blocks in data:
         if blocks is None:
             continue
-        highest = max(int(blocks.max()), task.highest)
+        highest = max(int(blocks.max()), objective.highest)
         if highest >= known:
             raise DataError(
                 f"the tokenizer gives token {highest}, the model knows {known}: give its own --tokenizer"
             )
         if limit is not None and blocks.shape[1] > limit:
             raise DataError(f"--block-size {blocks.shape[1]} is more than the model's {limit} positions")
-    if task.name == "causal":
+    if objective.name == "causal":
         require_causal(model)
 
 

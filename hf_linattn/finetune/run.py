@@ -6,8 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,22 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from numpy.typing import NDArray
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn.cli.arguments import differences
-from hf_linattn.cli.files import filling, replacing, write_json, writing
+from hf_linattn.cli.files import filling, replacing, write_json
 from hf_linattn.cli.main import package_versions
-from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.finetune.__main__ import FinetuneArguments
-from hf_linattn.finetune.method import Method
-from hf_linattn.finetune.model import check_fit
-from hf_linattn.finetune.plots import save_loss_curve
+from hf_linattn.errors import OptionError
+from hf_linattn.finetune.arguments import FinetuneArguments
+from hf_linattn.finetune.model import check_fit, load_config
+from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.interface import PATCH_PART
-from hf_linattn.patching.loading import explain_missing, first_line, load_tokenizer
+from hf_linattn.patching.loading import first_line, load_tokenizer
+from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.checkpoint import Checkpoint
+from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.fsdp import accelerator_options, set_up
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
-from hf_linattn.training.objectives import Objective, choose, objective
-
-FREE_TO_CHANGE = (
-    *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
-    *("checkpoint_every", "batch_size", "grad_accum"),
-)
-"""What a resumed run may give differently: none changes the weights (batches are compared as a whole)."""
+from hf_linattn.training.objectives import Objective, build_objective, choose_objective
 
 VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
 """With patience these decide which weights are kept."""
@@ -51,9 +44,9 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 
 
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
-    """See `hf_linattn.finetune.finetune`."""
+    """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
     accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
-    results = train(arguments, command, accelerator, Method())
+    results = train(arguments, command, accelerator, TrainingRecipe())
     accelerator.end_training()
     return results
 
@@ -62,78 +55,95 @@ def train(
     arguments: FinetuneArguments,
     command: str,
     accelerator: Accelerator,
-    method: Method,
+    recipe: TrainingRecipe,
+    *,
     data: Any = None,
-    task: Objective | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    objective: Objective | None = None,
 ) -> dict[str, Any]:
-    """One run by any method; see `hf_linattn.finetune.finetune`.
+    """Run one training by any recipe, or what is left of it, and return what `results.json` holds.
 
     Args:
         arguments: the options.
         command: for the record.
         accelerator: of this process; several runs may follow each other.
-        method: what is trained, and how.
+        recipe: what is trained, and how.
         data: text as `load_documents` takes it, in the place of `arguments.data`.
-        task: what is learned; by default what the arguments say.
+        tokenizer: by default that of the arguments.
+        objective: what is learned; by default what the arguments say.
+
+    Raises:
+        DataError, TrainingError, OptionError: see `hf_linattn.finetune.finetune`.
     """
-    folder = Path(arguments.output_dir).expanduser()
-    settings = {**_settings(arguments, accelerator), **method.settings}
+    path = Path(arguments.output_dir).expanduser()
+    folder = RunFolder(path, "run", "run.json", contents=RUN_FILES, signs=RUN_FILES)
+    settings = {**_settings(arguments, accelerator), **recipe.settings}
     if accelerator.is_main_process:
-        _check_folder(folder, arguments, settings)
+        folder.check(arguments, settings)
     accelerator.wait_for_everyone()
-    if arguments.resume and (folder / "results.json").exists():
-        finished: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    if arguments.resume and (path / "results.json").exists():
+        finished: dict[str, Any] = json.loads((path / "results.json").read_text(encoding="utf-8"))
         return finished
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    task = task or chosen_objective(arguments, tokenizer)
+    tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
+    objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, task, data)
-    base = method.load(arguments, task)
-    check_fit(base, task, blocks, eval_blocks)
-    sizes = {
-        "parameters": sum(parameter.numel() for parameter in base.parameters()),
-        "patch_parameters": sum(p.numel() for name, p in base.named_parameters() if PATCH_PART in name),
-    }
-    model = method.trained(base, arguments, task, blocks, accelerator)
+        blocks, eval_blocks = _load_data(arguments, objective, data)
+    base = recipe.load(arguments, objective)
+    check_fit(base, objective, blocks, eval_blocks)
+    sizes = _sizes(base)
+    model = recipe.build(base, TrainingRun(arguments, objective, blocks, accelerator))
     if accelerator.is_main_process:
-        _begin(
-            folder, {**settings, "data_sha256": hashlib.sha256(blocks.data).hexdigest()}, arguments.overwrite
-        )
+        settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
+        _begin(folder, settings, arguments.overwrite)
     accelerator.wait_for_everyone()
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=method.skips)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=recipe.skips)
     loop = TrainingLoop(
         accelerator,
         model,
         blocks,
         _loop_settings(arguments),
-        folder,
+        path,
         eval_blocks=eval_blocks,
-        losses=method.losses,
-        prepare=method.prepare,
-        rate=method.rate,
+        losses=recipe.losses,
+        prepare=recipe.prepare,
+        rate=recipe.rate,
     )
     loop.run()
-    results, trained = method.results(), loop.trained_model()  # both of all processes
+    facts = {**sizes, "objective": objective.name, "documents": objective.description}
+    results = _finish(arguments, command, loop, recipe, tokenizer, facts)
+    # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
+    del loop, model, base
+    accelerator.free_memory()
+    return results
+
+
+def _finish(
+    arguments: FinetuneArguments,
+    command: str,
+    loop: TrainingLoop,
+    recipe: TrainingRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Write the model, the curve and the results. A call of all processes, which get the results."""
+    path = Path(arguments.output_dir).expanduser()
+    of_recipe, trained = recipe.results(), loop.trained_model()  # both are calls of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        results["label"] = method.label
-        box = [{**_results(arguments, command, loop, task, sizes), **results}]
-        _save(method.saved(trained), tokenizer, folder)
-        with replacing(folder / "loss.png") as partial:
+        box = [{**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}]
+        _save(recipe.export(trained), tokenizer, path)
+        with replacing(path / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
-            save_loss_curve(loop.log.rows, partial, title, method.label)
+            save_loss_curve(loop.log.rows, partial, title, recipe.label)
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
-        write_json(folder / "results.json", box[0])
+        write_json(path / "results.json", box[0])
         loop.checkpoint.remove()
     broadcast_object_list(box)
-    # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
-    del loop, model, base, trained
-    accelerator.free_memory()
     return box[0]
 
 
 def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
-    """This process's part of the machine.
+    """Make the accelerator of this process, on its part of the machine.
 
     Raises:
         OptionError: a precision that the machine does not have, or a way to share the work that does not fit.
@@ -159,80 +169,56 @@ def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
 
 def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[str, Any]:
     """What decides the trained weights; a resumed run must have the same."""
-    everything = dataclasses.asdict(arguments)
-    free = set(FREE_TO_CHANGE) - (VALIDATION if arguments.patience else set())
-    settings = {name: value for name, value in everything.items() if name not in free}
+    free = FREE_TO_CHANGE - (VALIDATION if arguments.patience else set())
+    settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in free}
     settings["mixed_precision"] = str(accelerator.mixed_precision)
     settings["global batch"] = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
     return settings
 
 
-def _check_folder(folder: Path, arguments: FinetuneArguments, settings: dict[str, Any]) -> None:
-    """See that the output folder can be used for this run, before anything slow begins.
+def _sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Numbers of parameters, of the model and of its patch, as results.json has them."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    patch = sum(size for name, size in sizes.items() if PATCH_PART in name)
+    return {"parameters": sum(sizes.values()), "patch_parameters": patch}
+
+
+def _begin(folder: RunFolder, settings: dict[str, Any], overwrite: bool) -> None:
+    """Record the settings, over an old run with --overwrite; a resumed run must have the same text as before.
 
     Raises:
-        TrainingError: it cannot; the message says what to do.
+        TrainingError: it has another text.
     """
-    if folder.exists() and Path(arguments.model).exists() and folder.samefile(arguments.model):
-        raise TrainingError(f"--output-dir {folder} is --model itself: choose another directory")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    if not (folder / "run.json").exists():
-        strange = [name for name in RUN_FILES if any(folder.glob(name))]
-        if strange:
-            raise TrainingError(
-                f"{folder} holds {', '.join(strange)} but no run of this command: choose another directory"
-            )
-    elif arguments.resume:
-        _check_same_settings(folder, settings)
-    elif not arguments.overwrite:
-        raise TrainingError(f"{folder} already holds a run: give --resume, --overwrite or another directory")
+    if overwrite:
+        folder.clear()
+    if folder.record_path.exists():
+        folder.check_settings(FinetuneArguments, settings)
+        Checkpoint(folder.path).sweep()
+    else:
+        write_json(folder.record_path, settings)
 
 
-def _check_same_settings(folder: Path, settings: dict[str, Any]) -> None:
-    before = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    if changed := differences(FinetuneArguments, before, settings):
-        raise TrainingError(f"cannot resume the run in {folder}: it began with other {', '.join(changed)}")
-
-
-def _begin(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    """Record the settings, over an old run when told so; a resumed run must have the same text as before."""
-    run_file = folder / "run.json"
-    if overwrite and run_file.exists():
-        with writing(folder):
-            for path in [path for name in RUN_FILES for path in folder.glob(name) if path != run_file]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif run_file.exists():
-        _check_same_settings(folder, settings)
-        Checkpoint(folder).sweep()
-        return
-    write_json(run_file, settings)
-
-
-def chosen_objective(arguments: Any, tokenizer: PreTrainedTokenizerBase) -> Objective:
-    """What the run trains for, by its `model`, `objective`, `block_size` and `seed`.
+def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase) -> Objective:
+    """The objective that the arguments name.
 
     Raises:
         TrainingError: there is no such model, or it cannot be trained so.
         DataError: the tokenizer cannot mask.
     """
-    with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
-        config = AutoConfig.from_pretrained(arguments.model)
-    name = choose(arguments.objective, config)
-    return objective(name, tokenizer, arguments.block_size, arguments.seed)
+    name = choose_objective(arguments.objective, load_config(arguments.model))
+    return build_objective(name, tokenizer, arguments.block_size, arguments.seed)
 
 
 def _load_data(
-    arguments: FinetuneArguments, task: Objective, data: Any
+    arguments: FinetuneArguments, objective: Objective, data: Any
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+    """Rows for training, and for validation where there is a text."""
     column = arguments.text_column
-    blocks = task.load_blocks(
-        arguments.data if data is None else data, column=column, split=arguments.data_split
-    )
+    source = arguments.data if data is None else data
+    blocks = objective.load_blocks(source, column=column, split=arguments.data_split)
     if arguments.eval_data is None:
         return blocks, None
-    held_out = task.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)
+    held_out = objective.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)
     return blocks, held_out[: arguments.eval_blocks]
 
 
@@ -252,8 +238,36 @@ def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         tokenizer.save_pretrained(partial)
 
 
+def save_loss_curve(
+    rows: Sequence[dict[str, str]], path: Path, title: str, label: str = "loss (nats per token)"
+) -> None:
+    """Draw training and validation loss over tokens, as a PNG.
+
+    Args:
+        rows: as in `train.csv`.
+        path: of the file.
+        title: above the curves.
+        label: of the loss.
+    """
+    # A Figure of its own instead of pyplot leaves the caller's backend and open figures alone. Imported here
+    # since matplotlib takes a second, and a refused run draws nothing.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for column, name, style in (("loss", "training", "-"), ("eval_loss", "validation", "o-")):
+        points = [(int(row["tokens"]), float(row[column])) for row in rows if row[column]]
+        if points:
+            tokens, losses = zip(*points, strict=True)
+            axes.plot(tokens, losses, style, label=name, linewidth=1, markersize=3)
+    axes.set(xlabel="tokens", ylabel=label, title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=150)
+
+
 def _results(
-    arguments: FinetuneArguments, command: str, loop: TrainingLoop, task: Objective, sizes: dict[str, int]
+    arguments: FinetuneArguments, command: str, loop: TrainingLoop, facts: dict[str, Any]
 ) -> dict[str, Any]:
     assert loop.log is not None
     rows = loop.log.rows
@@ -267,11 +281,9 @@ def _results(
         "processes": loop.accelerator.num_processes,
         "distributed": loop.accelerator.distributed_type.value,
         "global_batch": loop.global_batch,
-        **sizes,
+        **facts,
         "trained_parameters": sum(parameter.numel() for parameter in loop.parameters),
         "blocks": len(loop.blocks),
-        "objective": task.name,
-        "documents": task.description,
         "steps": loop.step,
         "tokens": int(rows[-1]["tokens"]),
         "loss": float(rows[-1]["loss"]),

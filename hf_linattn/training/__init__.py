@@ -1,1 +1,1 @@
-"""The training loop, its checkpoints, optimizers and objectives."""
+"""The training loop, its options, folder, checkpoints, optimizers and objectives."""

@@ -1,6 +1,6 @@
-"""Files of a training run that survive a kill at any moment.
+"""The checkpoint and the log of a training run, which survive a kill at any moment.
 
-Everything is written beside its final place, flushed to the disk and renamed; so a reader, and a run that
+Everything is written under another name, flushed to the disk and renamed; so a reader, and a run that
 starts again, sees the old file or the new one, never a part. The checkpoint holds only what cannot be had
 again: trainable parameters, the optimiser's state and the step. It is a safetensors file: no pickle.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_linattn.cli.files import flush_to_disk, replacing, writing
 from hf_linattn.errors import TrainingError
-from hf_linattn.training.fsdp import split_like, whole
+from hf_linattn.training.fsdp import distribute_like, full_tensor
 
 CSV_COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "eval_loss")
 
@@ -61,7 +61,7 @@ class Checkpoint:
             if write:
                 tensors[name] = _gathered(tensor)
             else:
-                whole(tensor.detach())
+                full_tensor(tensor.detach())
         if not write:
             return
         with writing(self.path):
@@ -88,16 +88,16 @@ class Checkpoint:
             kind, _, rest = name.partition(".")
             if kind == "model":
                 with torch.no_grad():
-                    current[rest].copy_(split_like(tensor, current[rest]))
+                    current[rest].copy_(distribute_like(tensor, current[rest]))
             elif optimizer is not None:
                 key, _, parameter = rest.partition(".")
                 # AdamW counts its steps on the CPU
-                target = tensor if key == "step" else split_like(tensor, parameters[parameter])
+                target = tensor if key == "step" else distribute_like(tensor, parameters[parameter])
                 optimizer.state[parameters[parameter]][key] = target
         return progress
 
     def progress(self) -> dict[str, Any] | None:
-        """What was saved beside the tensors; None when nothing is.
+        """Read the progress that was saved with the tensors; None when nothing is saved.
 
         Raises:
             TrainingError: the file is damaged.
@@ -128,9 +128,9 @@ class Checkpoint:
 
 def _gathered(tensor: Tensor) -> Tensor:
     """All of a tensor; what was sharded over devices goes to the CPU, since no device need hold all."""
-    here = tensor.detach()
-    full = whole(here)
-    return (full if full is here else full.cpu()).contiguous()
+    local = tensor.detach()
+    full = full_tensor(local)
+    return (full if full is local else full.cpu()).contiguous()
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Early stopping: when a run has learned what it will, and the weights of its best validation."""
+"""Early stopping: when a run no longer gets better, and the weights of its best validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ class EarlyStop:
         self._best = (self._file.progress() or {}) if patience else {}
 
     def note(self, loss: float, step: int, *, sharded: bool) -> None:
-        """A validation after so many steps."""
+        """Note a validation, and save the weights where it is the best.
+
+        Args:
+            loss: of the validation.
+            step: after which it was done.
+            sharded: whether it has left parameters gathered.
+        """
         self.losses.append(loss)
         if self.patience and (not self._best or loss < self._best["loss"]):
             if sharded:
@@ -39,7 +45,7 @@ class EarlyStop:
             self._file.save(self.model, None, self._best, write=self.write)
 
     def reached(self) -> bool:
-        """Whether the last `patience` validations were no better than one before them."""
+        """Tell whether the last `patience` validations were no better than one before them."""
         patience, losses = self.patience, self.losses
         return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 

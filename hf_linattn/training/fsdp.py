@@ -20,7 +20,7 @@ from hf_linattn.errors import OptionError
 
 
 def accelerator_options() -> dict[str, Any]:
-    """What `Accelerator` must be told where `accelerate launch --use_fsdp` started this process.
+    """Make the options of `Accelerator` where `accelerate launch --use_fsdp` started this process.
 
     Raises:
         OptionError: a setting of FSDP that does not work here.
@@ -48,7 +48,11 @@ def accelerator_options() -> dict[str, Any]:
 
 
 def set_up(accelerator: Any, options: dict[str, Any]) -> None:
-    """Finish what `accelerator_options` began.
+    """Finish the settings of FSDP in an accelerator that was made with `accelerator_options`.
+
+    Args:
+        accelerator: of this process.
+        options: what it was made with.
 
     Raises:
         OptionError: float16.
@@ -58,7 +62,8 @@ def set_up(accelerator: Any, options: dict[str, Any]) -> None:
 
     state, plugin = accelerator.state, options.get("fsdp_plugin")
     if plugin is not None and state.distributed_type == DistributedType.MULTI_CPU and state.num_processes > 1:
-        # accelerate (1.15) knows FSDP on accelerators only, and would replicate the model without a word
+        # accelerate (1.15) knows FSDP on accelerators only. On CPUs, where users try a launch out before they
+        # rent GPUs, it would replicate the model and say nothing.
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         state.fsdp_plugin = plugin
         # without a mesh torch takes the kind of accelerator that it was built for
@@ -74,7 +79,7 @@ def set_up(accelerator: Any, options: dict[str, Any]) -> None:
 
 
 def is_sharding(accelerator: Any) -> bool:
-    """Whether models that are prepared get sharded parameters."""
+    """Tell whether models that are prepared get sharded parameters."""
     return bool(accelerator.is_fsdp2)
 
 
@@ -119,8 +124,8 @@ def _wrapping(accelerator: Any, model: nn.Module, *, frozen: bool) -> Iterator[N
         plugin.auto_wrap_policy = None
     elif plugin.transformer_cls_names_to_wrap is None:
         present = {type(module).__name__ for module in model.modules()}
-        wanted = getattr(model, "_no_split_modules", None) or ()
-        plugin.transformer_cls_names_to_wrap = sorted(name for name in wanted if name in present)
+        layers = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = sorted(name for name in layers if name in present)
     if frozen:
         plugin.mixed_precision_policy = None
     try:
@@ -135,14 +140,14 @@ def _wrapping(accelerator: Any, model: nn.Module, *, frozen: bool) -> Iterator[N
             setattr(plugin, name, value)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor: a call of all processes where it is sharded."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather all of a tensor: a call of all processes where it is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else cast("Tensor", gather())
 
 
-def split_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """This process's part of a tensor that all have, as `target` is split; on its device."""
+def distribute_like(tensor: Tensor, target: Tensor) -> Tensor:
+    """Take this process's part of a tensor that all have, as `target` is split; on its device."""
     tensor = tensor.to(target.device)
     mesh = getattr(target, "device_mesh", None)
     if mesh is None:
@@ -152,8 +157,8 @@ def split_like(tensor: Tensor, target: Tensor) -> Tensor:
     return distribute_tensor(tensor, mesh, cast("Any", target).placements, src_data_rank=None)
 
 
-class Blueprint:
-    """A model without weights, to be filled with those of its sharded twin.
+class MetaCopy:
+    """A copy of a model on torch's meta device, to be filled with the weights of its sharded twin.
 
     Args:
         model: before it is sharded.
@@ -165,21 +170,25 @@ class Blueprint:
         self.model: nn.Module | None = copy.deepcopy(model, cast("Any", empty)) if needed else None
 
     @torch.no_grad()
-    def filled(self, trained: nn.Module) -> nn.Module | None:
-        """The plain model on the CPU, for good; None where it is not needed. A call of all processes."""
+    def fill(self, trained: nn.Module) -> nn.Module | None:
+        """Return the plain model on the CPU, for good; None where it is not needed. A call of all processes.
+
+        Args:
+            trained: the sharded model.
+        """
         reshard(trained)
         parameters = dict(trained.named_parameters())
         values: dict[int, nn.Parameter] = {}
-        wanted = {} if self.model is None else dict(self.model.named_parameters())
+        empty_parameters = {} if self.model is None else dict(self.model.named_parameters())
         for name, parameter in parameters.items():
-            value = whole(parameter.detach())
-            if name in wanted:
-                empty = wanted[name]
+            value = full_tensor(parameter.detach())
+            if name in empty_parameters:
+                empty = empty_parameters[name]
                 cpu = value.to("cpu", empty.dtype)
                 values[id(empty)] = nn.Parameter(cpu, empty.requires_grad)
         if self.model is None:
             return None
-        assert wanted.keys() == parameters.keys()
+        assert empty_parameters.keys() == parameters.keys()
         for module in self.model.modules():
             for key, empty_one in module._parameters.items():
                 if empty_one is not None:

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn.errors import TrainingError
-from hf_linattn.training import optimizers
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
 from hf_linattn.training.early_stopping import EarlyStop
-from hf_linattn.training.fsdp import Blueprint, is_sharding, reshard, shard, whole
+from hf_linattn.training.fsdp import MetaCopy, full_tensor, is_sharding, reshard, shard
+from hf_linattn.training.optimizers import OptimizerName, build_optimizer
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
-"""(model, token ids [B, N], or what the preparation made of them) -> mean loss of every row [B]."""
+"""(model, token ids [B, N] or a prepared batch [B, ...]) -> mean loss of every row [B]."""
 
 Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
-"""(blocks [B, N], their numbers [B], the step; 0 in validation) -> what the loss function gets, [B, ...]."""
+"""(blocks [B, N], their row ids [B], the step; 0 in validation) -> batch of the loss function, [B, ...]."""
 
 MAX_SKIPPED = 20
 """float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
@@ -43,11 +43,24 @@ MAX_SKIPPED = 20
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the loop does; the names are those of the command's options.
+    """Settings of the loop; the names are those of the command's options.
 
-    `min_lr_rate` is the learning rate of the last step as a part of the peak, by transformers' name for it.
-    `patience` validations without a lower loss end the run before `max_steps`, and the weights of the best
-    one are kept; 0 never does, and keeps the last.
+    Attributes:
+        max_steps: updates of the weights.
+        lr: peak learning rate.
+        warmup: steps of linear warm-up.
+        batch_size: rows per process and forward pass.
+        min_lr_rate: learning rate of the last step as a part of the peak.
+        grad_accum: forward passes per update.
+        optimizer: "adamw" or "muon".
+        weight_decay: decoupled.
+        adam_beta2: decay of AdamW's mean of squared gradients.
+        max_grad_norm: the gradient is clipped to this norm; 0 does not clip.
+        seed: of the order of rows, and of dropout.
+        eval_every: steps between validations.
+        checkpoint_every: steps between checkpoints.
+        patience: so many validations without a lower loss end the run before `max_steps`, and the weights of
+            the best one are kept; 0 never does, and keeps the last.
     """
 
     max_steps: int
@@ -56,7 +69,7 @@ class LoopSettings:
     batch_size: int
     min_lr_rate: float = 0.1
     grad_accum: int = 1
-    optimizer: optimizers.Name = "adamw"
+    optimizer: OptimizerName = "adamw"
     weight_decay: float = 0.0
     adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
@@ -67,7 +80,7 @@ class LoopSettings:
 
 
 def learning_rate(step: int, settings: LoopSettings) -> float:
-    """Rate of step 1, ..., max_steps: linear for `warmup` steps up to `lr`, then a cosine to its least."""
+    """Compute the rate of step 1, ..., max_steps: linear for `warmup` steps to `lr`, then a cosine down."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
@@ -76,27 +89,36 @@ def learning_rate(step: int, settings: LoopSettings) -> float:
 
 
 def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64]:
-    """Block numbers of the global batch of step 1, 2, ...: a new permutation of all blocks per epoch.
+    """Choose the rows of the global batch of step 1, 2, ...: a new permutation of all blocks per epoch.
 
     A batch may take the end of one epoch and the start of the next.
+
+    Args:
+        step: the first is 1.
+        size: rows in the batch.
+        blocks: rows of the text.
+        seed: of the permutations.
+
+    Returns:
+        Row ids, `[size]`, each below `blocks`.
     """
-    places = np.arange((step - 1) * size, step * size)
-    epochs = places // blocks
-    rows = np.empty(size, dtype=np.int64)
+    positions = np.arange((step - 1) * size, step * size)
+    epochs = positions // blocks
+    row_ids = np.empty(size, dtype=np.int64)
     for epoch in np.unique(epochs):
         order = np.random.default_rng([seed, int(epoch)]).permutation(blocks)
-        here = epochs == epoch
-        rows[here] = order[places[here] % blocks]
-    return rows
+        in_epoch = epochs == epoch
+        row_ids[in_epoch] = order[positions[in_epoch] % blocks]
+    return row_ids
 
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """Mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    return next_token_nats(model(input_ids=ids, use_cache=False).logits, ids)
+    """Compute the mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
+    return next_token_losses_from_logits(model(input_ids=ids, use_cache=False).logits, ids)
 
 
-def next_token_nats(logits: Tensor, ids: Tensor) -> Tensor:
-    """The same of predictions that are at hand: logits [B, N, V], ids [B, N] -> [B]."""
+def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
+    """Compute what `next_token_losses` does, of known predictions: logits [B, N, V], ids [B, N] -> [B]."""
     losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return losses.view(len(ids), -1).mean(1)
 
@@ -110,18 +132,26 @@ def evaluate(
     losses: LossFunction = next_token_losses,
     prepare: Preparation | None = None,
 ) -> float:
-    """Mean loss over all blocks, shared between the processes; nats per token.
+    """Compute the mean loss over all blocks, in nats per token, shared between the processes.
 
     Every process runs the same number of full batches (the last ones repeat rows, with weight 0), because a
     process without work would leave the others waiting.
+
+    Args:
+        accelerator: of this process.
+        model: on its device.
+        blocks: rows of token ids, `[blocks, N]`.
+        batch_size: rows per process and forward pass.
+        losses: of the rows of a batch.
+        prepare: makes the batch of rows; None takes them as they are.
     """
     was_training = model.training
     model.eval()
     total = 0.0
     stride = batch_size * accelerator.num_processes
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
-        rows = np.arange(start, start + batch_size) % len(blocks)
-        batch = blocks[rows] if prepare is None else prepare(blocks[rows], rows, 0)
+        row_ids = np.arange(start, start + batch_size) % len(blocks)
+        batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
         values = losses(model, _to_device(batch, accelerator))
         total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
     model.train(was_training)
@@ -129,7 +159,7 @@ def evaluate(
 
 
 class TrainingLoop:
-    """Trains the parameters of `model` that require gradients.
+    """Train the parameters of a model that require gradients.
 
         loop = TrainingLoop(Accelerator(), model, blocks, settings, Path("out"))
         loop.run()  # continues from the checkpoint in out/ where there is one
@@ -150,7 +180,7 @@ class TrainingLoop:
         prepare: Preparation | None = None,
         rate: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
-        """Checkpoint read where there is one.
+        """Build the optimiser, and read the checkpoint where there is one.
 
         Args:
             accelerator: of this process.
@@ -160,14 +190,13 @@ class TrainingLoop:
             output_dir: an existing folder.
             eval_blocks: rows of the validation, likewise.
             losses: of the rows of a batch.
-            prepare: what is done to rows before.
+            prepare: makes the batch of rows; None takes them as they are.
             rate: factor of the learning rate by the name of the parameter.
+
+        Raises:
+            TrainingError: a way to share the work that is not supported, or a damaged checkpoint.
         """
-        if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
-            raise TrainingError(
-                f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
-                "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
-            )
+        _check_distribution(accelerator)
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
@@ -175,11 +204,11 @@ class TrainingLoop:
         if not sharded:  # otherwise each part goes there by itself
             model.to(accelerator.device)
         self.bare_model = model
-        optimizer = optimizers.build(
+        optimizer = build_optimizer(
             settings.optimizer, model, rate, settings.lr, settings.weight_decay, settings.adam_beta2
         )
         main = accelerator.is_main_process
-        self._blueprint = Blueprint(model, main) if sharded else None
+        self._meta_copy = MetaCopy(model, main) if sharded else None
         self.model: Any
         prepare_both = partial(shard, accelerator) if sharded else accelerator.prepare
         self.model, self.optimizer = prepare_both(model, optimizer)
@@ -188,7 +217,8 @@ class TrainingLoop:
         progress = self.checkpoint.load(model, self.optimizer.optimizer) or {"step": 0, "seconds": 0.0}
         validations = progress.get("validations", [])
         self.early_stop = EarlyStop(model, output_dir, settings.patience, validations, write=main)
-        self.kept: tuple[int, float | None]  # by `run`: the step of the weights, and their validation loss
+        self.kept: tuple[int, float | None]
+        """Set by `run`: the step of the weights that are kept, and their validation loss."""
         self.step: int = progress["step"]
         """Steps done."""
         self._saved_step: int | None = self.step or None
@@ -229,23 +259,23 @@ class TrainingLoop:
                     refresh=False,
                 )
                 bar.update()
-        if self._blueprint is not None:
+        if self._meta_copy is not None:
             reshard(self.bare_model)
         self.kept = self.early_stop.restore(self.step)
         for name, parameter in self.bare_model.named_parameters():
-            if parameter.requires_grad and not torch.isfinite(whole(parameter)).all():
-                raise self._stop(f"the last step, {self.step}, left numbers in {name} that are not finite")
+            if parameter.requires_grad and not torch.isfinite(full_tensor(parameter)).all():
+                raise self._failure(f"the last step, {self.step}, left numbers in {name} that are not finite")
 
     def trained_model(self) -> nn.Module | None:
-        """The model without what distributes it; where it was sharded, on the main process alone."""
-        if self._blueprint is None:
+        """Give the model without what distributes it; where it was sharded, on the main process alone."""
+        if self._meta_copy is None:
             bare: nn.Module = self.accelerator.unwrap_model(self.model)
             return bare
-        return self._blueprint.filled(self.bare_model)
+        return self._meta_copy.fill(self.bare_model)
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, over all its resumed parts, without what a kill threw away."""
+        """Measure the wall time of the run, over all its resumed parts, without what a kill threw away."""
         return self._seconds_before + time.perf_counter() - self._started
 
     def _train_step(self) -> dict[str, float]:
@@ -258,39 +288,38 @@ class TrainingLoop:
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
-        loss = self._backward(batch_rows(step, self.global_batch, len(self.blocks), settings.seed))
+        row_ids = batch_rows(step, self.global_batch, len(self.blocks), settings.seed)
+        loss = self._backward(row_ids, step)
         if not math.isfinite(loss):
-            raise self._stop(f"the loss is {loss} at step {step}")
-        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf)))
+            raise self._failure(f"the loss is {loss} at step {step}")
+        norm = accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf)
+        norm = float(full_tensor(norm))
         if not math.isfinite(norm) and accelerator.scaler is None:
-            raise self._stop(f"the gradient's norm is {norm} at step {step}")
-        lost = time.perf_counter()
+            raise self._failure(f"the gradient's norm is {norm} at step {step}")
         # Only now: the loss of this step has shown that the state after the one before is sound.
-        if self.step and self.step % settings.checkpoint_every == 0 and self.step != self._saved_step:
-            self._save_checkpoint()
-        lost = time.perf_counter() - lost
+        checkpoint_seconds = self._save_checkpoint_when_due()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._skipped = self._skipped + 1 if self.optimizer.step_was_skipped else 0
         if self._skipped > MAX_SKIPPED:
-            raise self._stop(f"the float16 gradients overflow again and again, last at step {step}")
+            raise self._failure(f"the float16 gradients overflow again and again, last at step {step}")
         self.step = step
         tokens = self.global_batch * self.blocks.shape[1]
-        speed = tokens / (time.perf_counter() - began - lost)
+        speed = tokens / (time.perf_counter() - began - checkpoint_seconds)
         return {"loss": loss, "lr": rate, "grad_norm": norm, "tokens_per_second": round(speed, 1)}
 
-    def _backward(self, rows: NDArray[np.int64]) -> float:
+    def _backward(self, row_ids: NDArray[np.int64], step: int) -> float:
         """Add the gradient of the global batch's mean loss; returns that loss."""
         accelerator, settings = self.accelerator, self.settings
-        mine = rows.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
+        shares = row_ids.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
+        local_row_ids = shares[:, accelerator.process_index]
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
-            numbers = mine[micro, accelerator.process_index]
-            blocks = self.blocks[numbers]
+            rows = self.blocks[local_row_ids[micro]]
             if self.prepare is not None:
-                blocks = self.prepare(blocks, numbers, self.step + 1)
-            batch = _to_device(blocks, accelerator)
+                rows = self.prepare(rows, local_row_ids[micro], step)
+            batch = _to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 # all rows have the same number of targets, so the mean of means is the mean over tokens
                 loss = self.losses(self.model, batch).mean() / settings.grad_accum
@@ -309,14 +338,21 @@ class TrainingLoop:
             self.prepare,
         )
         if not math.isfinite(loss):
-            raise self._stop(f"the validation loss is {loss} after step {self.step}")
-        self.early_stop.note(loss, self.step, sharded=self._blueprint is not None)
+            raise self._failure(f"the validation loss is {loss} after step {self.step}")
+        self.early_stop.note(loss, self.step, sharded=self._meta_copy is not None)
         return loss
 
     def _write_row(self, **values: float | None) -> None:
         if self.log is not None:
             tokens = self.step * self.global_batch * self.blocks.shape[1]
             self.log.append(step=self.step, tokens=tokens, **values)
+
+    def _save_checkpoint_when_due(self) -> float:
+        """Replace the checkpoint every so many steps; returns the seconds that took."""
+        began = time.perf_counter()
+        if self.step and self.step % self.settings.checkpoint_every == 0 and self.step != self._saved_step:
+            self._save_checkpoint()
+        return time.perf_counter() - began
 
     def _save_checkpoint(self) -> None:
         progress = {"step": self.step, "seconds": self.seconds, "validations": self.early_stop.losses}
@@ -328,7 +364,7 @@ class TrainingLoop:
         self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress, write=main)
         self._saved_step = self.step
 
-    def _stop(self, what: str) -> TrainingError:
+    def _failure(self, what: str) -> TrainingError:
         kept = (
             f"the checkpoint of step {self._saved_step} is kept"
             if self._saved_step
@@ -344,6 +380,14 @@ _SUPPORTED = {
     DistributedType.MULTI_XPU,
     DistributedType.MULTI_NPU,
 }
+
+
+def _check_distribution(accelerator: Accelerator) -> None:
+    if accelerator.distributed_type not in _SUPPORTED and not is_sharding(accelerator):
+        raise TrainingError(
+            f"{accelerator.distributed_type.value} is not supported: use plain data parallelism "
+            "(accelerate launch --multi_gpu, or --cpu) or FSDP (--use_fsdp --fsdp_version 2)"
+        )
 
 
 def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:

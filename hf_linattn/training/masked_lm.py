@@ -64,7 +64,13 @@ class Masking:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int, *, masks: bool = True
     ) -> Masking:
-        """Read the special tokens from the tokenizer; without `masks` its blocks are wanted alone.
+        """Read the special tokens from the tokenizer.
+
+        Args:
+            tokenizer: the model's.
+            block_size: tokens per block, special tokens included.
+            seed: of the masks in training.
+            masks: False where only blocks are wanted, without masks.
 
         Raises:
             DataError: it has no mask token, or a block has no room beside the special tokens.
@@ -91,12 +97,12 @@ class Masking:
 
     @property
     def targets(self) -> int:
-        """Tokens to predict in every block."""
+        """Count the tokens to predict in every block."""
         return max(1, round(SHARE * self._room))
 
     @property
     def description(self) -> str:
-        """What is done with documents, for the record."""
+        """Describe what is done with documents, for the record."""
 
         def shown(ids: tuple[int, ...]) -> str:
             return " ".join(repr(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids)))
@@ -120,7 +126,12 @@ class Masking:
     def load_blocks(
         self, source: str | Path, *, column: str = "text", split: str = "train"
     ) -> NDArray[np.int32]:
-        """[blocks, block_size]; those with too few ordinary tokens for their targets are left out.
+        """Cut a text into blocks `[blocks, block_size]`, without those too short of ordinary tokens.
+
+        Args:
+            source: text as `hf_linattn.data.load_blocks` takes it.
+            column: of a table.
+            split: of a dataset name.
 
         Raises:
             DataError: as `hf_linattn.data.load_blocks`.
@@ -135,19 +146,19 @@ class Masking:
         ends = (np.tile(np.array(ids, dtype=np.int32), (len(pieces), 1)) for ids in (self.head, self.tail))
         return np.concatenate([next(ends), pieces, next(ends)], axis=1)
 
-    def prepare(self, blocks: NDArray[np.int32], numbers: NDArray[np.int64], step: int) -> NDArray[np.int32]:
+    def prepare(self, blocks: NDArray[np.int32], row_ids: NDArray[np.int64], step: int) -> NDArray[np.int32]:
         """Mask blocks.
 
         Args:
             blocks: [B, N].
-            numbers: [B], the blocks' numbers.
+            row_ids: [B], which rows of the text they are.
             step: 1, 2, ... in training; 0 in validation, whose masks are the same for every seed.
 
         Returns:
             [B, 2, N]: what the model sees, and the targets, `NO_TARGET` where there is none.
         """
         seed = self.seed if step else 0
-        rows = [self._mask(block, seed, step, int(n)) for block, n in zip(blocks, numbers, strict=True)]
+        rows = [self._mask(block, seed, step, int(n)) for block, n in zip(blocks, row_ids, strict=True)]
         return np.stack(rows)
 
     def _mask(self, block: NDArray[np.int32], seed: int, step: int, number: int) -> NDArray[np.int32]:
@@ -167,15 +178,15 @@ class Masking:
 
 
 def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B].
+    """Compute the mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B].
 
     The batch is as `Masking.prepare` gives it: every row has the same number of targets.
     """
-    return masked_nats(model(input_ids=batch[:, 0]).logits, batch)
+    return masked_losses_from_logits(model(input_ids=batch[:, 0]).logits, batch)
 
 
-def masked_nats(logits: Tensor, batch: Tensor) -> Tensor:
-    """The same of predictions that are at hand: logits [B, N, V], batch [B, 2, N] -> [B]."""
+def masked_losses_from_logits(logits: Tensor, batch: Tensor) -> Tensor:
+    """Compute what `masked_losses` does, of known predictions: logits [B, N, V], batch [B, 2, N] -> [B]."""
     targets = batch[:, 1]
     chosen = targets != NO_TARGET
     losses = F.cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")

@@ -1,4 +1,4 @@
-"""What a run trains for: the next token, tokens that were masked, or the hidden states of an original."""
+"""What a model learns to predict: the next token, masked tokens, or the hidden states of an original."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_linattn.data import document_separator, load_blocks
 from hf_linattn.errors import TrainingError
-from hf_linattn.training.divergence import Reading, hidden_states, predictions
-from hf_linattn.training.loop import LossFunction, Preparation, next_token_losses, next_token_nats
-from hf_linattn.training.masked_lm import Masking, masked_losses, masked_nats
+from hf_linattn.training.divergence import ComparisonTarget, compare_hidden_states, compare_predictions
+from hf_linattn.training.loop import (
+    LossFunction,
+    Preparation,
+    next_token_losses,
+    next_token_losses_from_logits,
+)
+from hf_linattn.training.masked_lm import Masking, masked_losses, masked_losses_from_logits
 
-Name = Literal["causal", "mlm", "states"]
+ObjectiveName = Literal["causal", "mlm", "states"]
 
 CACHELESS = {"use_cache": False}
-"""For models that predict the next token; encoders may not know the word."""
+"""Keywords of a forward for models that predict the next token; encoders may not take them."""
 
 
 @dataclass(frozen=True)
@@ -38,34 +43,34 @@ class Objective:
         name: as in the command.
         load_blocks: (source, column=, split=) -> blocks [blocks, N].
         description: what is done with documents, for the record.
-        keywords: what a forward is given besides token ids.
-        reading: what an original and its student are compared by.
+        keywords: of a forward, besides token ids.
+        comparison: what of an original and its student is compared.
         losses, prepare: for the training loop; None where nothing is predicted, or nothing prepared.
-        nats: the losses of predictions that are at hand: (logits [B, N, V], batch) -> [B].
+        loss_from_logits: (logits [B, N, V], batch) -> losses [B], as `losses` without a forward.
         highest: the largest token id that `prepare` may bring in.
         auto_class: for `hf_linattn.from_pretrained`; None: the class the checkpoint was saved from.
         peft_task: peft's name of the task, None where it has none.
     """
 
-    name: Name
+    name: ObjectiveName
     load_blocks: Callable[..., NDArray[np.int32]]
     description: str
     keywords: dict[str, bool]
-    reading: Reading
+    comparison: ComparisonTarget
     losses: LossFunction | None = None
-    nats: Callable[[Tensor, Tensor], Tensor] | None = None
+    loss_from_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     prepare: Preparation | None = None
     highest: int = 0
     auto_class: Any = None
     peft_task: str | None = None
 
-    def seen(self, batch: Tensor) -> Tensor:
-        """The token ids that the model reads, `[B, N]`, of a batch as `prepare` leaves it."""
+    def input_ids(self, batch: Tensor) -> Tensor:
+        """Take the token ids that the model reads, `[B, N]`, from a batch as `prepare` leaves it."""
         return batch if self.prepare is None else batch[:, 0]
 
 
-def choose(wanted: str, config: PreTrainedConfig) -> Name:
-    """The objective that `--objective` means for a model with this config.
+def choose_objective(option: str, config: PreTrainedConfig) -> ObjectiveName:
+    """Tell what `--objective` means for a model with this config.
 
     `auto` is `mlm` for checkpoints saved from a masked-LM class, and for other classes (a bare encoder) of
     types that have such a class, unless the config says `is_decoder` or the type has a causal-LM class only.
@@ -76,12 +81,12 @@ def choose(wanted: str, config: PreTrainedConfig) -> Name:
     masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
     if config.is_encoder_decoder:
         masked = None  # their "masked" classes are trained on text that a decoder writes again
-    if wanted == "mlm" and masked is None:
+    if option == "mlm" and masked is None:
         raise TrainingError(
             f"--objective mlm: transformers has no masked-LM encoder for the model type {config.model_type!r}"
         )
-    if wanted != "auto":
-        return cast("Name", wanted)
+    if option != "auto":
+        return cast("ObjectiveName", option)
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     saved = (config.architectures or [""])[0]
     if masked is None or (causal is not None and saved == causal):
@@ -91,8 +96,16 @@ def choose(wanted: str, config: PreTrainedConfig) -> Name:
     return "causal" if getattr(config, "is_decoder", False) else "mlm"
 
 
-def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int) -> Objective:
-    """The objective of this name, "causal" or "mlm".
+def build_objective(
+    name: ObjectiveName, tokenizer: PreTrainedTokenizerBase, block_size: int, seed: int
+) -> Objective:
+    """Build the objective "causal" or "mlm".
+
+    Args:
+        name: of the objective.
+        tokenizer: of the text.
+        block_size: tokens per row.
+        seed: of the masks in training.
 
     Raises:
         DataError: masked-language modelling with a tokenizer that has no mask token.
@@ -104,9 +117,9 @@ def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, s
             f"{document_separator(tokenizer)[1]}; joined in order and cut into blocks; "
             "attention crosses their borders",
             CACHELESS,
-            predictions(CACHELESS),
+            compare_predictions(CACHELESS),
             losses=next_token_losses,
-            nats=next_token_nats,
+            loss_from_logits=next_token_losses_from_logits,
             peft_task="CAUSAL_LM",
         )
     masking = Masking.of(tokenizer, block_size, seed)
@@ -115,17 +128,19 @@ def objective(name: Name, tokenizer: PreTrainedTokenizerBase, block_size: int, s
         masking.load_blocks,
         masking.description,
         {},
-        predictions({}),
+        compare_predictions({}),
         losses=masked_losses,
-        nats=masked_nats,
+        loss_from_logits=masked_losses_from_logits,
         prepare=masking.prepare,
         highest=max(len(tokenizer) - 1, cast("int", tokenizer.mask_token_id)),
         auto_class=AutoModelForMaskedLM,
     )
 
 
-def states(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, block_size: int) -> Objective:
-    """Hidden states, for models that predict nothing; rows as for masked tokens, without masks.
+def build_states_objective(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> Objective:
+    """Build the objective "states", for models that predict nothing; rows as for "mlm", without masks.
 
     Args:
         config: of the model, which tells its class.
@@ -133,7 +148,7 @@ def states(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, block_s
         block_size: tokens per row.
 
     Raises:
-        DataError: a row has no room beside the tokenizer's special tokens.
+        DataError: a row has no room for text between the tokenizer's special tokens.
     """
     masking = Masking.of(tokenizer, block_size, 0, masks=False)
     name = (config.architectures or [""])[0]
@@ -144,6 +159,6 @@ def states(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, block_s
         masking.load_blocks,
         masking.description,
         keywords,
-        hidden_states(keywords),
+        compare_hidden_states(keywords),
         auto_class=None if name else AutoModel,
     )

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from hf_linattn.patching.interface import PATCH_PART
 
-Name = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "muon"]
 
 Group = dict[str, Any]
 
@@ -28,17 +28,17 @@ class MuonAdamW(Optimizer):
         """Groups as of any optimiser, each with "muon"; learning rate and weight decay of both."""
         self.parts: dict[bool, Optimizer] = {}
         for muon in {bool(group["muon"]) for group in groups}:
-            mine = [group for group in groups if group["muon"] == muon]
+            members = [group for group in groups if group["muon"] == muon]
             self.parts[muon] = (
-                Muon(mine, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+                Muon(members, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
                 if muon
-                else _adamw(mine, lr, weight_decay, adam_beta2)
+                else _adamw(members, lr, weight_decay, adam_beta2)
             )
         super().__init__([group for part in self.parts.values() for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -51,15 +51,15 @@ class MuonAdamW(Optimizer):
         return loss
 
 
-def build(
-    name: Name,
+def build_optimizer(
+    name: OptimizerName,
     model: nn.Module,
     rate: Callable[[str], float],
     lr: float,
     weight_decay: float,
     adam_beta2: float,
 ) -> Optimizer:
-    """The optimiser of the parameters that require gradients.
+    """Build the optimiser of the parameters that require gradients.
 
     Args:
         name: "muon" takes Muon for the weights of the model's linear layers (LoRA's too), but not for those
@@ -77,11 +77,11 @@ def build(
         if parameter.requires_grad:
             kind = (rate(parameter_name), id(parameter) in matrices and PATCH_PART not in parameter_name)
             groups.setdefault(kind, []).append(parameter)
-    made: list[Group] = [
+    built: list[Group] = [
         {"params": members, "factor": factor, "muon": muon} for (factor, muon), members in groups.items()
     ]
     make = MuonAdamW if name == "muon" else _adamw
-    return make(made, lr, weight_decay, adam_beta2)
+    return make(built, lr, weight_decay, adam_beta2)
 
 
 def _adamw(groups: list[Group], lr: float, weight_decay: float, beta2: float) -> Optimizer:

@@ -26,8 +26,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import describe, from_pretrained
-from hf_linattn.convert.__main__ import convert, main
-from hf_linattn.finetune.method import Method
+from hf_linattn.convert import convert
+from hf_linattn.convert.__main__ import main
+from hf_linattn.convert.run import Validation
+from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -134,6 +136,17 @@ def test_two_processes_give_the_result_of_one(converted):
         assert abs(read("both/validation.json")[name] - loss) < 1e-4, name
 
 
+def test_the_last_validation_of_stage_finetune_is_that_of_the_model_on_disk(converted, monkeypatch):
+    path = converted / "validation.json"
+    text = path.read_text()
+    losses = json.loads(text)
+    assert losses.pop("finetune") == read(converted / "finetune/results.json")["eval_loss"]
+    path.write_text(json.dumps(losses))
+    monkeypatch.setattr(Validation, "_was_measured_by_the_loop", lambda self, stage, results: False)
+    assert main([*THREE, "--output-dir", "converted", "--resume"]) == 0
+    assert path.read_text() == text
+
+
 def test_a_finished_conversion_is_not_done_again(converted, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_train_step", None)
     assert main([*THREE, "--output-dir", "converted", "--resume"]) == 0
@@ -166,7 +179,9 @@ def test_lora_is_the_default_where_softmax_stays():
 
 
 def test_the_patch_learns_at_a_rate_of_its_own():
-    rates = [Method(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")]
+    rates = [
+        TrainingRecipe(10.0).rate(f"layers.0.self_attn.{name}") for name in ("linattn.a", "q_proj.weight")
+    ]
     assert rates == [10, 1]
     argv = [*BASE, "--stages", "transfer,distill", "--transfer-tokens", str(TOKENS)]
     argv += ["--distill-tokens", str(TOKENS), "--patch-rate", "0", "--output-dir", "still"]

@@ -15,12 +15,13 @@ from helpers.launch import in_two_processes
 from transformers import AutoTokenizer, BertForMaskedLM, BertModel
 
 from hf_linattn import describe, from_pretrained, patch_model
-from hf_linattn.convert.__main__ import convert, main
+from hf_linattn.convert import convert
+from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.attention_transfer import AttentionTransfer
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.masked_lm import masked_losses
-from hf_linattn.training.objectives import objective
+from hf_linattn.training.objectives import build_objective
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 STAGES = ("transfer", "distill", "finetune")
@@ -104,10 +105,10 @@ def test_layers_of_encoders_are_compared(name, target):
 
 
 def test_every_token_is_compared_and_both_see_the_masks(sharp, masking):
-    task = objective("mlm", masking.tokenizer, 34, 3)
+    objective = build_objective("mlm", masking.tokenizer, 34, 3)
     teacher = BertForMaskedLM.from_pretrained(sharp).eval()
     student = patch_model(BertForMaskedLM.from_pretrained(sharp).eval(), "elu1")
-    loss = DistillationLoss(frozen_teacher(teacher, task.reading), task=task)
+    loss = DistillationLoss(frozen_teacher(teacher, objective.comparison), objective=objective)
     blocks, numbers = masking.load_blocks("train.txt")[:3], np.arange(3)
     batch = torch.from_numpy(loss.prepare(blocks, numbers, 5)).long()
     seen = torch.from_numpy(masking.prepare(blocks, numbers, 5)[:, 0]).long()
@@ -116,7 +117,9 @@ def test_every_token_is_compared_and_both_see_the_masks(sharp, masking):
         wanted, given = (m(input_ids=seen).logits.double().log_softmax(-1) for m in (teacher, student))
         want = (wanted.exp() * (wanted - given)).sum(-1).mean(1)
         assert torch.allclose(loss(student, batch).double(), want, rtol=1e-5)
-        both = DistillationLoss(frozen_teacher(teacher, task.reading), task=task, ce_weight=0.5)
+        both = DistillationLoss(
+            frozen_teacher(teacher, objective.comparison), objective=objective, ce_weight=0.5
+        )
         want = want + 0.5 * masked_losses(student, batch).double()
         assert torch.allclose(both(student, batch).double(), want, rtol=1e-5)
     assert float(want.min()) > 0
@@ -222,7 +225,7 @@ def test_two_processes_learn_hidden_states_as_one(bare):
         (["--model", "bare", "--finetune-tokens", "99"], "stage finetune (give --finetune-tokens 0)"),
         (["--model", "bare", "--ce-weight", "1"], "there is no --ce-weight"),
         (["--model", "bare", "--patch", "gated"], "bidirectional"),
-        (["--model", "bare", "--teacher", "nobody"], "cannot load nobody"),
+        (["--model", "bare", "--teacher", "nobody"], "cannot load --teacher nobody"),
         (["--model", "bert", "--data", "self"], "writes no text: give --data a text of yours"),
         (["--model", "bert", "--objective", "causal"], "sees later tokens"),
         (["--model", "model", "--objective", "mlm"], "no masked-LM encoder for the model type 'llama'"),

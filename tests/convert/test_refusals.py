@@ -10,10 +10,13 @@ from helpers.fixtures_convert import BASE, STAGES
 from helpers.fixtures_finetune import surroundings, workplace
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_linattn.convert.__main__ import ConvertArguments, build_parser, convert, learning_rate_for, main
-from hf_linattn.convert.resolve import fronted, with_patch
+from hf_linattn import registry
+from hf_linattn.convert import ConvertArguments, convert
+from hf_linattn.convert.__main__ import main
+from hf_linattn.convert.arguments import build_parser, learning_rate_for
+from hf_linattn.convert.resolve import default_patch, resolve, with_learned_front
 from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.registry import parse
+from hf_linattn.registry import find, parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -84,15 +87,28 @@ def test_presets_and_rates():
     assert learning_rate_for("distill", 1_430_000, 0) == pytest.approx(1e-3, rel=0.05)
     assert learning_rate_for("distill", 2_000_000_000, 0) == 1e-4
     assert learning_rate_for("distill", 10**13, 0) == 1e-5
-    assert fronted("window+elu1+logn")[0] == "window+linear+logn"
-    assert fronted("window+gated") == ("window+gated", {"gated": {"front": True}})
+    assert with_learned_front("window+elu1+logn")[0] == "window+linear+logn"
+    assert with_learned_front("window+gated") == ("window+gated", {"gated": {"front": True}})
     asked = ["--patch", "window+gated", "--options", '{"size": 8, "feature_map": "taylor2"}', "--learn-front"]
     given = vars(build_parser().parse_args([*BASE, *asked, "--output-dir", "out"]))
-    told = with_patch(ConvertArguments(**given))
+    told = resolve(ConvertArguments(**given)).arguments
     parts = parse(told.patch, told.options).options
     assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
     with pytest.raises(OptionError, match="no feature map"):
-        fronted("softmax1")
+        with_learned_front("softmax1")
+
+
+def test_the_help_names_the_default_patch():
+    text = " ".join(build_parser().format_help().split())
+    assert f"(default: {default_patch('conversion')}, or what a patched --model has)" in text
+
+
+def test_the_default_patch_is_not_inherited(monkeypatch):
+    class Derived(find("hedgehog")):
+        """Comes before hedgehog in the alphabet."""
+
+    monkeypatch.setitem(registry._PATCHES, "a_derived_one", Derived)
+    assert default_patch("conversion") == "hedgehog"
 
 
 def test_error_types():

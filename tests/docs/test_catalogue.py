@@ -10,7 +10,7 @@ import pytest
 from helpers.fixtures_perplexity import make_folder
 from helpers.paths import ROOT
 
-from hf_linattn import registry
+from hf_linattn import finetune, registry
 from hf_linattn.attention import LinearAttention, Modifier, ScoreAttention
 from tools.catalogue import __main__ as catalogue
 from tools.catalogue import docstrings as catalogue_text
@@ -311,20 +311,18 @@ def test_measuring_goes_on_where_it_stopped(place, tmp_path, monkeypatch):
         return real(words)
 
     monkeypatch.setattr(catalogue_measure, "_perplexity", counted)
-    from hf_linattn.finetune import __main__ as module
-
-    run = module.finetune
+    run = finetune.finetune
 
     def interrupted(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "finetune", interrupted)
+    monkeypatch.setattr(finetune, "finetune", interrupted)
     with pytest.raises(KeyboardInterrupt):
         catalogue_measure.measure(subject, SMALL, model, data, tmp_path)
     assert plan.load_result(tmp_path, "elu1") is None
     before = tmp_path / "subjects" / "elu1" / "before" / "results.json"
     written = before.stat().st_mtime_ns
-    monkeypatch.setattr(module, "finetune", run)
+    monkeypatch.setattr(finetune, "finetune", run)
     catalogue_measure.measure(subject, SMALL, model, data, tmp_path)
     assert calls == ["before", "before", "after"]
     assert before.stat().st_mtime_ns == written  # found, not measured again

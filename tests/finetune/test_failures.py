@@ -36,7 +36,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.finetune.__main__ import FinetuneArguments, build_parser, main
+from hf_linattn.finetune import FinetuneArguments
+from hf_linattn.finetune.__main__ import main
+from hf_linattn.finetune.arguments import build_parser
 from hf_linattn.training import loop as training
 
 pytestmark = pytest.mark.usefixtures("surroundings")

@@ -2,6 +2,8 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from hf_linattn import from_pretrained
-from hf_linattn.finetune.__main__ import FinetuneArguments, finetune, main
+from hf_linattn.finetune import FinetuneArguments, finetune
+from hf_linattn.finetune.__main__ import main
 from hf_linattn.training import loop
 from hf_linattn.training.checkpoint import CSV_COLUMNS
 
@@ -49,6 +52,26 @@ def test_files_of_a_finished_run(finished):
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (finished / "checkpoint").exists()
     assert list(finished.glob("*.partial")) == []
+
+
+@pytest.mark.parametrize("command", ["finetune", "convert"])
+def test_the_python_api_and_the_help_load_no_training_loop(command):
+    script = (
+        "import runpy, sys\n"
+        f"from hf_linattn.{command} import {command}, {command.capitalize()}Arguments\n"
+        f"sys.argv[1:] = ['--help']\n"
+        "try:\n"
+        f"    runpy.run_module('hf_linattn.{command}', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "heavy = {'datasets', 'peft', 'matplotlib', 'hf_linattn.training.loop'}\n"
+        "sys.stderr.write(' '.join(heavy & sys.modules.keys()))\n"
+    )
+    # -W error: runpy would warn of a package that imports its own command
+    words = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python -m hf_linattn.{command}" in done.stdout
 
 
 def test_losses_are_those_of_transformers(workplace, finished):

@@ -23,7 +23,6 @@ import peft
 
 from hf_linattn import from_pretrained, registry
 from hf_linattn.convert import __main__ as convert
-from hf_linattn.convert import page
 from hf_linattn.convert import run as convert_run
 from hf_linattn.finetune import __main__ as finetune
 from hf_linattn.finetune import run as finetune_run
@@ -49,7 +48,7 @@ def watched(part, kill):
 def no_pictures(set_attribute=setattr):
     """They take longer than the training here."""
     set_attribute(finetune_run, "save_loss_curve", lambda rows, path, *rest: path.write_bytes(b""))
-    set_attribute(page, "write_page", lambda folder: None)
+    set_attribute(convert_run, "write_page", lambda result: None)
 
 
 def run(name, job):

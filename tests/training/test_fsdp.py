@@ -29,7 +29,7 @@ from hf_linattn.convert import __main__ as convert
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune import __main__ as finetune
 from hf_linattn.finetune.run import make_accelerator
-from hf_linattn.training.fsdp import Blueprint, accelerator_options, set_up
+from hf_linattn.training.fsdp import MetaCopy, accelerator_options, set_up
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -233,16 +233,16 @@ def test_without_fsdp_nothing_is_asked_of_accelerate(monkeypatch):
     assert accelerator_options() == {}
 
 
-def test_a_blueprint_is_filled_with_tied_weights_and_buffers():
+def test_a_copy_on_the_meta_device_is_filled_with_tied_weights_and_buffers():
     model = AutoModelForCausalLM.from_pretrained("model")
     model.register_buffer("seen", torch.zeros(2))
-    blueprint, absent = Blueprint(model, True), Blueprint(model, False)
-    assert {parameter.device.type for parameter in blueprint.model.parameters()} == {"meta"}
+    copy, absent = MetaCopy(model, True), MetaCopy(model, False)
+    assert {parameter.device.type for parameter in copy.model.parameters()} == {"meta"}
     with torch.no_grad():
         model.seen += 1
         model.lm_head.weight[0] = 7
-    filled = blueprint.filled(model)
-    assert absent.filled(model) is None
+    filled = copy.fill(model)
+    assert absent.fill(model) is None
     assert filled is not model
     assert filled.lm_head.weight is filled.model.embed_tokens.weight
     for name, tensor in model.state_dict().items():

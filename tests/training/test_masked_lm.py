@@ -36,7 +36,7 @@ from hf_linattn.finetune.model import check_fit
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.training import loop
 from hf_linattn.training.masked_lm import NO_TARGET, Masking, masked_losses
-from hf_linattn.training.objectives import choose, objective
+from hf_linattn.training.objectives import build_objective, choose_objective
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 BASE = ("--data", "train.txt", "--block-size", "34", "--batch-size", "4", "--lr", "1e-2", "--cpu")
@@ -67,15 +67,15 @@ def test_block_of_separators_is_left_out(masking, tmp_path):
 def test_masks_depend_on_seed_step_and_number_alone(masking):
     blocks = masking.load_blocks("train.txt")[:12]
     numbers = np.arange(12)
-    whole = masking.prepare(blocks, numbers, 5)
+    full = masking.prepare(blocks, numbers, 5)
     shuffled = np.array([7, 2, 11, 4])
-    assert np.array_equal(masking.prepare(blocks[shuffled], shuffled, 5), whole[shuffled])
+    assert np.array_equal(masking.prepare(blocks[shuffled], shuffled, 5), full[shuffled])
     twin = Masking.of(AutoTokenizer.from_pretrained("bert"), block_size=34, seed=3)
-    assert np.array_equal(twin.prepare(blocks, numbers, 5), whole)
+    assert np.array_equal(twin.prepare(blocks, numbers, 5), full)
     other = Masking.of(masking.tokenizer, block_size=34, seed=4)
     same = np.broadcast_to(blocks[:1], blocks.shape)  # only the numbers differ
     for changed in (masking.prepare(blocks, numbers, 6), other.prepare(blocks, numbers, 5)):
-        assert (changed != whole).any((1, 2)).all()
+        assert (changed != full).any((1, 2)).all()
     assert len({row.tobytes() for row in masking.prepare(same, numbers, 5)}) == 12
     assert np.array_equal(masking.prepare(blocks, numbers, 0), other.prepare(blocks, numbers, 0))
 
@@ -150,12 +150,12 @@ def test_saved_encoder_is_the_one_that_was_validated(finished, masking):
 
 
 def interrupt_at(step, monkeypatch):
-    whole = loop.TrainingLoop._train_step
+    train_step = loop.TrainingLoop._train_step
 
     def interrupted(self):
         if self.step == step:
             raise KeyboardInterrupt
-        return whole(self)
+        return train_step(self)
 
     monkeypatch.setattr(loop.TrainingLoop, "_train_step", interrupted)
 
@@ -164,14 +164,14 @@ def interrupt_at(step, monkeypatch):
 def test_resumed_run_ends_with_the_same_bytes(model, monkeypatch):
     """Also with dropout, and with a head that the seed decides."""
     argv = [*SHORT, "--model", model, "--checkpoint-every", "2"]
-    assert main([*argv, "--output-dir", f"{model}-whole"]) == 0
+    assert main([*argv, "--output-dir", f"{model}-full"]) == 0
     with monkeypatch.context() as patched:
         interrupt_at(5, patched)
         assert main([*argv, "--output-dir", f"{model}-cut"]) == 130
     assert Path(f"{model}-cut/checkpoint/state.safetensors").exists()
     assert main([*argv, "--output-dir", f"{model}-cut", "--resume"]) == 0
-    assert weights_of(f"{model}-cut") == weights_of(f"{model}-whole")
-    assert stable_rows(f"{model}-cut") == stable_rows(f"{model}-whole")
+    assert weights_of(f"{model}-cut") == weights_of(f"{model}-full")
+    assert stable_rows(f"{model}-cut") == stable_rows(f"{model}-full")
     assert from_pretrained(f"{model}-cut").cls.predictions.transform.dense.weight.shape == (32, 32)
 
 
@@ -239,12 +239,12 @@ def test_bad_input_is_one_line(capsys, argv, message):
     ids=lambda value: getattr(value, "model_type", value),
 )
 def test_the_architecture_chooses_the_objective(config, name):
-    assert choose("auto", config) == name
+    assert choose_objective("auto", config) == name
 
 
 def test_an_encoder_decoder_is_no_encoder():
     with pytest.raises(TrainingError, match="no masked-LM encoder for the model type 't5'"):
-        choose("mlm", T5Config())
+        choose_objective("mlm", T5Config())
 
 
 @pytest.mark.parametrize("patch", [None, "elu1", "softmax1"])
@@ -269,12 +269,12 @@ def test_positions_that_roberta_skips_do_not_count():
     options = bert_config().to_diff_dict() | {"max_position_embeddings": 36, "pad_token_id": 1}
     options.pop("model_type")
     model = RobertaForMaskedLM(RobertaConfig(**options)).eval()
-    task = objective("mlm", AutoTokenizer.from_pretrained("bert"), 34, seed=0)
-    blocks = task.load_blocks("train.txt")
-    check_fit(model, task, blocks)
+    objective = build_objective("mlm", AutoTokenizer.from_pretrained("bert"), 34, seed=0)
+    blocks = objective.load_blocks("train.txt")
+    check_fit(model, objective, blocks)
     model(torch.from_numpy(blocks[:1]).long())
     longer = np.concatenate([blocks, blocks[:, -1:]], axis=1)
     with pytest.raises(DataError, match="--block-size 35 is more than the model's 34 positions"):
-        check_fit(model, task, longer)
+        check_fit(model, objective, longer)
     with pytest.raises(RuntimeError, match="out of bounds"):
         model(torch.from_numpy(longer[:1]).long())

@@ -13,7 +13,7 @@ from helpers.tiny_models import build, llama
 from hf_linattn import patch_model
 from hf_linattn.finetune.__main__ import main
 from hf_linattn.training import loop
-from hf_linattn.training.optimizers import build as build_optimizer
+from hf_linattn.training.optimizers import build_optimizer
 
 COMMON = (*SHORT, "--patch", "hedgehog", "--no-dropout")
 BERT = {
@@ -23,7 +23,7 @@ BERT = {
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 31, "n_positions": 32}
 
 
-def made(model, name="muon", factor=lambda parameter: 1.0, decay=0.0, beta2=0.95):
+def optimizer_of(model, name="muon", factor=lambda parameter: 1.0, decay=0.0, beta2=0.95):
     return build_optimizer(name, model, factor, 0.01, decay, beta2)
 
 
@@ -42,7 +42,7 @@ def gradients(model):
 def test_muon_takes_the_matrices_of_the_blocks(tied):
     model = llama(dtype=torch.float32, tie_word_embeddings=tied)
     patch_model(model, "gated", options={"feature_map": "hedgehog"})
-    optimizer = made(model)
+    optimizer = optimizer_of(model)
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     mlp = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     want = {f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in (*parts, *mlp)}
@@ -58,7 +58,7 @@ def test_muon_takes_the_matrices_of_the_blocks(tied):
 )
 def test_matrices_of_other_families(cls, config, ends):
     model = build(cls, dtype=torch.float32, **config)
-    muon = names_of(model, made(model), muon=True)
+    muon = names_of(model, optimizer_of(model), muon=True)
     matrices = {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
     assert muon == {name for name in matrices if not any(end in name for end in ends)}
     assert len(muon) >= 4
@@ -67,7 +67,7 @@ def test_matrices_of_other_families(cls, config, ends):
 def test_a_step_is_that_of_the_two_optimizers_of_torch():
     model = llama(dtype=torch.float32, tie_word_embeddings=True)
     other = copy.deepcopy(model)
-    both = made(model, factor=lambda name: 3.0 if "q_proj" in name else 1.0, decay=0.1)
+    both = optimizer_of(model, factor=lambda name: 3.0 if "q_proj" in name else 1.0, decay=0.1)
     muon, rest = ([p for n, p in other.named_parameters() if ("proj" in n) == inside] for inside in (1, 0))
     fast = [p for n, p in other.named_parameters() if "q_proj" in n]
     slow = [p for p in muon if not any(p is one for one in fast)]
@@ -91,11 +91,11 @@ def test_a_step_is_that_of_the_two_optimizers_of_torch():
 
 def test_its_state_goes_through_a_state_dict():
     model = llama(dtype=torch.float32)
-    first = made(model)
+    first = optimizer_of(model)
     gradients(model)
     first.step()
     again = copy.deepcopy(model)
-    second = made(again)
+    second = optimizer_of(again)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for one, optimizer in ((model, first), (again, second)):
         gradients(one)
@@ -108,7 +108,7 @@ def test_its_state_goes_through_a_state_dict():
 def test_adamw_is_that_of_torch(beta2):
     model = llama(dtype=torch.float32)
     other = copy.deepcopy(model)
-    ours = made(model, "adamw", beta2=beta2)
+    ours = optimizer_of(model, "adamw", beta2=beta2)
     torchs = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.9, beta2), weight_decay=0.0)
     for times in (1.0, 3.0):  # after one step alone every beta2 gives the same
         for one, optimizer in ((model, ours), (other, torchs)):

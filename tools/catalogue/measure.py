@@ -83,7 +83,8 @@ def _measured(subject: Subject, settings: Settings, model: str, work: Path, fold
     from transformers.utils import logging
 
     from hf_linattn.eval.common.results import versions
-    from hf_linattn.finetune.__main__ import FinetuneArguments, build_parser, finetune
+    from hf_linattn.finetune import FinetuneArguments, finetune
+    from hf_linattn.finetune.arguments import build_parser
 
     logging.disable_progress_bar()
     held_out = str(work / "held_out.jsonl")

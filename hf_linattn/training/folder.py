@@ -1,0 +1,98 @@
+"""The output folder of a training command: checked before anything slow begins, and cleared for a new run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_linattn.cli.arguments import differences
+from hf_linattn.cli.files import writing
+from hf_linattn.errors import TrainingError
+from hf_linattn.training.arguments import TrainingArguments
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An output folder and what a run may leave in it.
+
+    Attributes:
+        path: the folder.
+        noun: what it holds: "run", "conversion".
+        record: name of the JSON file that says what the run began with.
+        contents: patterns of everything else that a run leaves, which --overwrite deletes.
+        signs: patterns of files that, without a record, belong to something else.
+        settings_key: the entry of the record that holds the settings; None where it holds nothing else.
+    """
+
+    path: Path
+    noun: str
+    record: str
+    contents: tuple[str, ...]
+    signs: tuple[str, ...]
+    settings_key: str | None = None
+
+    @property
+    def record_path(self) -> Path:
+        """Where the record is, or will be."""
+        return self.path / self.record
+
+    def check(self, arguments: TrainingArguments, settings: Mapping[str, Any]) -> None:
+        """Make the folder, and see that this run can use it.
+
+        Args:
+            arguments: of the run.
+            settings: what a resumed run must have begun with.
+
+        Raises:
+            TrainingError: it cannot; the message says what to do.
+        """
+        path, noun = self.path, self.noun
+        if path.exists() and Path(arguments.model).exists() and path.samefile(arguments.model):
+            raise TrainingError(f"--output-dir {path} is --model itself: choose another directory")
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        if not self.record_path.exists():
+            strange = [pattern for pattern in self.signs if any(path.glob(pattern))]
+            if strange:
+                holds = f"{', '.join(strange)} but no {noun} of this command"
+                raise TrainingError(f"{path} holds {holds}: choose another directory")
+        elif arguments.resume:
+            self.check_settings(type(arguments), settings)
+        elif not arguments.overwrite:
+            raise TrainingError(
+                f"{path} already holds a {noun}: give --resume, --overwrite or another directory"
+            )
+
+    def check_settings(self, options: type[TrainingArguments], settings: Mapping[str, Any]) -> None:
+        """Hold settings against those in the record.
+
+        Args:
+            options: the class whose defaults stand for what an older record does not name.
+            settings: those of the run that is resumed.
+
+        Raises:
+            TrainingError: the run began with others.
+        """
+        record = json.loads(self.record_path.read_text(encoding="utf-8"))
+        before = record if self.settings_key is None else record[self.settings_key]
+        if changed := differences(options, before, dict(settings)):
+            raise TrainingError(
+                f"cannot resume the {self.noun} in {self.path}: it began with other {', '.join(changed)}"
+            )
+
+    def clear(self) -> None:
+        """Delete what a run has left, its record last.
+
+        Raises:
+            TrainingError: something cannot be deleted.
+        """
+        with writing(self.path):
+            for path in [path for pattern in self.contents for path in self.path.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.record_path.unlink(missing_ok=True)
