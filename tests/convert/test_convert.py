@@ -264,6 +264,20 @@ def test_early_stop(monkeypatch):
     assert read("patient/transfer/results.json")["steps"] == 2
 
 
+def test_overwrite_begins_anew():
+    argv = [*BASE, "--patch", "t2r", "--stages", "transfer", "--transfer-tokens", "128"]
+    argv = [*argv, "--output-dir", "replaced"]
+    for name in ("distill", "transfer"):
+        Path("replaced", name).mkdir(parents=True)
+    Path("replaced/plan.json").write_text("{}")
+    Path("replaced/notes.txt").touch()
+    assert main([*argv, "--overwrite"]) == 0
+    assert sorted(path.name for path in Path("replaced").iterdir()) == [
+        "notes.txt", "plan.json", "report.html", "transfer", "validation.json",
+    ]  # fmt: skip
+    assert read("replaced/plan.json")["arguments"]["patch"] == "t2r"
+
+
 def test_options_that_an_older_version_did_not_know_are_at_their_defaults(converted, capsys):
     path = converted / "plan.json"
     plan, text = read(path), path.read_text()

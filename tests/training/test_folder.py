@@ -1,0 +1,79 @@
+"""The output folder of a run: who may use it, and what --overwrite deletes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_linattn.errors import TrainingError
+from hf_linattn.training.arguments import TrainingArguments
+from hf_linattn.training.folder import RunFolder
+
+
+def folder_at(path, settings_key=None):
+    return RunFolder(
+        path, "run", "run.json", contents=("log", "*.bin"), signs=("*.bin",), settings_key=settings_key
+    )
+
+
+def arguments_for(path, **options):
+    return TrainingArguments("model", "text", str(path), **options)
+
+
+def test_a_new_folder_is_made(tmp_path):
+    folder = folder_at(tmp_path / "deep" / "out")
+    folder.check(arguments_for(folder.path), {})
+    assert list(folder.path.iterdir()) == []
+
+
+def test_files_of_something_else_are_left_alone(tmp_path):
+    (tmp_path / "weights.bin").touch()
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(TrainingError, match=r"holds \*\.bin but no run of this command: choose another"):
+            folder_at(tmp_path).check(arguments_for(tmp_path, **options), {})
+
+
+def test_a_run_is_not_taken_up_unasked(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(TrainingError, match="already holds a run: give --resume, --overwrite"):
+        folder_at(tmp_path).check(arguments_for(tmp_path), {})
+    folder_at(tmp_path).check(arguments_for(tmp_path, overwrite=True), {"seed": 1})
+
+
+@pytest.mark.parametrize("settings_key", [None, "arguments"])
+def test_a_resumed_run_has_its_settings_of_before(tmp_path, settings_key):
+    settings = {"seed": 3}
+    record = settings if settings_key is None else {"command": "train", settings_key: settings}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    folder, resumed = folder_at(tmp_path, settings_key), arguments_for(tmp_path, resume=True)
+    folder.check(resumed, {"seed": 3, "patience": 0})  # an older record does not name patience
+    with pytest.raises(TrainingError, match=r"it began with other seed \(3 then, 4 now\)"):
+        folder.check(resumed, {"seed": 4})
+
+
+def test_the_model_is_not_written_over(tmp_path):
+    with pytest.raises(TrainingError, match="is --model itself"):
+        folder_at(tmp_path).check(TrainingArguments(str(tmp_path), "text", "out"), {})
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"cannot write .*out: Not a directory"):
+        folder_at(tmp_path / "file" / "out").check(arguments_for(tmp_path), {})
+
+
+def test_clearing_deletes_what_a_run_leaves_and_its_record_last(tmp_path, monkeypatch):
+    (tmp_path / "log").mkdir()
+    for name in ("log/rows", "a.bin", "b.bin", "notes.txt", "run.json"):
+        (tmp_path / name).touch()
+    deleted, unlink = [], Path.unlink
+
+    def noted(path, **options):
+        deleted.append(path.name)
+        return unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+    folder_at(tmp_path).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert deleted[-1] == "run.json"
+    folder_at(tmp_path).clear()  # nothing is left to delete
