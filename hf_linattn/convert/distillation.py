@@ -76,13 +76,7 @@ class DistillationLoss:
         self.step = 0
 
     def prepare(self, blocks: NDArray[np.int32], row_ids: NDArray[np.int64], step: int) -> NDArray[np.int32]:
-        """Remember the step, and prepare the blocks as the objective does.
-
-        Args:
-            blocks: `[B, N]`.
-            row_ids: `[B]`, which rows of the text they are.
-            step: 1, 2, ... in training; 0 in validation.
-        """
+        """Remember the step, 0 in validation, and prepare the blocks as the objective does."""
         self.step = step
         prepare = None if self.objective is None else self.objective.prepare
         return blocks if prepare is None else prepare(blocks, row_ids, step)

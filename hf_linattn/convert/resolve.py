@@ -124,9 +124,7 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
 def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> ConvertArguments:
     """Spell the patch out: the default where none is named, with --learn-front a layer in front of its map.
 
-    Args:
-        arguments: of the conversion.
-        config: of its model; a patched one keeps what it has.
+    A patched model, as its config tells, keeps what it has.
 
     Raises:
         OptionError: a new patch for a patched model, or a learned layer in front of what takes none.

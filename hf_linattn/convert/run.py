@@ -115,7 +115,8 @@ class Validation:
 
     Attributes:
         blocks: the rows, `[blocks, N]`; None without --eval-data.
-        losses: name of the model -> loss, as in validation.json.
+        losses: name of the model -> loss.
+        path: of validation.json, which holds them.
     """
 
     def __init__(self, plan: ConversionPlan, accelerator: Accelerator) -> None:
@@ -128,16 +129,8 @@ class Validation:
                 plan.eval_text, column=arguments.text_column, split=arguments.eval_split
             )
             self.blocks = blocks[: arguments.eval_blocks]
-        self._path = plan.folder.path / VALIDATION
+        self.path = plan.folder.path / VALIDATION
         self._teacher: Any = None
-
-    def read(self) -> None:
-        """Read the losses that a resumed conversion has measured before."""
-        self.losses = json.loads(self._path.read_text(encoding="utf-8"))
-
-    def write(self) -> None:
-        """Write the losses."""
-        write_json(self._path, self.losses)
 
     def add(self, name: str, model: Any) -> None:
         """Measure the loss of a model, where there are rows for it.
@@ -166,12 +159,7 @@ class Validation:
         self.losses[name] = loss
 
     def add_stage(self, stage: StagePlan, results: dict[str, Any]) -> None:
-        """Take or measure the loss of the model that a stage has left, unless it is known; write it down.
-
-        Args:
-            stage: which has ended.
-            results: of its run.
-        """
+        """Take or measure the loss of the model that a stage has left, unless it is known, and write it."""
         if self.blocks is None or stage.name in self.losses:
             return
         if self._was_measured_by_the_loop(stage, results):
@@ -181,7 +169,7 @@ class Validation:
             self.add(stage.name, load(str(stage.folder), dtype, self.plan.objective))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            self.write()
+            write_json(self.path, self.losses)
         self.accelerator.wait_for_everyone()
 
     def _was_measured_by_the_loop(self, stage: StagePlan, results: dict[str, Any]) -> bool:
@@ -206,7 +194,7 @@ def _begin(
     path, arguments = plan.folder.record_path, plan.arguments
     if path.exists():
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        validation.read()
+        validation.losses = json.loads(validation.path.read_text(encoding="utf-8"))
         return record
     model = load_original(plan.original, arguments.dtype, plan.objective)
     check_fit(model, plan.objective, validation.blocks)
@@ -232,7 +220,7 @@ def _begin(
     }
     accelerator.wait_for_everyone()  # nobody may find the file while others still look for it
     if accelerator.is_main_process:
-        validation.write()
+        write_json(validation.path, validation.losses)
         write_json(path, record)
     accelerator.wait_for_everyone()
     return record

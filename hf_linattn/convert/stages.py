@@ -44,10 +44,6 @@ class Transfer(TrainingRecipe):
     def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
         """Make the module that compares the patch with the model's own attention, layer by layer.
 
-        Args:
-            base: patched.
-            run: what the module is for.
-
         Raises:
             TrainingError: the patch has no parameters.
         """
@@ -103,12 +99,7 @@ class Distill(TrainingRecipe):
             self.settings["ce_weight"] = ce_weight
 
     def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
-        """Let all weights train, or LoRA; the losses compare them with the teacher.
-
-        Args:
-            base: patched.
-            run: what the module is for.
-        """
+        """Let all weights of the model train, or LoRA; the losses compare it with the teacher."""
         arguments, objective = run.arguments, run.objective
         module = choose_trained(base, arguments, objective)
         if self.teacher is None:
@@ -137,12 +128,7 @@ def load_original(name: str, dtype: str, objective: Objective) -> Any:
 
 
 def load(name: str, dtype: str, objective: Objective) -> Any:
-    """Load a model, patched or not.
-
-    Args:
-        name: folder or Hub name.
-        dtype: of its weights.
-        objective: tells its class.
+    """Load a model, patched or not, from a folder or Hub name; the objective tells its class.
 
     Raises:
         TrainingError: there is no such model.

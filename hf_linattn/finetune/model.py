@@ -25,11 +25,7 @@ from hf_linattn.training.objectives import Objective
 
 
 def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
-    """Read the config of a folder or Hub name.
-
-    Args:
-        name: of the model.
-        option: that named it, for the message.
+    """Read the config of the model, a folder or Hub name, that an option of the command names.
 
     Raises:
         TrainingError: there is no such model.
@@ -125,12 +121,7 @@ def _add_lora(
 
 
 def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.int32] | None) -> None:
-    """See that the model knows every token and every position, and does not see what it is to predict.
-
-    Args:
-        model: on any device.
-        objective: what is learned.
-        *data: rows of token ids, each `[blocks, N]` or None.
+    """See that the model knows every token and position of rows `[blocks, N]`, and is not shown its targets.
 
     Raises:
         DataError: it does not know them.

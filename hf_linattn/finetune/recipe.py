@@ -63,12 +63,7 @@ class TrainingRecipe:
         return load_model(arguments, objective)
 
     def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
-        """Make the module that goes through the loop; its parameters that require gradients are trained.
-
-        Args:
-            base: the model from `load`.
-            run: what the module is for.
-        """
+        """Make of a loaded model the module to train, all parameters of it that require gradients."""
         objective = run.objective
         assert objective.losses is not None  # where nothing is predicted, a recipe with a teacher stands here
         self.losses, self.prepare = objective.losses, objective.prepare

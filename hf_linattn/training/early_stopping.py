@@ -30,13 +30,7 @@ class EarlyStop:
         self._best = (self._file.progress() or {}) if patience else {}
 
     def note(self, loss: float, step: int, *, sharded: bool) -> None:
-        """Note a validation, and save the weights where it is the best.
-
-        Args:
-            loss: of the validation.
-            step: after which it was done.
-            sharded: whether it has left parameters gathered.
-        """
+        """Note the validation after a step, and save the weights where it is the best one."""
         self.losses.append(loss)
         if self.patience and (not self._best or loss < self._best["loss"]):
             if sharded:

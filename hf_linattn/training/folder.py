@@ -42,11 +42,7 @@ class RunFolder:
         return self.path / self.record
 
     def check(self, arguments: TrainingArguments, settings: Mapping[str, Any]) -> None:
-        """Make the folder, and see that this run can use it.
-
-        Args:
-            arguments: of the run.
-            settings: what a resumed run must have begun with.
+        """Make the folder, and see that this run can use it; resumed, it must have the same settings.
 
         Raises:
             TrainingError: it cannot; the message says what to do.
@@ -70,11 +66,7 @@ class RunFolder:
             )
 
     def check_settings(self, options: type[TrainingArguments], settings: Mapping[str, Any]) -> None:
-        """Hold settings against those in the record.
-
-        Args:
-            options: the class whose defaults stand for what an older record does not name.
-            settings: those of the run that is resumed.
+        """Hold settings against those in the record; the class has defaults for those it does not name.
 
         Raises:
             TrainingError: the run began with others.

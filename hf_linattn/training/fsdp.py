@@ -48,11 +48,7 @@ def accelerator_options() -> dict[str, Any]:
 
 
 def set_up(accelerator: Any, options: dict[str, Any]) -> None:
-    """Finish the settings of FSDP in an accelerator that was made with `accelerator_options`.
-
-    Args:
-        accelerator: of this process.
-        options: what it was made with.
+    """Finish the settings of FSDP in an accelerator that was built with `accelerator_options`.
 
     Raises:
         OptionError: float16.
@@ -171,11 +167,7 @@ class MetaCopy:
 
     @torch.no_grad()
     def fill(self, trained: nn.Module) -> nn.Module | None:
-        """Return the plain model on the CPU, for good; None where it is not needed. A call of all processes.
-
-        Args:
-            trained: the sharded model.
-        """
+        """Return the plain model on the CPU; None where it is not needed. A call of all processes."""
         reshard(trained)
         parameters = dict(trained.named_parameters())
         values: dict[int, nn.Parameter] = {}

@@ -45,22 +45,9 @@ MAX_SKIPPED = 20
 class LoopSettings:
     """Settings of the loop; the names are those of the command's options.
 
-    Attributes:
-        max_steps: updates of the weights.
-        lr: peak learning rate.
-        warmup: steps of linear warm-up.
-        batch_size: rows per process and forward pass.
-        min_lr_rate: learning rate of the last step as a part of the peak.
-        grad_accum: forward passes per update.
-        optimizer: "adamw" or "muon".
-        weight_decay: decoupled.
-        adam_beta2: decay of AdamW's mean of squared gradients.
-        max_grad_norm: the gradient is clipped to this norm; 0 does not clip.
-        seed: of the order of rows, and of dropout.
-        eval_every: steps between validations.
-        checkpoint_every: steps between checkpoints.
-        patience: so many validations without a lower loss end the run before `max_steps`, and the weights of
-            the best one are kept; 0 never does, and keeps the last.
+    `min_lr_rate` is the learning rate of the last step as a part of the peak. `patience` validations without
+    a lower loss end the run before `max_steps`, and the weights of the best one are kept; 0 never does, and
+    keeps the last.
     """
 
     max_steps: int

@@ -128,11 +128,6 @@ class Masking:
     ) -> NDArray[np.int32]:
         """Cut a text into blocks `[blocks, block_size]`, without those too short of ordinary tokens.
 
-        Args:
-            source: text as `hf_linattn.data.load_blocks` takes it.
-            column: of a table.
-            split: of a dataset name.
-
         Raises:
             DataError: as `hf_linattn.data.load_blocks`.
         """
