@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_linattn.ops.cpp import build
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import How, Inputs
+from hf_linattn.ops.types import Inputs, OpConfig
 
 SHORT = 192
 """Up to so many tokens all scores at once, unless something comes before, decays or ends."""
@@ -51,7 +51,7 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bo
     return allowed and kind == "elu1" and not linked and launch.supports(query, key, value)
 
 
-def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
+def form(inputs: Inputs, how: OpConfig) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
     """Of the forms that `ops.kernels` has."""
     if inputs.query.is_cuda:
         return "triton"

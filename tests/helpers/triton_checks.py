@@ -13,8 +13,8 @@ from hf_linattn.attention import Tokens, sums
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import dispatch, linear_attention, reference
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import How
 from hf_linattn.ops.types import Inputs as Operands
+from hf_linattn.ops.types import OpConfig
 from hf_linattn.patches.elu1 import Elu1
 
 
@@ -294,9 +294,9 @@ def check_the_operator():
             x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
             found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid, S, z), How("elu1"), keep=True
+                Operands(query, key, value, ~given.valid, S, z), OpConfig("elu1"), keep=True
             )
             loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
             runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
@@ -311,9 +311,9 @@ def check_the_operator_over_all_keys():
         given = inputs_of(case)
         query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
             found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid), How("elu1", causal=False), keep=False
+                Operands(query, key, value, ~given.valid), OpConfig("elu1", causal=False), keep=False
             )
             loss = found.output.square().sum()
             runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
@@ -328,7 +328,7 @@ def check_one_token_of_a_patch():
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if triton:
                 patch.setattr(sums, "has_kernels", lambda *inputs: True)
-                patch.setattr(dispatch, "form", lambda inputs, how: "triton")
+                patch.setattr(dispatch, "form", lambda inputs, config: "triton")
             elu1, state, outputs = Elu1(None), None, []
             for start, stop in ((0, 18), (18, 19), (19, 20)):
                 tokens = Tokens(*given[:3], 1.0).slice(start, stop)

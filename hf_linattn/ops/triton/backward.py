@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.problem import Problem, last_contiguous
-from hf_linattn.ops.types import Gradients
+from hf_linattn.ops.types import InputGrads
 
 ROWS_ALONE = 256
 """Tokens per program where `gradient_rows` has no state to sum."""
@@ -31,7 +31,7 @@ def backward(
     normalise: bool,
     *,
     segment: int | None = None,
-) -> Gradients:
+) -> InputGrads:
     """Gradients of `triton_linear.forward`; shapes and remaining arguments as there.
 
     d_output is `[B, H, N, Dv]`, d_total `[B, H, N]`; d_S `[B, Hkv, D, Dv]` and d_z `[B, Hkv, D]` are of the
@@ -45,7 +45,7 @@ def backward(
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
         d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        return Gradients(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
+        return InputGrads(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
     run = _Run(call, d_output, total)
     tokens, segments = call.cut(call.length, call.pairs * call.blocks(call.D, call.tiles.key_gradients))
     later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
@@ -53,7 +53,7 @@ def backward(
     d_query = run.query_gradients(before, S0, z0, tokens, causal=True)
     d_value = run.value_gradients(later, R, tokens, causal=True)
     d_key, *d_state = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
-    return Gradients(d_query, d_key, d_value, *d_state)
+    return InputGrads(d_query, d_key, d_value, *d_state)
 
 
 def global_backward(
@@ -73,7 +73,7 @@ def global_backward(
     normalise: bool,
     *,
     segment: int | None = None,
-) -> Gradients:
+) -> InputGrads:
     """Gradients of `triton_linear.global_forward`, which returned S and z; of a state before in any case."""
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S, z = S.contiguous(), z.contiguous()
@@ -90,7 +90,7 @@ def global_backward(
         tokens, _ = call.cut(call.keys, call.pairs * call.blocks(call.D, call.tiles.key_gradients))
         d_value = run.value_gradients(None, R, tokens, causal=False)
         d_key, _, _ = run.key_gradients(None, R, r, tokens, causal=False, state=False)
-    return Gradients(d_query, d_key, d_value, *_zeros(call, R, r))
+    return InputGrads(d_query, d_key, d_value, *_zeros(call, R, r))
 
 
 def _end(call: Problem, d_S: Tensor | None, d_z: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
