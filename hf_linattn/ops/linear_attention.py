@@ -18,10 +18,10 @@ DEVICES = ("cpu", "cuda")
 
 
 def attention(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
-    """As `chunked.forward` or `bidirectional.forward`, with gradients, in the form that `dispatch` chooses.
+    """Compute linear attention, with gradients, in the form that `dispatch` chooses.
 
     Args:
-        inputs: what is summed up.
+        inputs: queries, keys, values, and what came before.
         how: which features, over which keys, and whether to divide.
         keep: the state after is wanted; causal only.
 
@@ -85,7 +85,7 @@ def _triton_backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: 
 
 
 def _remember(ctx: Any, inputs: Inputs, how: OpConfig, outputs: Outputs) -> None:
-    """What the backward needs; the state after only where the decay has gradients, or all keys are seen."""
+    """Save what the backward needs; the state after only where the decay has gradients, or over all keys."""
     ctx.how = how
     after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
@@ -94,7 +94,7 @@ def _remember(ctx: Any, inputs: Inputs, how: OpConfig, outputs: Outputs) -> None
 def _given(
     ctx: Any, output: Tensor | None, total: Tensor | None, S: Tensor | None = None, z: Tensor | None = None
 ) -> tuple[Inputs, Outputs, OutputGrads]:
-    """The loss by the outputs, zeros filled in: S and z come together, and not where they were not kept."""
+    """Take gradients of the outputs, zeros filled in: S and z come together, where they were kept."""
     saved = ctx.saved_tensors
     inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
     output = torch.zeros_like(outputs.output) if output is None else output
@@ -107,7 +107,7 @@ def _given(
 
 
 def _by_inputs(found: InputGrads) -> tuple[Tensor | None, ...]:
-    """In the order of the operator's first arguments, with the documents."""
+    """Bring gradients to the order of the operator's first arguments, documents among them."""
     query, key, value, *rest = found
     return query, key, value, None, *rest, None
 
@@ -193,7 +193,7 @@ def _backward_operator(
     normalise: bool,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients that do not exist come back without elements: an operator has no optional results."""
+    """Compute gradients, without elements where there are none: an operator has no optional results."""
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
     given = OutputGrads(d_output, d_total, d_S, d_z)

@@ -146,7 +146,7 @@ def _whole(x: Tensor | None) -> Tensor | None:
 
 
 def dense(inputs: Inputs) -> Inputs:
-    """Bring inputs to the layout that the kernels read: query, key and value dense along D, the rest whole."""
+    """Bring inputs to the layout that the kernels read: tokens dense along D, the rest whole."""
     query, key, value, hidden, *rest = inputs
     hidden = None if hidden is None else rows(hidden)
     return Inputs(rows(query), rows(key), rows(value), hidden, *map(_whole, rest))
