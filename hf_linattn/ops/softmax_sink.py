@@ -148,8 +148,8 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[4]:
-            *d_tokens, d_sink = _backward(grad, *ctx.saved_tensors, *ctx.options)
-            return (*d_tokens, None, d_sink, None, None)
+            *d_inputs, d_sink = _backward(grad, *ctx.saved_tensors, *ctx.options)
+            return (*d_inputs, None, d_sink, None, None)
         query, key, value, mask, _, output, lse = ctx.saved_tensors
         d_tokens = _token_grads(grad, query, key, value, mask, output, lse, *ctx.options)
         return (*d_tokens, None, None, None, None)

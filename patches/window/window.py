@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention, Site, StatefulAttention, Tokens, upcast
 from hf_linattn.errors import OptionError
-from hf_linattn.ops import window_attention
+from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
-from hf_linattn.ops.types import ScaledSums
+from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.patching.branches import Branches
 from hf_linattn.registry import register
 
@@ -134,7 +134,7 @@ class Window(StatefulAttention):
         found = (*after.flat(), *(inner or ()))
         return output, state if all(map(operator.is_, found, state)) else found
 
-    def _nothing_left(self, leaving: Tokens | None, inner: linear.State) -> bool:
+    def _nothing_left(self, leaving: Tokens | None, inner: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
         return leaving is None and self.branches == "both" and not inner.z.any()
 
@@ -142,9 +142,9 @@ class Window(StatefulAttention):
         self,
         tokens: Tokens,
         leaving: Tokens,
-        inner: linear.State | None,
+        inner: State | None,
         inside: Callable[[ScaledSums | None], Tensor],
-    ) -> tuple[Tensor, linear.State]:
+    ) -> tuple[Tensor, State]:
         """The window and the linear attention, whose state goes on."""
         assert tokens.query is not None
         inside_all = tokens.length - leaving.length  # queries that see all before them inside the window
@@ -199,8 +199,8 @@ class Window(StatefulAttention):
     def _before(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> Recent:
         return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
 
-    def _inner_state(self, state: tuple[Tensor, ...] | None) -> linear.State | None:
-        return None if state is None or not self.inner else linear.State(*state[ring.TENSORS :])
+    def _inner_state(self, state: tuple[Tensor, ...] | None) -> State | None:
+        return None if state is None or not self.inner else State(*state[ring.TENSORS :])
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """A window to both sides; the rest in two streams, one from each end."""
@@ -252,7 +252,7 @@ class Window(StatefulAttention):
             return window_attention.decode(query, key, value, seen[2], tokens.scaling, other)
         assert seen[2] is not None
         return window_attention.attention(
-            band.Window(query, key, value, seen[2], reach, tokens.scaling), other
+            types.Window(query, key, value, seen[2], reach, tokens.scaling), other
         )
 
     def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> ScaledSums:

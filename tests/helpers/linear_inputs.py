@@ -7,8 +7,8 @@ import itertools
 import torch
 
 from hf_linattn.ops.types import FEATURE_MAPS, Inputs, OpConfig
-from hf_linattn.patches.elu1 import Elu1
-from hf_linattn.patches.relu import Relu
+
+from . import definitions
 
 EPS = 1e-3
 
@@ -21,43 +21,20 @@ SHAPES = {  # rows, heads, key heads, tokens, D, Dv
 }
 
 
-def features(query, key, config):
-    """The patches' own maps."""
-    if config.kind == "elu1":
-        return Elu1(None).query_map(query), Elu1(None).key_map(key)
-    if config.kind == "relu":
-        return Relu(None, eps=config.eps).query_map(query), Relu(None, eps=config.eps).key_map(key)
-    return query, key
-
-
 def definition(inputs, config):
     """All pairs at once: output, total, S, z."""
-    query, key = features(inputs.query, inputs.key, config)
-    value, hidden, decay, labels = inputs.value, inputs.hidden, inputs.log_decay, inputs.documents
-    if hidden is not None:
-        key, value = (x.masked_fill(hidden[:, None, :, None], 0) for x in (key, value))
-    (batch, kv_heads, length), shared = key.shape[:3], query.shape[1] // key.shape[1]
-    ones = torch.ones(batch, kv_heads, length, length, dtype=query.dtype)
-    running = torch.zeros(batch, kv_heads, length, dtype=query.dtype) if decay is None else decay.cumsum(-1)
-    weight = (ones * (running[..., :, None] - running[..., None, :]).tril().exp()).tril()
-    reading, entering = running.exp(), (running[..., -1:] - running).exp()
-    if labels is not None:
-        weight = weight * (labels[:, None, :, None] == labels[:, None, None, :])
-        reading = reading * (labels == labels[:, :1])[:, None]
-        entering = entering * (labels == labels[:, -1:])[:, None]
-    weight, reading_q = (x.repeat_interleave(shared, 1) for x in (weight, reading))
-    scores = query @ key.repeat_interleave(shared, 1).mT * weight
-    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
-    entered = key * entering[..., None]
-    S, z = entered.mT @ value, entered.sum(2)
-    if inputs.S is not None:
-        read = query * reading_q[..., None]
-        numerator = numerator + read @ inputs.S.repeat_interleave(shared, 1)
-        total = total + (read * inputs.z.repeat_interleave(shared, 1)[:, :, None]).sum(-1)
-        S, z = S + inputs.S * reading[:, :, -1, None, None], z + inputs.z * reading[:, :, -1, None]
-    if config.normalise:
-        numerator = numerator / torch.where(total > 0, total, 1)[..., None]
-    return numerator, total, S, z
+    return definitions.linear(
+        definitions.feature_map(inputs.query, config.kind, True, config.eps),
+        definitions.feature_map(inputs.key, config.kind, False, config.eps),
+        inputs.value,
+        causal=config.causal,
+        normalise=config.normalise,
+        hidden=inputs.hidden,
+        S=inputs.S,
+        z=inputs.z,
+        log_decay=inputs.log_decay,
+        documents=inputs.documents,
+    )
 
 
 def random_inputs(shape, config, *, hidden=False, state=False, decay=False, packed=False, dense=True, seed=0):
@@ -116,17 +93,6 @@ def forgetful(state, packed):
     with torch.no_grad():
         given.log_decay[..., strong] *= 20
     return given
-
-
-def all_keys(inputs, config):
-    """All pairs at once: output and total."""
-    query, key = features(inputs.query, inputs.key, config)
-    value, shared = inputs.value, query.shape[1] // key.shape[1]
-    if inputs.hidden is not None:
-        key, value = (x.masked_fill(inputs.hidden[:, None, :, None], 0) for x in (key, value))
-    scores = query @ key.repeat_interleave(shared, 1).mT
-    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
-    return numerator / torch.where(total > 0, total, 1)[..., None] if config.normalise else numerator, total
 
 
 def fewer_queries(given, count):

@@ -11,11 +11,13 @@ import torch
 
 from hf_linattn.attention import Tokens, sums
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import dispatch, linear_attention, reference
+from hf_linattn.ops import dispatch, linear_attention
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig
 from hf_linattn.patches.elu1 import Elu1
+
+from . import definitions
 
 
 class Case(NamedTuple):
@@ -78,30 +80,19 @@ def inputs_of(case):
     return Inputs(query, key, value, valid, S0, z0)
 
 
-def phi(x, kind, is_query):
-    if kind == "elu1":
-        shift = x.amax(-1, keepdim=True).clamp(max=0).detach() if is_query else 0.0
-        return torch.where(x > 0, x + 1, (x.clamp(max=0) - shift).exp())
-    return x.relu() if kind == "relu" else x
-
-
 def definition(inputs, case):
-    """Output, total, S and z in float64 by the N x N matrix; with the gradient of torch."""
+    """Output, total, S and z in float64, with the gradients of torch."""
     query, key, value, valid, S0, z0 = inputs
-    phi_q, phi_k = phi(query, case.feature_map, True), phi(key, case.feature_map, False)
-    if valid is not None:
-        phi_k, value = (torch.where(valid[:, None, :, None], x, 0.0) for x in (phi_k, value))
-    many_k, many_v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (phi_k, value))
-    weights = phi_q @ many_k.mT
-    weights = weights.tril() if case.causal else weights
-    numerator, total = weights @ many_v, weights.sum(-1)
-    S, z = phi_k.mT @ value, phi_k.sum(2)
-    if S0 is not None:
-        many_S, many_z = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (S0, z0))
-        numerator, total = numerator + phi_q @ many_S, total + (phi_q @ many_z[..., None])[..., 0]
-        S, z = S + S0, z + z0
-    output = numerator / torch.where(total == 0, 1.0, total)[..., None] if case.normalise else numerator
-    return output, total, S, z
+    return definitions.linear(
+        definitions.feature_map(query, case.feature_map, True),
+        definitions.feature_map(key, case.feature_map, False),
+        value,
+        causal=case.causal,
+        normalise=case.normalise,
+        hidden=None if valid is None else ~valid,
+        S=S0,
+        z=z0,
+    )
 
 
 def run(case, inputs, segment=None):
@@ -159,15 +150,6 @@ def check(case):
         assert before is None or torch.equal(before.nan_to_num(7.0), x.nan_to_num(7.0)), (
             "an input was written to"
         )
-
-
-def check_published_reference():
-    """The page for readers and these kernels say the same."""
-    case = Case(heads=4, kv_heads=2)
-    query, key, value, *_ = inputs = inputs_of(case)
-    lower = torch.ones(case.length, case.length, dtype=torch.bool).tril()
-    want = reference.linear(phi(query.double(), "elu1", True), phi(key.double(), "elu1", False), value, lower)
-    close(run(case, inputs)[0], want, 1e-6, "output")
 
 
 def check_rows_without_keys():

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from hf_linattn.ops.types import ScaledSums, Window
 
+from . import definitions
+
 SHAPES = {  # rows, heads, key heads, queries, reach, head dim
     "whole blocks": (2, 2, 2, 64, 32, 4),
     "ragged": (2, 4, 2, 75, 9, 8),
@@ -47,16 +49,10 @@ def inputs(shape, other, hide):
 
 def definition(seen: Window, other: ScaledSums | None) -> Tensor:
     """All pairs at once."""
-    group, length = seen.query.shape[1] // seen.key.shape[1], seen.query.shape[2]
-    key, value = (x.repeat_interleave(group, 1) for x in (seen.key, seen.value))
-    row, column = torch.arange(length)[:, None], torch.arange(key.shape[2])
-    near = (column > row) & (column <= row + seen.span) & seen.valid[:, None, None]
-    weights = (seen.scaling * seen.query @ key.mT).exp() * near
-    values, total = weights @ value, weights.sum(-1)
-    if other is not None:
-        scale = torch.where(other.total > 0, other.log_scale, float("-inf")).exp()
-        values, total = values + scale.unsqueeze(-1) * other.values, total + scale * other.total
-    return values / torch.where(total > 0, total, 1).unsqueeze(-1)
+    row, column = torch.arange(seen.query.shape[2])[:, None], torch.arange(seen.key.shape[2])
+    visible = (column > row) & (column <= row + seen.span) & seen.valid[:, None, None]
+    scores = seen.scaling * seen.query @ definitions.repeated(seen.key, seen.query.shape[1]).mT
+    return definitions.softmax(scores.masked_fill(~visible, float("-inf")), seen.value, other)
 
 
 def without_first(seen: Window, count: int) -> tuple[Window, Window]:

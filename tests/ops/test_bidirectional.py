@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.linear_inputs import CONFIGS, EPS, all_keys, fewer_queries, random_inputs
+from helpers.linear_inputs import CONFIGS, EPS, definition, fewer_queries, random_inputs
 from helpers.random_inputs import relative_error
 from helpers.tiny_models import build, distance
 
@@ -29,7 +29,7 @@ ALL = pytest.mark.parametrize(
 
 
 def compare(given, config, tolerance=1e-11):
-    got, want = kernels.attention(given, config, keep=False)[:2], all_keys(given, config)
+    got, want = kernels.attention(given, config, keep=False)[:2], definition(given, config)[:2]
     weights = [torch.randn_like(x) for x in want]
     runs = []
     for found in (got, want):
@@ -67,7 +67,7 @@ def test_sums_of_rounded_inputs_are_not_rounded(length, dtype):
     given = random_inputs((2, 4, 2, length, 16, 16), config)
     rounded = Inputs(*(x.detach().to(dtype).requires_grad_() for x in given[:3]))
     exact = Inputs(*(x.detach().double() for x in rounded[:3]))
-    got, want = kernels.attention(rounded, config, keep=False), all_keys(exact, config)
+    got, want = kernels.attention(rounded, config, keep=False), definition(exact, config)
     assert got.output.dtype == dtype
     assert relative_error(got.output, want[0]) < 2 * torch.finfo(dtype).eps
     assert relative_error(got.total, want[1]) < 1e-6

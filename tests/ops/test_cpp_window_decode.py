@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import tiny_models
+from helpers import definitions, tiny_models
 from helpers.linear_inputs import definition as sums_of
 from helpers.linear_inputs import random_inputs
 from helpers.random_inputs import relative_error
@@ -23,11 +23,6 @@ SHAPES = {
     "sizes of no whole vectors": (2, 2, 2, 9, 10, 6),
     "more than one tile": (1, 4, 4, 150, 64, 64),
     "a window of one": (2, 2, 1, 1, 8, 8),
-}
-MAPS = {
-    "elu1": lambda x: x.clamp(max=0).exp() + x.clamp(min=0),
-    "relu": lambda x: x.clamp(min=0) + 0.01,
-    "none": lambda x: x,
 }
 
 
@@ -55,10 +50,6 @@ def given(shape, column, hidden, dtype=torch.float32, seed=0):
     return token, valid, ring, state
 
 
-def shared(x, heads):
-    return x.repeat_interleave(heads // x.shape[1], 1)
-
-
 def definition(token, valid, ring, scaling, tail, log_decay):
     """Output `[B, H, 1, Dv]`, S and z, in float64."""
     (query, key, value), heads, column = (
@@ -67,35 +58,29 @@ def definition(token, valid, ring, scaling, tail, log_decay):
         int(ring.head_index[0]),
     )
     keys, values, valid_columns = ring.key.double(), ring.value.double(), ring.valid.clone()
-    S = z = None
+    S = z = others = None
     if tail is not None:
-        phi, S, z = MAPS[tail.kind], tail.S.double(), tail.z.double()
-        evicted = (keys, values) if tail.evicted is None else (x.double() for x in tail.evicted)
-        old_key, old_value = (x[:, :, column if tail.evicted is None else 0] for x in evicted)
-        counts = valid_columns[:, column, None, None].double()
-        remains = torch.where(valid_columns[:, column, None], log_decay.double(), 0).exp()
-        S = (
-            S * remains[..., None, None]
-            + (phi(old_key)[..., None] * old_value[:, :, None]) * counts[..., None]
+        evicted = tail.evicted or (keys[:, :, column, None], values[:, :, column, None])
+        counts = valid_columns[:, column, None]
+        _, _, S, z = definitions.linear(
+            torch.zeros_like(tail.query.double()),
+            definitions.feature_map(evicted[0].double(), tail.kind, False, tail.eps),
+            evicted[1].double(),
+            hidden=~counts,
+            S=tail.S.double(),
+            z=tail.z.double(),
+            log_decay=torch.where(counts, log_decay.double(), 0)[..., None],
         )
-        z = z * remains[..., None] + phi(old_key) * counts
+        phi_q = definitions.feature_map(tail.query.double(), tail.kind, True, tail.eps)
+        shift = tail.query.double().amax(-1).clamp(max=0) if tail.kind == "elu1" else torch.zeros(())
+        scale = shift if tail.query_log_scale is None else tail.query_log_scale.double()
+        total = (phi_q @ definitions.repeated(z, heads)[..., None])[..., 0]
+        others = phi_q @ definitions.repeated(S, heads), total, scale.expand_as(total)
     keys[:, :, column], values[:, :, column] = key[:, :, 0], value[:, :, 0]
     valid_columns[:, column] = True if valid is None else valid[:, 0]
-    scores = (query @ shared(keys, heads).mT * scaling).masked_fill(
-        ~valid_columns[:, None, None], float("-inf")
-    )
-    top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
-    weights = (scores - top).exp()
-    numerator, total = weights @ shared(values, heads), weights.sum(-1)
-    if tail is not None:
-        factor = (
-            -top if tail.query_log_scale is None else tail.query_log_scale.double()[..., None] - top
-        ).exp()
-        phi_q = phi(tail.query.double()) * factor
-        numerator = numerator + phi_q @ shared(S, heads)
-        total = total + (phi_q @ shared(z, heads)[..., None])[..., 0]
-    output = numerator / torch.where(total == 0, 1, total)[..., None]
-    return output, S, z, keys, values, valid_columns
+    scores = query @ definitions.repeated(keys, heads).mT * scaling
+    scores = scores.masked_fill(~valid_columns[:, None, None], float("-inf"))
+    return definitions.softmax(scores, values, others), S, z, keys, values, valid_columns
 
 
 def compare(token, valid, ring, tail, log_decay, tolerance=1e-5):

@@ -57,8 +57,8 @@ def step(inputs: Inputs, how: OpConfig, gate: Gate | None = None) -> Outputs:
 def _run(
     inputs: Inputs, outputs: Outputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None
 ) -> Outputs:
-    problem = _problem(inputs, outputs, how, keep, chunk, gate)
-    build.library().linattn_forward(layout.pack_linear(*problem), how.eps)
+    problem = _problem(inputs, outputs, how, keep, chunk, gate, layout.NO_LINEAR_GRADS)
+    build.library().linattn_forward(problem, how.eps)
     return outputs
 
 
@@ -84,7 +84,7 @@ def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig
     if how.causal:
         S, z = (None if x is None else torch.empty_like(x) for x in (inputs.S, inputs.z))
         decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
-    problem = _problem(inputs, read, how, False, chunk, None)._replace(
+    grads = layout.LinearGrads.pack(
         d_output=array(d_output),
         d_query=array(query),
         d_key=array(key),
@@ -96,29 +96,40 @@ def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig
         d_z=address(z),
         d_decay=address(decay),
     )
-    build.library().linattn_backward(layout.pack_linear(*problem), how.eps)
+    build.library().linattn_backward(_problem(inputs, read, how, False, chunk, None, grads), how.eps)
     return InputGrads(query, key, value, S, z, decay)
 
 
 def _problem(
-    inputs: Inputs, outputs: Outputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None
-) -> layout.LinearProblem:
+    inputs: Inputs,
+    outputs: Outputs,
+    how: OpConfig,
+    keep: bool,
+    chunk: int,
+    gate: Gate | None,
+    grads: bytes,
+) -> bytes:
     query, key, value, hidden, S, z, log_decay, documents = inputs
     (batch, heads, length, head_dim), (_, kv_heads, keys, value_dim) = query.shape, value.shape
-    return layout.LinearProblem(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        length=length,
-        keys=keys,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        feature_map=FEATURE_MAPS.index(how.kind),
-        normalise=how.normalise,
-        causal=how.causal,
-        keep_state=keep,
-        chunk=chunk,
-        threads=torch.get_num_threads(),
+    return layout.LinearProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        options=layout.LinearOptions.pack(
+            feature_map=FEATURE_MAPS.index(how.kind),
+            normalise=how.normalise,
+            causal=how.causal,
+            keep_state=keep,
+            keys=keys,
+            chunk=chunk,
+        ),
+        grads=grads,
         gate=layout.gate(gate),
         query=array(query),
         key=array(key),

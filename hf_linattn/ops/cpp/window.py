@@ -36,8 +36,8 @@ def forward(window: Window, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
     (batch, heads, length, _), value_dim = query.shape, value.shape[3]
     output = token_major(query, batch, heads, length, value_dim)
     lse = query.new_empty(batch, heads, length, dtype=SUMS)
-    problem = _problem(window, other, output, lse)
-    build.library().linattn_window_forward(layout.pack_window(*problem), window.scaling)
+    problem = _problem(window, other, output, lse, layout.NO_WINDOW_GRADS)
+    build.library().linattn_window_forward(problem, window.scaling)
     return output, lse
 
 
@@ -55,33 +55,39 @@ def backward(
     """
     window, other = _dense(window, other)
     grad, output, lse = linear.rows(grad), linear.rows(output), lse.contiguous()
-    query, key, value = (torch.empty_like(x) for x in window[:3])
-    problem = _problem(window, other, output, lse)._replace(
-        d_output=array(grad), d_query=array(query), d_key=array(key), d_value=array(value)
+    gradients = [torch.empty_like(x) for x in (*window[:3], *(other or ()))]
+    query, key, value, *others = gradients
+    grads = layout.WindowGrads.pack(
+        d_output=array(grad),
+        d_query=array(query),
+        d_key=array(key),
+        d_value=array(value),
+        d_others=array(others[0]) if others else layout.NO_ARRAY,
+        d_total=address(others[1]) if others else 0,
+        d_log_scale=address(others[2]) if others else 0,
     )
-    if other is None:
-        build.library().linattn_window_backward(layout.pack_window(*problem), window.scaling)
-        return [query, key, value]
-    values, total, log_scale = (torch.empty_like(x) for x in other)
-    problem = problem._replace(d_others=array(values), d_total=address(total), d_log_scale=address(log_scale))
-    build.library().linattn_window_backward(layout.pack_window(*problem), window.scaling)
-    return [query, key, value, values, total, log_scale]
+    problem = _problem(window, other, output, lse, grads)
+    build.library().linattn_window_backward(problem, window.scaling)
+    return gradients
 
 
-def _problem(window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor) -> layout.WindowProblem:
+def _problem(window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor, grads: bytes) -> bytes:
     query, key, value, valid, span, _ = window
     (batch, heads, length, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
-    return layout.WindowProblem(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        length=length,
-        head_dim=head_dim,
-        value_dim=value_dim,
+    return layout.WindowProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        grads=grads,
         span=span,
         n_missing=window.n_missing,
         block=min(BLOCK, -(-length // VECTOR) * VECTOR),
-        threads=torch.get_num_threads(),
         query=array(query),
         key=array(key),
         value=array(value),
@@ -89,8 +95,8 @@ def _problem(window: Window, other: ScaledSums | None, output: Tensor, lse: Tens
         valid=address(valid),
         valid_row=valid.stride(0),
         others=layout.NO_ARRAY if other is None else array(other.values),
-        total=layout.NOWHERE if other is None else address(other.total),
-        log_scale=layout.NOWHERE if other is None else address(other.log_scale),
+        total=0 if other is None else address(other.total),
+        log_scale=0 if other is None else address(other.log_scale),
         lse=address(lse),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,51 +83,56 @@ def decode(
     query, key, value = rows(query), rows(key), rows(value)
     (batch, heads, _, head_dim), (_, kv_heads, columns, value_dim) = query.shape, ring.value.shape
     output = token_major(query, batch, heads, 1, value_dim)
-    tail = None if tail is None else _dense(tail)
-    problem = layout.WindowDecodeProblem(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
+    tail = None if tail is None else _dense(tail)  # held until the kernel is done
+    problem = layout.WindowDecodeProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=1,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        tail=layout.NO_TAIL if tail is None else _packed(tail),
         columns=columns,
-        threads=torch.get_num_threads(),
         query=array(query),
         key=array(key),
         value=array(value),
         output=array(output),
         ring_key=array(ring.key),
         ring_value=array(ring.value),
-        ring_valid=address(ring.valid),
+        ring_valid=ring.valid.data_ptr(),
         ring_valid_row=ring.valid.stride(0),
-        head_index=address(ring.head_index),
-        token_valid=address(valid),
+        head_index=ring.head_index.data_ptr(),
+        token_valid=0 if valid is None else valid.data_ptr(),
         token_valid_row=0 if valid is None else valid.stride(0),
-        **({} if tail is None else _tail_fields(tail)),
     )
-    build.library().linattn_window_decode(layout.pack_window_decode(*problem), scaling)
+    build.library().linattn_window_decode(problem, scaling)
     return output
 
 
 def _dense(tail: LinearTail) -> LinearTail:
     """Make the last axes dense, and decay and scale all of them, as the kernel reads them."""
-    log_decay, scale = (None if x is None else x.contiguous() for x in (tail.log_decay, tail.query_log_scale))
-    evicted = None if tail.evicted is None else (rows(tail.evicted[0]), rows(tail.evicted[1]))
-    return tail._replace(query=rows(tail.query), evicted=evicted, log_decay=log_decay, query_log_scale=scale)
+    query, evicted, S, z, log_decay, gate, kind, eps, scale = tail
+    if evicted is not None:
+        evicted = rows(evicted[0]), rows(evicted[1])
+    log_decay, scale = (None if x is None else x.contiguous() for x in (log_decay, scale))
+    return LinearTail(rows(query), evicted, S, z, log_decay, gate, kind, eps, scale)
 
 
-def _tail_fields(tail: LinearTail) -> dict[str, Any]:
+def _packed(tail: LinearTail) -> bytes:
     key, value = (layout.NO_ARRAY,) * 2 if tail.evicted is None else map(array, tail.evicted)
-    return {
-        "feature_map": FEATURE_MAPS.index(tail.kind),
-        "features": tail.query.shape[3],
-        "tail_query": array(tail.query),
-        "evicted_key": key,
-        "evicted_value": value,
-        "S": address(tail.S),
-        "z": address(tail.z),
-        "log_decay": address(tail.log_decay),
-        "gate": layout.gate(tail.gate),
-        "query_log_scale": address(tail.query_log_scale),
-        "eps": tail.eps,
-    }
+    return layout.DecodeTail.pack(
+        feature_map=FEATURE_MAPS.index(tail.kind),
+        features=tail.query.shape[3],
+        tail_query=array(tail.query),
+        evicted_key=key,
+        evicted_value=value,
+        S=tail.S.data_ptr(),
+        z=tail.z.data_ptr(),
+        log_decay=address(tail.log_decay),
+        gate=layout.gate(tail.gate),
+        query_log_scale=address(tail.query_log_scale),
+        eps=tail.eps,
+    )
