@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.eager.buffers import Buffer, Features, head_blocks
+from hf_linattn.ops.eager.buffers import Buffer, Features, head_blocks, write_output
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
 MIN_CHUNK = 16
@@ -147,14 +147,7 @@ class _HeadBlock:
             torch.bmm(features, S, out=numerator.flat)
             torch.bmm(features, z, out=totals.flat)
             total[:, :, span].copy_(totals.per_head)
-            if not self.config.normalise:
-                output[:, :, span].copy_(numerator.per_head)
-                continue
-            if self.config.kind == "none":
-                totals.flat.masked_fill_(totals.flat <= 0, 1)
-            else:  # never negative, and 0 where the numerator is
-                totals.flat.clamp_min_(torch.finfo(totals.flat.dtype).tiny)
-            torch.div(numerator.per_head, totals.per_head, out=output[:, :, span])
+            write_output(output[:, :, span], numerator, totals, self.config)
 
     def query_gradients(self, target: Tensor, outputs: Outputs, grads: OutputGrads) -> tuple[Tensor, Tensor]:
         """Write the gradient of the queries; return R and r."""

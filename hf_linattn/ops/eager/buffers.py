@@ -104,6 +104,25 @@ class Features:
         return self.mapped.flat
 
 
+def write_output(target: Tensor, numerator: Buffer, total: Buffer, config: OpConfig) -> None:
+    """Write numerators, divided by totals where asked for; the totals are used up.
+
+    Args:
+        target: written, `[b, h, m, Dv]`.
+        numerator: `[b, h, m, Dv]`.
+        total: `[b, h, m, 1]`.
+        config: whether to divide, and whether totals can be negative.
+    """
+    if not config.normalise:
+        target.copy_(numerator.per_head)
+        return
+    if config.kind == "none":
+        total.flat.masked_fill_(total.flat <= 0, 1)
+    else:  # never negative, and 0 where the numerator is
+        total.flat.clamp_min_(torch.finfo(total.flat.dtype).tiny)
+    torch.div(numerator.per_head, total.per_head, out=target)
+
+
 class ChunkDecay(NamedTuple):
     """What decay and borders between documents leave, factors from 0 to 1 for one chunk of m tokens.
 

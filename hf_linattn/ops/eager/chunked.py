@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.eager.buffers import Buffer, ChunkDecay, Features, chunk_decay, head_blocks
+from hf_linattn.ops.eager.buffers import Buffer, ChunkDecay, Features, chunk_decay, head_blocks, write_output
 from hf_linattn.ops.types import Inputs, OpConfig, Outputs, accumulator_dtype
 
 
@@ -195,15 +195,7 @@ class ChunkLoop:
     def advance(
         self, state: RunningState, buffers: ChunkBuffers, key: Tensor, value: Tensor, decay: ChunkDecay | None
     ) -> None:
-        """Add a chunk to the state; the features of its keys are written over.
-
-        Args:
-            state: before the chunk.
-            buffers: of the chunk.
-            key: its features, `[b hkv, m, D]`, in `buffers.key`.
-            value: `[b hkv, m, Dv]`.
-            decay: of the chunk; None for none.
-        """
+        """Add a chunk to the state; the features of its keys, in `buffers.key`, are written over."""
         if decay is not None:
             state.apply_decay(decay)
             buffers.key.mapped.per_head.mul_(decay.key)
@@ -228,14 +220,7 @@ class _Forward(ChunkLoop):
                 numerator.baddbmm_(query, state.S)
                 row.baddbmm_(query, state.z)
             total_target.copy_(buffers.total.per_head)
-            if not self.config.normalise:
-                target.copy_(buffers.numerator.per_head)
-            else:
-                if self.config.kind == "none":
-                    row.masked_fill_(row <= 0, 1)
-                else:  # never negative, and 0 where the numerator is
-                    row.clamp_min_(torch.finfo(row.dtype).tiny)
-                torch.div(buffers.numerator.per_head, buffers.total.per_head, out=target)
+            write_output(target, buffers.numerator, buffers.total, self.config)
             remaining -= key.shape[1]
             if keep or remaining:
                 self.advance(state, buffers, key, value, decay)

@@ -154,23 +154,17 @@ class _Run:
     """One backward: what its passes share."""
 
     def __init__(self, call: Problem, d_output: Tensor, total: Tensor) -> None:
+        from hf_linattn.ops.triton import backward_kernels
+
+        self.kernels = backward_kernels
         self.call, self.d_output, self.total = call, last_contiguous(d_output), total.contiguous()
         shape = (call.batch, call.heads, call.length)
         self.t, self.shift = call.new(*shape), call.new(*shape)
 
     def launch(
-        self, kernel: Any, spec: KernelSpec, length: int, segment: int, slots: int, **own: Any
+        self, kernel: Any, spec: KernelSpec, length: int, segment: int, states: Tensor | None, **own: Any
     ) -> None:
-        """Launch a pass with what all passes take.
-
-        Args:
-            kernel: jitted by triton.
-            spec: its description.
-            length: tokens that it walks.
-            segment: tokens of a segment.
-            slots: states of segments.
-            own: what this pass takes besides.
-        """
+        """Launch a pass over `length` tokens with what all passes take, and what it takes besides."""
         self.call.run(
             kernel,
             spec,
@@ -181,7 +175,8 @@ class _Run:
             heads=self.call.heads,
             length=length,
             segment=segment,
-            slots=slots,
+            slots=0 if states is None else states.shape[1],
+            STATES=states,
             GROUP=self.call.group,
             NORMALISE=self.call.normalise,
             **own,
@@ -198,34 +193,23 @@ class _Run:
     ) -> Tensor | None:
         """Compute t and shift of every query, and R and r per segment, from the last one on.
 
-        Args:
-            d_total: gradient of the totals, `[B, H, N]`; None for 0.
-            output: of the forward, `[B, H, N, Dv]`.
-            R: behind the last token, `[B, Hkv, D, Dv]`; None for 0.
-            r: `[B, Hkv, D]`, likewise.
-            segment: tokens of a segment.
-            slots: segments; 0 where no R is wanted.
-
-        Returns:
-            States as `Problem.new_slots`; None for no slots.
+        R `[B, Hkv, D, Dv]` and r `[B, Hkv, D]` are behind the last token, None for 0. States as
+        `Problem.new_slots`, None where `slots` is 0 because no R is wanted.
         """
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
         call, output = self.call, last_contiguous(output)
         states = call.new_slots(slots) if slots else None
         self.launch(
-            kernels.gradient_rows,
+            self.kernels.gradient_rows,
             GRADIENT_ROWS,
             call.length,
             segment if slots else ROWS_ALONE,
-            slots,
+            states,
             programs=None if slots else call.batch_heads,
             OUT=output,
             out_strides=output.stride()[:3],
             D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
             T=self.t,
             SHIFT=self.shift,
-            STATES=states,
         )
         if states is not None:
             call.accumulate(states, R, r)
@@ -234,27 +218,16 @@ class _Run:
     def query_gradients(
         self, states: Tensor | None, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
     ) -> Tensor:
-        """Compute dq.
-
-        Args:
-            states: before each segment but the first; None for one segment.
-            S0: before the first, or of all keys; None for nothing.
-            z0: likewise.
-            segment: tokens of a segment.
-            causal: else every query reads S0.
-        """
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
+        """Compute dq; `states` are before each segment but the first, S0 and z0 before it or of all keys."""
         d_query = torch.empty_like(self.call.query)
         self.launch(
-            kernels.query_gradients,
+            self.kernels.query_gradients,
             QUERY_GRADIENTS,
             self.call.length,
             segment,
-            _slots(states),
+            states,
             T=self.t,
             SHIFT=self.shift,
-            STATES=states,
             S0=S0,
             Z0=z0,
             D_Q=d_query,
@@ -273,29 +246,20 @@ class _Run:
         causal: bool,
         state: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute dk and, where `state`, dS0 and dz0.
+        """Compute dk and, where there was a state, dS0 and dz0.
 
-        Args:
-            later: what `rows` returned.
-            R: behind the last token, or of all queries; None for 0.
-            r: likewise.
-            segment: tokens of a segment.
-            causal: else every key has R.
-            state: there was one before.
+        `later` is what `rows` returned; R and r are behind the last token, or of all queries.
         """
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
         d_key = torch.empty_like(self.call.key)
         d_S0, d_z0 = self.call.new_state() if state else (None, None)
         self.launch(
-            kernels.key_gradients,
+            self.kernels.key_gradients,
             KEY_GRADIENTS,
             self.call.keys,
             segment,
-            _slots(later),
+            later,
             T=self.t,
             SHIFT=self.shift,
-            STATES=later,
             D_S=R,
             D_Z=r,
             D_K=d_key,
@@ -309,31 +273,17 @@ class _Run:
     def value_gradients(
         self, later: Tensor | None, R: Tensor | None, segment: int, *, causal: bool
     ) -> Tensor:
-        """Compute dv.
-
-        Args:
-            later: what `rows` returned.
-            R: behind the last token, or of all queries; None for 0.
-            segment: tokens of a segment.
-            causal: else every key has R.
-        """
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
+        """Compute dv; `later` is what `rows` returned, R is after the last token, or of all queries."""
         d_value = torch.empty_like(self.call.value)
         self.launch(
-            kernels.value_gradients,
+            self.kernels.value_gradients,
             VALUE_GRADIENTS,
             self.call.keys,
             segment,
-            _slots(later),
-            STATES=later,
+            later,
             D_S=R,
             D_V=d_value,
             d_v_strides=d_value.stride()[:3],
             CAUSAL=causal,
         )
         return d_value
-
-
-def _slots(states: Tensor | None) -> int:
-    return 0 if states is None else states.shape[1]

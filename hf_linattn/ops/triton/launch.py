@@ -165,12 +165,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of outputs and totals.
 
-    Args:
-        call: the inputs.
-        S0: causal, the state before all; else that of all keys.
-        z0: likewise.
-        S: causal, where the state after all is written; else None.
-        z: likewise.
+    With S and z it is causal, and writes the state after there; S0 and z0 are that before, else of all keys.
     """
     from hf_linattn.ops.triton import kernels
 

@@ -208,14 +208,7 @@ class Problem:
         return S.contiguous(), z.contiguous()
 
     def states(self, S: Tensor | None, z: Tensor | None, segment: int, slots: int) -> Tensor | None:
-        """Compute S and z after each of the first `slots` segments, as `new_slots`; None for no slots.
-
-        Args:
-            S: the state before all, `[B, Hkv, D, Dv]`; None for nothing.
-            z: `[B, Hkv, D]`, likewise.
-            segment: tokens of a segment.
-            slots: how many.
-        """
+        """Compute states after each of the first `slots` segments, as `new_slots`; None for no slots."""
         from hf_linattn.ops.triton import kernels
 
         if not slots:
@@ -256,14 +249,9 @@ class Problem:
     def run(
         self, kernel: Any, spec: KernelSpec, segments: int, programs: int | None = None, **arguments: Any
     ) -> None:
-        """Launch a kernel that walks segments.
+        """Launch a kernel that walks segments, with what its description gives and more arguments.
 
-        Args:
-            kernel: jitted by triton.
-            spec: its description.
-            segments: how many there are.
-            programs: that walk the same segment; None for those of its description.
-            arguments: that the description does not give.
+        `programs`, where it is not None, walk the same segment in place of those of the description.
         """
         self.launch(
             kernel,
