@@ -12,14 +12,14 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, has_kernels
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.types import Gate, How, Inputs, State
+from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
 
 
 def causal(attention: Any, tokens: Tokens, state: State | None, divide: bool) -> tuple[Tensor, Tensor, State]:
     """As `LinearAttention.sums`."""
     query, documents, fused = tokens.query, tokens.documents, attention.fused
     assert query is not None
-    how = How(fused, attention.eps, divide)
+    how = OpConfig(fused, attention.eps, divide)
     if runs_natively(tokens, state):
         gate = attention.gate()
         given = inputs(attention, tokens, divide, state, gate)
@@ -57,7 +57,9 @@ def both_ways(attention: Any, tokens: Tokens, divide: bool) -> tuple[Tensor, Ten
         numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
         return linear.normalised(numerator, total) if divide else numerator, total
     given = inputs(attention, tokens, divide)._replace(log_decay=None)  # decay is for what comes before
-    found = linear_attention.attention(given, How(fused, attention.eps, divide, causal=False), keep=False)
+    found = linear_attention.attention(
+        given, OpConfig(fused, attention.eps, divide, causal=False), keep=False
+    )
     return found.output, found.total
 
 

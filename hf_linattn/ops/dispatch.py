@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_linattn.ops.cpp import build
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import How, Inputs
+from hf_linattn.ops.types import Inputs, OpConfig
 
 SHORT = 192
 """Up to so many tokens all scores at once, unless something comes before, decays or ends."""
@@ -31,7 +31,7 @@ run on a GPU yet."""
 
 
 def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bool) -> bool:
-    """Whether `ops.kernels` runs where these are; else vectorised torch operations compute them.
+    """Tell whether `ops.linear_attention` runs where these are; else vectorised torch operations do.
 
     Args:
         query: `[B, H, N, D]`.
@@ -51,8 +51,8 @@ def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bo
     return allowed and kind == "elu1" and not linked and launch.supports(query, key, value)
 
 
-def form(inputs: Inputs, how: How) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
-    """Of the forms that `ops.kernels` has."""
+def form(inputs: Inputs, how: OpConfig) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
+    """Choose one of the forms that `ops.linear_attention` has."""
     if inputs.query.is_cuda:
         return "triton"
     if native.takes(inputs):
@@ -71,7 +71,7 @@ def _small(inputs: Inputs) -> bool:
 
 
 def chunk(inputs: Inputs) -> int:
-    """Tokens per step of the loop."""
+    """Choose the tokens per step of `eager.chunked`."""
     batch, kv_heads, length, _ = inputs.key.shape
     if length <= 2 * CHUNK:
         return length
@@ -80,39 +80,39 @@ def chunk(inputs: Inputs) -> int:
 
 
 def explain() -> str:
-    """The rule in words."""
+    """Say the rule as text."""
     return f"""\
-causal linear attention, first line that fits:
+causal linear attention, first line that fits (files in hf_linattn/ops):
   torch.export                       vectorised torch operations
   CPU with {build.CPP}=1, at most 32 bits
-                                     kernels in C++, in chunks of {CHUNK} tokens (ops/native.py); one token
+                                     kernels in C++, in chunks of {CHUNK} tokens (cpp/linear.py); one token
                                      too, unless it is compiled by torch.compile
-  CPU, one token                     update of the state and read (ops/linear.py)
+  CPU, one token                     update of the state and read (eager/linear.py)
   CPU, at most {SHORT} tokens ({SHORT_AND_SMALL} if rows x key heads x their size are below {SMALL}) from
   the start, neither decay nor packed documents
-                                     all scores at once (ops/quadratic.py)
+                                     all scores at once (eager/quadratic.py)
   CPU                                loop over chunks of {CHUNK} tokens, maps inside: elu1, relu
-                                     (ops/loop.py); of {2 * CHUNK} if that is all, if rows x key heads
+                                     (eager/chunked.py); of {2 * CHUNK} if that is all, if rows x key heads
                                      x their size are below {SMALL}, or with several threads and
                                      fewer than {FEW} rows x key heads
   CUDA with {TRITON}=1 and triton, elu1, neither decay nor packed
   documents
-                                     Triton kernels (ops/triton_linear.py)
-  any other device                   vectorised torch operations (ops/linear.py)
+                                     Triton kernels (triton/launch.py)
+  any other device                   vectorised torch operations (eager/linear.py)
 bidirectional and cross-attention:
   CPU with {build.CPP}=1, at most 32 bits
-                                     kernels in C++ (ops/native.py)
+                                     kernels in C++ (cpp/linear.py)
   CPU, at most {SHORT_BOTH_WAYS} queries and keys
-                                     all scores at once (ops/quadratic.py)
+                                     all scores at once (eager/quadratic.py)
   CPU                                a sum over all keys that every query reads, in chunks whose buffers
-                                     hold {NUMBERS:,} numbers, maps inside as above (ops/both_ways.py)
+                                     hold {NUMBERS:,} numbers, maps inside as above (eager/bidirectional.py)
   CUDA                               as above
-  torch.export, any other device     the sum in vectorised torch operations (ops/linear.py)
+  torch.export, any other device     the sum in vectorised torch operations (eager/linear.py)
 windows, with a linear attention for the rest or without:
   CPU with {build.CPP}=1, at most 32 bits
-                                     kernels in C++, tile by tile (ops/native_window.py); a decoded token
-                                     without sinks in one call (ops/native_step.py), unless it is
+                                     kernels in C++, tile by tile (cpp/window.py); a decoded token
+                                     without sinks in one call (cpp/window_decode.py), unless it is
                                      compiled by torch.compile
-  CPU                                torch's fused kernel, block by block (ops/window.py); a text inside the
-                                     window in one call of it
-  any other device                   vectorised torch operations (ops/band.py)"""
+  CPU                                torch's fused kernel, block by block (window_attention.py); a text
+                                     inside the window in one call of it
+  any other device                   vectorised torch operations (eager/window.py)"""

@@ -11,17 +11,17 @@ from hf_linattn.ops import dispatch
 from hf_linattn.ops.cpp import linear
 from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadratic
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import Given, Gradients, How, Inputs, Outputs, accumulator
+from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
-INPUTS, HOW = len(Inputs._fields), len(How._fields)
+INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
 DEVICES = ("cpu", "cuda")
 
 
-def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
-    """As `chunked.causal` or `bidirectional.forward`, with gradients, in the form that `dispatch` chooses.
+def attention(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
+    """Compute linear attention, with gradients, in the form that `dispatch` chooses.
 
     Args:
-        inputs: what is summed up.
+        inputs: queries, keys, values, and what came before.
         how: which features, over which keys, and whether to divide.
         keep: the state after is wanted; causal only.
 
@@ -39,7 +39,7 @@ def attention(inputs: Inputs, how: How, keep: bool) -> Outputs:
     return Outputs(*_Attention.apply(*inputs, how, keep))  # type: ignore[no-untyped-call]
 
 
-def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
+def _forward(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
     form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton(inputs, how, keep)
@@ -49,16 +49,16 @@ def _forward(inputs: Inputs, how: How, keep: bool) -> Outputs:
         return quadratic.forward(inputs, how, keep)
     if form == "both ways":
         return bidirectional.forward(inputs, how, keep, dispatch.NUMBERS)
-    return chunked.causal(inputs, how, keep, dispatch.chunk(inputs))
+    return chunked.forward(inputs, how, keep, dispatch.chunk(inputs))
 
 
-def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+def _backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig) -> InputGrads:
     form = dispatch.form(inputs, how)
     if form == "triton":
         return _triton_backward(inputs, outputs, given, how)
     if form == "native":
         found = linear.backward(inputs, outputs, given, how, dispatch.CHUNK)
-        return chunked_backward.decayed(found, outputs, given)
+        return chunked_backward.through_running_sum(found, outputs, given)
     if form == "quadratic":
         return quadratic.backward(inputs, outputs, given, how)
     if form == "both ways":
@@ -66,7 +66,7 @@ def _backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradi
     return chunked_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
 
 
-def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
+def _triton(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
     query, key, value, hidden, S, z = inputs[:6]
     valid = None if hidden is None else ~hidden
     run = launch.forward if how.causal else launch.global_forward
@@ -74,18 +74,18 @@ def _triton(inputs: Inputs, how: How, keep: bool) -> Outputs:
     return Outputs(*found) if keep or not how.causal else Outputs(*found[:2])
 
 
-def _triton_backward(inputs: Inputs, outputs: Outputs, given: Given, how: How) -> Gradients:
+def _triton_backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig) -> InputGrads:
     query, key, value, hidden, S, z = inputs[:6]
     valid = None if hidden is None else ~hidden
     operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
     if how.causal:
         return launch.backward(*operands, S, z, *outputs[:2], *kind)
-    found = launch.global_backward(*operands, *outputs[:2], *outputs.after, *kind)
-    return Gradients(*found[:3])
+    found = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind)
+    return InputGrads(*found[:3])
 
 
-def _remember(ctx: Any, inputs: Inputs, how: How, outputs: Outputs) -> None:
-    """What the backward needs; the state after only where the decay has gradients, or all keys are seen."""
+def _remember(ctx: Any, inputs: Inputs, how: OpConfig, outputs: Outputs) -> None:
+    """Save what the backward needs; the state after only where the decay has gradients, or over all keys."""
     ctx.how = how
     after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
@@ -93,21 +93,21 @@ def _remember(ctx: Any, inputs: Inputs, how: How, outputs: Outputs) -> None:
 
 def _given(
     ctx: Any, output: Tensor | None, total: Tensor | None, S: Tensor | None = None, z: Tensor | None = None
-) -> tuple[Inputs, Outputs, Given]:
-    """The loss by the outputs, zeros filled in: S and z come together, and not where they were not kept."""
+) -> tuple[Inputs, Outputs, OutputGrads]:
+    """Take gradients of the outputs, zeros filled in: S and z come together, where they were kept."""
     saved = ctx.saved_tensors
     inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
     output = torch.zeros_like(outputs.output) if output is None else output
     if (S is None or not S.numel()) and (z is None or not z.numel()):
-        return inputs, outputs, Given(output, total)
+        return inputs, outputs, OutputGrads(output, total)
     (batch, heads, _, size), wide = inputs.key.shape, inputs.value.shape[3]
     S = outputs.total.new_zeros(batch, heads, size, wide) if S is None else S
     z = outputs.total.new_zeros(batch, heads, size) if z is None else z
-    return inputs, outputs, Given(output, total, S, z)
+    return inputs, outputs, OutputGrads(output, total, S, z)
 
 
-def _by_inputs(found: Gradients) -> tuple[Tensor | None, ...]:
-    """In the order of the operator's first arguments, with the documents."""
+def _by_inputs(found: InputGrads) -> tuple[Tensor | None, ...]:
+    """Bring gradients to the order of the operator's first arguments, documents among them."""
     query, key, value, *rest = found
     return query, key, value, None, *rest, None
 
@@ -154,7 +154,7 @@ def _operator(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
-    output, total, *after = _forward(inputs, How(kind, eps, normalise, causal), keep)
+    output, total, *after = _forward(inputs, OpConfig(kind, eps, normalise, causal), keep)
     return output, total, *(total.new_empty(0) if x is None else x for x in after)  # type: ignore[return-value]
 
 
@@ -163,7 +163,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     query, key, value = args[:3]
     (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
     output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
-    total = output.new_empty(batch, heads, length, dtype=accumulator(query, key, value))
+    total = output.new_empty(batch, heads, length, dtype=accumulator_dtype(query, key, value))
     if not args[-1]:
         return output, total, total.new_empty(0), total.new_empty(0)
     state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)
@@ -193,30 +193,30 @@ def _backward_operator(
     normalise: bool,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients that do not exist come back without elements: an operator has no optional results."""
+    """Compute gradients, without elements where there are none: an operator has no optional results."""
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
-    given = Given(d_output, d_total, d_S, d_z)
-    found = _backward(inputs, Outputs(*outputs), given, How(kind, eps, normalise, causal))
+    given = OutputGrads(d_output, d_total, d_S, d_z)
+    found = _backward(inputs, Outputs(*outputs), given, OpConfig(kind, eps, normalise, causal))
     return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
 
 
 @_backward_operator.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     total = args[INPUTS + 1]
-    learned = Inputs(*args[:INPUTS]).learned
-    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
+    differentiable = Inputs(*args[:INPUTS]).differentiable
+    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in differentiable)
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     inputs, outputs, given = _given(ctx, *grads)
     found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
-    parts: Any = (None if x is None else y for x, y in zip(inputs.learned, found, strict=True))
-    return (*_by_inputs(Gradients(*parts)), *(None,) * (HOW + 1))
+    parts: Any = (None if x is None else y for x, y in zip(inputs.differentiable, found, strict=True))
+    return (*_by_inputs(InputGrads(*parts)), *(None,) * (HOW + 1))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _remember(ctx, Inputs(*inputs[:INPUTS]), How(*inputs[INPUTS:-1]), Outputs(*output))
+    _remember(ctx, Inputs(*inputs[:INPUTS]), OpConfig(*inputs[INPUTS:-1]), Outputs(*output))
 
 
 _operator.register_autograd(_autograd_backward, setup_context=_setup)

@@ -15,25 +15,25 @@ from hf_linattn.ops.softmax_sink import attention, fits
 
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:
-    """Logits of the extra key, `[1, 1 or H, 1, 1]` or `[B, H, N, 1]`, in the dtype of the scores."""
+    """Bring logits of the extra key to `[1, 1 or H, 1, 1]` or `[B, H, N, 1]`, in the dtype of the scores."""
     sink = torch.as_tensor(sink, dtype=like.dtype, device=like.device)
     return sink if sink.ndim == 4 else sink.reshape(1, -1, 1, 1)
 
 
 def additive(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
-    """One mask for SDPA from a boolean mask and a bias: boolean, additive, or None."""
+    """Make one mask for SDPA from a boolean mask and a bias: boolean, additive, or None."""
     if bias is None:
         return mask
     bias = bias.to(like.dtype)
     return bias if mask is None else bias.masked_fill(~mask, float("-inf"))
 
 
-def _seen(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
-    """The same as one additive mask, of four axes."""
-    seen = additive(mask, bias, like)
-    if seen is not None and seen.dtype == torch.bool:
-        seen = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    return seen if seen is None or seen.ndim == 4 else seen[(None,) * (4 - seen.ndim)]
+def _additive_4d(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    """Make one additive mask of four axes, or None."""
+    joined = additive(mask, bias, like)
+    if joined is not None and joined.dtype == torch.bool:
+        joined = like.new_zeros(joined.shape).masked_fill_(~joined, float("-inf"))
+    return joined if joined is None or joined.ndim == 4 else joined[(None,) * (4 - joined.ndim)]
 
 
 def _sdpa(
@@ -45,9 +45,9 @@ def _sdpa(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    shared = query.shape[1] != key.shape[1]
+    grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=shared
+        query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
     )
 
 
@@ -63,7 +63,7 @@ def softmax_attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention through torch's fused kernels, exact with a sink too.
+    """Attend through torch's fused kernels, exact with a sink too.
 
     Args:
         query: `[B, H, N, D]`.
@@ -82,11 +82,11 @@ def softmax_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sink is None:
-        allowed = additive(mask, bias, query)
-        return _sdpa(query, key, value, allowed, dropout, is_causal, scale)
+        joined = additive(mask, bias, query)
+        return _sdpa(query, key, value, joined, dropout, is_causal, scale)
     column = sink_column(sink, query)
     if fits(query, key, value, bias, dropout):
-        return attention(query, key, value, _seen(mask, bias, query), is_causal, scale, column)
+        return attention(query, key, value, _additive_4d(mask, bias, query), is_causal, scale, column)
     if is_causal and sink.ndim == 0 and not sink.requires_grad and bias is None and mask is None:
         # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
         query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))
@@ -104,7 +104,7 @@ def softmax_attention(
 
 
 def scores_of(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Scaling q_i . k_j, `[B, H, N, S]`, in float32 (float64 in float64 models)."""
+    """Compute scores scaling q_i . k_j, `[B, H, N, S]`, in float32 (float64 for float64 inputs)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores: Tensor = query.to(dtype) @ key.to(dtype).mT * scaling
@@ -112,21 +112,27 @@ def scores_of(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def capped(scores: Tensor, softcap: float | None, bias: Tensor | None) -> Tensor:
-    """Scores under a cap c tanh(s / c), then biased."""
+    """Cap scores to c tanh(s / c), then add a bias; None for neither."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     return scores if bias is None else scores + bias.to(scores.dtype)
 
 
 def visible_count(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """n_i, at least 1, `[B or 1, 1 or H, N or 1, 1]` in the dtype of the scores."""
+    """Count the keys each query sees, at least 1: `[B or 1, 1 or H, N or 1, 1]`, in the scores' dtype."""
     if mask is None:
         return scores.new_full((1, 1, 1, 1), scores.shape[-1])
     return mask.sum(-1, keepdim=True).clamp_min(1).to(scores.dtype)
 
 
 def softmax_weights(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
-    """Weights `[B, H, N, S]`: rows sum to 1, or to less with a sink; rows that see nothing are 0."""
+    """Turn scores into weights `[B, H, N, S]`: rows sum to 1, or less with a sink; 0 where nothing is seen.
+
+    Args:
+        scores: `[B, H, N, S]`.
+        mask: boolean, True where visible; None for all.
+        sink: logit of the extra key, as `softmax_attention` takes it; None for none.
+    """
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     top = scores.amax(-1, keepdim=True).detach()

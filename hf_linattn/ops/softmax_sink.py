@@ -22,7 +22,15 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> bool:
-    """Whether the kernel takes these as they are; autocast would change them first."""
+    """Tell whether the kernel takes these as they are; autocast would change them first.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
+        bias: what would be added to the scores; None for nothing.
+        dropout: probability.
+    """
     tensors = (query, key, value)
     return (
         not dropout
@@ -45,7 +53,7 @@ def attention(
     scale: float,
     sink: Tensor,
 ) -> Tensor:
-    """Output `[B, H, N, D]`.
+    """Attend with a sink: `[B, H, N, D]`, with gradients.
 
     Args:
         query: `[B, H, N, D]`.
@@ -60,16 +68,16 @@ def attention(
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_with_sink(query, key, value, mask, sink, is_causal, scale)[0]  # type: ignore[no-any-return]
     if not torch.is_grad_enabled():
-        found, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-        return _over(found, lse, sink)
+        plain, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        return _with_sink(plain, lse, sink)
     output: Tensor = _Attention.apply(query, key, value, mask, sink, is_causal, scale)  # type: ignore[no-untyped-call]
     return output
 
 
-def _over(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The kernel's output with a sink, written over."""
-    share: Tensor = torch.sigmoid(lse - sink.to(lse.dtype).squeeze(-1))
-    return output.mul_(share.unsqueeze(-1))
+def _with_sink(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Scale the kernel's output by what the sink leaves, in place."""
+    factor: Tensor = torch.sigmoid(lse - sink.to(lse.dtype).squeeze(-1))
+    return output.mul_(factor.unsqueeze(-1))
 
 
 def _forward(
@@ -81,10 +89,10 @@ def _forward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and lse' `[B, H, N]`."""
+    """Compute the output, and lse' `[B, H, N]`."""
     output, lse = FORWARD(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     logit = sink.to(lse.dtype).squeeze(-1)
-    return _over(output, lse, sink), torch.logaddexp(lse, logit).contiguous()
+    return _with_sink(output, lse, sink), torch.logaddexp(lse, logit).contiguous()
 
 
 def _backward(
@@ -99,14 +107,14 @@ def _backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By query, key, value and sink."""
-    grads = _by_tokens(grad, query, key, value, mask, output, lse, is_causal, scale)
-    share = (sink.to(lse.dtype) - lse.unsqueeze(-1)).exp()
-    by_sink = -(share * (grad * output).sum(-1, True)).sum_to_size(sink.shape)
-    return (*grads, by_sink.to(sink.dtype))
+    """Compute gradients of query, key, value and sink."""
+    d_tokens = _token_grads(grad, query, key, value, mask, output, lse, is_causal, scale)
+    weight = (sink.to(lse.dtype) - lse.unsqueeze(-1)).exp()
+    d_sink = -(weight * (grad * output).sum(-1, True)).sum_to_size(sink.shape)
+    return (*d_tokens, d_sink.to(sink.dtype))
 
 
-def _by_tokens(
+def _token_grads(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -117,16 +125,16 @@ def _by_tokens(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By query, key and value."""
-    found: tuple[Tensor, Tensor, Tensor] = BACKWARD(
+    """Compute gradients of query, key and value."""
+    gradients: tuple[Tensor, Tensor, Tensor] = BACKWARD(
         grad, query, key, value, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
     )
-    return found
+    return gradients
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:5], *output)
-    ctx.how = inputs[5:]
+    ctx.options = inputs[5:]
 
 
 class _Attention(torch.autograd.Function):
@@ -140,15 +148,15 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[4]:
-            *by, by_sink = _backward(grad, *ctx.saved_tensors, *ctx.how)
-            return (*by, None, by_sink, None, None)
+            *d_inputs, d_sink = _backward(grad, *ctx.saved_tensors, *ctx.options)
+            return (*d_inputs, None, d_sink, None, None)
         query, key, value, mask, _, output, lse = ctx.saved_tensors
-        by_tokens = _by_tokens(grad, query, key, value, mask, output, lse, *ctx.how)
-        return (*by_tokens, None, None, None, None)
+        d_tokens = _token_grads(grad, query, key, value, mask, output, lse, *ctx.options)
+        return (*d_tokens, None, None, None, None)
 
 
 def dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Contiguous results: how the kernel lays them out is its own affair, and a fake must foretell it."""
+    """Make the results contiguous: the kernel's layout may change, and a fake operator must foretell it."""
 
     @functools.wraps(function)
     def dense(*inputs: Any) -> tuple[Tensor, ...]:
@@ -178,9 +186,11 @@ def _(
     return tuple(x.new_empty(x.shape) for x in (query, key, value, sink))
 
 
-def _autograd_backward(ctx: Any, grad: Tensor, by_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *by, by_sink = torch.ops.hf_linattn.softmax_with_sink_backward(grad, *ctx.saved_tensors, *ctx.how)
-    return (*by, None, by_sink, None, None)
+def _autograd_backward(ctx: Any, grad: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *d_tokens, d_sink = torch.ops.hf_linattn.softmax_with_sink_backward(
+        grad, *ctx.saved_tensors, *ctx.options
+    )
+    return (*d_tokens, None, d_sink, None, None)
 
 
 _operator.register_autograd(_autograd_backward, setup_context=_remember)

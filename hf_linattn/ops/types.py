@@ -1,4 +1,9 @@
-"""What the forms of linear attention take and give."""
+"""What goes into the forms of attention and what comes out: shapes, dtypes, units.
+
+B is the batch, H the query heads, Hkv the key heads (H is a multiple of it), N the tokens, D the head dim of
+queries and keys (or the number of features), Dv that of values. "The dtype of sums" is float32, float64 where
+an input is float64. Queries, keys and values may be strided; outputs lie token by token.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,28 @@ FEATURE_MAPS = ("none", "elu1", "relu")
 """Elementwise maps that kernels apply; "none" where the inputs are features already."""
 
 
-class How(NamedTuple):
-    """What is computed.
+def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
+    """Choose the dtype of sums: float64 where one of the tensors has it, else float32."""
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
+
+
+def token_major(like: Tensor, batch: int, heads: int, length: int, value_dim: int) -> Tensor:
+    """Allocate `[B, H, N, Dv]` that lies in memory as `[B, N, H, Dv]`, as the next projection reads it.
+
+    Args:
+        like: gives dtype and device.
+        batch: B.
+        heads: H.
+        length: N.
+        value_dim: Dv.
+    """
+    # a view of a new tensor takes longer
+    strides = (length * heads * value_dim, value_dim, heads * value_dim, 1)
+    return like.new_empty_strided((batch, heads, length, value_dim), strides)
+
+
+class OpConfig(NamedTuple):
+    """Which linear attention is computed.
 
     Attributes:
         kind: one of `FEATURE_MAPS`.
@@ -33,7 +58,7 @@ class Gate(NamedTuple):
 
     Attributes:
         weight: w, `[Hkv, Dv]`, float32, dense.
-        bias: b, `[Hkv]`, likewise.
+        bias: b, `[Hkv]`, float32, dense.
         temperature: above 0.
     """
 
@@ -42,29 +67,31 @@ class Gate(NamedTuple):
     temperature: float
 
 
-def accumulator(*tensors: Tensor) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
+class State(NamedTuple):
+    """What a token sees of all tokens before it, in the dtype of sums.
 
+    Attributes:
+        S: sum_j phi(k_j) v_j^T, `[B, Hkv, D, Dv]`.
+        z: sum_j phi(k_j), `[B, Hkv, D]`.
+    """
 
-def by_token(like: Tensor, batch: int, heads: int, length: int, wide: int) -> Tensor:
-    """New numbers `[B, H, N, Dv]`, token by token in memory, as transformers wants them."""
-    # a view of a new tensor takes longer
-    strides = (length * heads * wide, wide, heads * wide, 1)
-    return like.new_empty_strided((batch, heads, length, wide), strides)
+    S: Tensor
+    z: Tensor
 
 
 class Inputs(NamedTuple):
-    """Of `causal` and its backward.
+    """What linear attention is computed from, forward and backward.
 
     Attributes:
-        query: `[B, H, N, D]`; H a multiple of Hkv.
+        query: `[B, H, N, D]`; over all keys its N may be another than that of the keys.
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
-        hidden: boolean `[B, N]`, True at keys that do not count; None for none.
-        S, z: the state before, `[B, Hkv, D, Dv]` and `[B, Hkv, D]`, in the dtype of sums; None for nothing.
+        hidden: boolean `[B, N]`, True at keys that do not count, which may hold NaN; None for none.
+        S: state before the first token, `[B, Hkv, D, Dv]`, in the dtype of sums; None for nothing.
+        z: `[B, Hkv, D]`, likewise.
         log_decay: `[B, Hkv, N]`, at most 0, in the dtype of sums; None for no decay.
-        documents: `[B, N]` ascending; S and z belong to the first of each row. None for one document.
+        documents: integers `[B, N]`, ascending: a query sees its own document, and the state belongs to the
+            first of each row. None for one document.
     """
 
     query: Tensor
@@ -77,14 +104,14 @@ class Inputs(NamedTuple):
     documents: Tensor | None = None
 
     @property
-    def learned(self) -> tuple[Tensor | None, ...]:
-        """What there are gradients of, in the order of `loop_backward.Gradients`."""
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Tensors that have gradients, in the order of `InputGrads`."""
         return self.query, self.key, self.value, self.S, self.z, self.log_decay
 
-    def part(self, rows: slice, heads: slice) -> Inputs:
-        """Some rows and key heads, and the queries that belong to them."""
+    def head_block(self, rows: slice, heads: slice) -> Inputs:
+        """Cut out some rows and key heads, with the query heads that belong to them."""
         return Inputs(
-            self.query[rows, self.queries(heads)],
+            self.query[rows, self.query_heads(heads)],
             self.key[rows, heads],
             self.value[rows, heads],
             None if self.hidden is None else self.hidden[rows],
@@ -94,19 +121,20 @@ class Inputs(NamedTuple):
             None if self.documents is None else self.documents[rows],
         )
 
-    def queries(self, heads: slice) -> slice:
-        """Query heads of key heads."""
+    def query_heads(self, heads: slice) -> slice:
+        """Find the query heads that share some key heads."""
         shared = self.query.shape[1] // self.key.shape[1]
         return slice(heads.start * shared, heads.stop * shared)
 
 
 class Outputs(NamedTuple):
-    """Of `causal`.
+    """What linear attention gives.
 
     Attributes:
-        output: `[B, H, N, Dv]` in the dtype of the values; a view of `[B, N, H, Dv]`, as transformers wants.
-        total: `[B, H, N]` in the dtype of sums.
-        S, z: the state after, of the last document; None where it is not wanted.
+        output: `[B, H, N, Dv]` in the dtype of the values, in memory `[B, N, H, Dv]`.
+        total: `[B, H, N]` in the dtype of sums: what the output was, or would be, divided by.
+        S: state after the last token, of the last document, `[B, Hkv, D, Dv]`; None where it is not wanted.
+        z: `[B, Hkv, D]`, likewise.
     """
 
     output: Tensor
@@ -115,38 +143,38 @@ class Outputs(NamedTuple):
     z: Tensor | None = None
 
     @property
-    def after(self) -> tuple[Tensor, Tensor]:
-        """S and z where they were wanted."""
+    def state(self) -> State:
+        """The state after, where it was wanted."""
         assert self.S is not None
         assert self.z is not None
-        return self.S, self.z
+        return State(self.S, self.z)
 
     @classmethod
     def empty(
         cls, inputs: Inputs, keep: bool, sums: torch.dtype, over: tuple[Tensor, Tensor] | None = None
     ) -> Outputs:
-        """Not written yet.
+        """Allocate what a form writes to.
 
         Args:
-            inputs: as `causal`.
-            keep: with S and z.
-            sums: their dtype.
-            over: S and z to write over.
+            inputs: what it is computed from.
+            keep: the state after is wanted.
+            sums: dtype of totals and state.
+            over: S and z that the state is written over; None for new ones.
         """
-        batch, heads, length, size = inputs.query.shape
-        kv_heads, wide = inputs.value.shape[1], inputs.value.shape[3]
-        output = by_token(inputs.value, batch, heads, length, wide)
+        batch, heads, length, head_dim = inputs.query.shape
+        kv_heads, value_dim = inputs.value.shape[1], inputs.value.shape[3]
+        output = token_major(inputs.value, batch, heads, length, value_dim)
         total = output.new_empty(batch, heads, length, dtype=sums)
         if over is not None:
             return cls(output, total, *over)
         if not keep:
             return cls(output, total)
-        S = total.new_empty(batch, kv_heads, size, wide)
-        return cls(output, total, S, total.new_empty(batch, kv_heads, size))
+        S = total.new_empty(batch, kv_heads, head_dim, value_dim)
+        return cls(output, total, S, total.new_empty(batch, kv_heads, head_dim))
 
 
-class Given(NamedTuple):
-    """The loss by the outputs of these names; None for 0. S and z come together."""
+class OutputGrads(NamedTuple):
+    """Gradients of the loss by `Outputs`, in their shapes; None for 0. S and z come together."""
 
     output: Tensor
     total: Tensor | None = None
@@ -154,8 +182,8 @@ class Given(NamedTuple):
     z: Tensor | None = None
 
 
-class Gradients(NamedTuple):
-    """The loss by the inputs of these names; None where there was none."""
+class InputGrads(NamedTuple):
+    """Gradients of the loss by `Inputs`, in their shapes and dtypes; None where there was no input."""
 
     query: Tensor
     key: Tensor
@@ -165,49 +193,45 @@ class Gradients(NamedTuple):
     log_decay: Tensor | None = None
 
 
-class State(NamedTuple):
-    """S = sum_j phi(k_j) v_j^T, `[B, Hkv, D, Dv]`, and z = sum_j phi(k_j), `[B, Hkv, D]`."""
-
-    S: Tensor
-    z: Tensor
-
-
 class Window(NamedTuple):
-    """What the softmax is taken of.
+    """What a softmax over a sliding window is computed from.
 
     Attributes:
         query: `[B, H, N, D]`.
-        key: `[B, Hkv, N + reach, D]`, zero where it does not count; the first columns may be missing.
-        value: `[B, Hkv, N + reach, Dv]`, likewise.
-        marks: boolean `[B, N + reach]`, which columns count; likewise.
-        reach: query i sees the columns i < c <= i + reach.
+        key: `[B, Hkv, N + span, D]`, 0 where it does not count; the first columns may be missing.
+        value: `[B, Hkv, N + span, Dv]`, likewise.
+        valid: boolean `[B, N + span]`, True at columns that count; likewise.
+        span: query i sees the columns i < c <= i + span.
         scaling: of the scores.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    marks: Tensor
-    reach: int
+    valid: Tensor
+    span: int
     scaling: float
 
     @property
-    def missing(self) -> int:
-        """Columns before the first that is given: none of them counts."""
-        return self.query.shape[2] + self.reach - self.key.shape[2]
+    def n_missing(self) -> int:
+        """How many columns before the first key are missing: none of them counts."""
+        return self.query.shape[2] + self.span - self.key.shape[2]
 
-    def whole(self) -> Window:
-        """With all columns."""
-        if not self.missing:
+    def padded(self) -> Window:
+        """Fill the missing columns with zeros that do not count."""
+        if not self.n_missing:
             return self
-        key, value = (F.pad(x, (0, 0, self.missing, 0)) for x in (self.key, self.value))
-        return self._replace(key=key, value=value, marks=F.pad(self.marks, (self.missing, 0)))
+        key, value = (F.pad(x, (0, 0, self.n_missing, 0)) for x in (self.key, self.value))
+        return self._replace(key=key, value=value, valid=F.pad(self.valid, (self.n_missing, 0)))
 
 
-class Sums(NamedTuple):
-    """A sum over tokens: exp(log_scale) times sum_j f_j v_j `[B, H, N, Dv]` and sum_j f_j `[B, H, N]`.
+class ScaledSums(NamedTuple):
+    """Weighted sums over tokens, kept apart from their scale so that neither overflows.
 
-    `log_scale` is `[B, H, N]`. A total of 0 means that there are none.
+    Attributes:
+        values: `[B, H, N, Dv]`; exp(log_scale) times it is sum_j f_j v_j.
+        total: `[B, H, N]`; exp(log_scale) times it is sum_j f_j. 0 means that there are no tokens.
+        log_scale: `[B, H, N]`.
     """
 
     values: Tensor

@@ -34,21 +34,23 @@ def step(rest: Any, tokens: Tokens, state: tuple[Tensor, ...]) -> tuple[Tensor, 
         state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
         inner = None if rest is None else State(*state[recent.TENSORS :])
     key, value, marks, *_, turn = state[: recent.TENSORS]
-    ring = window_decode.Ring(key, value, marks, turn)
+    ring = window_decode.RingBuffer(key, value, marks, turn)
     outside = None if inner is None else _outside(rest, query, ring, inner)
     given = query, tokens.key, tokens.value, tokens.valid, ring, tokens.scaling, outside
-    return window_decode.step(*given), state
+    return window_decode.decode(*given), state
 
 
-def _outside(rest: Any, query: Tensor, ring: window_decode.Ring, inner: State) -> window_decode.Rest | None:
+def _outside(
+    rest: Any, query: Tensor, ring: window_decode.RingBuffer, inner: State
+) -> window_decode.LinearTail | None:
     """The state takes in the window's oldest token; None where both are empty."""
     kind, eps, gate = rest.fused, rest.eps, rest.gate()
     if kind != "none" and (gate is not None or not rest.fades):
-        return window_decode.Rest(query, None, *inner, gate=gate, kind=kind, eps=eps)
-    place = int(ring.turn[0])
-    if not ring.marks[:, place].any() and not inner.z.any():
+        return window_decode.LinearTail(query, None, *inner, gate=gate, kind=kind, eps=eps)
+    place = int(ring.head_index[0])
+    if not ring.valid[:, place].any() and not inner.z.any():
         return None
     oldest = Tokens(query, ring.key.narrow(2, place, 1), ring.value.narrow(2, place, 1), 1.0)
     phi_q, phi_k, value, *_, decay, _ = sums.inputs(rest, oldest, True, inner, gate)
     left_out = rest.left_out(upcast(query)) if kind == "none" else None
-    return window_decode.Rest(phi_q, (phi_k, value), *inner, decay, gate, kind, eps, left_out)
+    return window_decode.LinearTail(phi_q, (phi_k, value), *inner, decay, gate, kind, eps, left_out)

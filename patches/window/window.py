@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention, Site, StatefulAttention, Tokens, upcast
 from hf_linattn.errors import OptionError
-from hf_linattn.ops import window_attention
+from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
-from hf_linattn.ops.types import Sums
+from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
@@ -134,7 +134,7 @@ class Window(StatefulAttention):
         found = (*after.flat(), *(inner or ()))
         return output, state if all(map(operator.is_, found, state)) else found
 
-    def _nothing_left(self, leaving: Tokens | None, inner: linear.State) -> bool:
+    def _nothing_left(self, leaving: Tokens | None, inner: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
         return leaving is None and self.branches == "both" and not inner.z.any()
 
@@ -142,9 +142,9 @@ class Window(StatefulAttention):
         self,
         tokens: Tokens,
         leaving: Tokens,
-        inner: linear.State | None,
-        inside: Callable[[Sums | None], Tensor],
-    ) -> tuple[Tensor, linear.State]:
+        inner: State | None,
+        inside: Callable[[ScaledSums | None], Tensor],
+    ) -> tuple[Tensor, State]:
         """The window and the linear attention, whose state goes on."""
         assert tokens.query is not None
         inside_all = tokens.length - leaving.length  # queries that see all before them inside the window
@@ -199,8 +199,8 @@ class Window(StatefulAttention):
     def _before(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> Recent:
         return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
 
-    def _inner_state(self, state: tuple[Tensor, ...] | None) -> linear.State | None:
-        return None if state is None or not self.inner else linear.State(*state[ring.TENSORS :])
+    def _inner_state(self, state: tuple[Tensor, ...] | None) -> State | None:
+        return None if state is None or not self.inner else State(*state[ring.TENSORS :])
 
     def both_ways(self, tokens: Tokens) -> Tensor:
         """A window to both sides; the rest in two streams, one from each end."""
@@ -237,7 +237,7 @@ class Window(StatefulAttention):
         ranks: Tensor | None,
         first: Kept,
         reach: int | None,
-        other: Sums | None,
+        other: ScaledSums | None,
     ) -> Tensor:
         """Softmax over the window, the sinks and other tokens; a causal query sees sinks up to its rank.
 
@@ -247,15 +247,15 @@ class Window(StatefulAttention):
         query, key, value = map(upcast, (tokens.query, *seen[:2]))
         if self.sinks:
             sinks = self._sink_sums(tokens.scaling, query, ranks, first)
-            other = sinks if other is None else band.added(sinks, other)
+            other = sinks if other is None else band.add_sums(sinks, other)
         if reach is None:
             return window_attention.decode(query, key, value, seen[2], tokens.scaling, other)
         assert seen[2] is not None
         return window_attention.attention(
-            band.Window(query, key, value, seen[2], reach, tokens.scaling), other
+            types.Window(query, key, value, seen[2], reach, tokens.scaling), other
         )
 
-    def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> Sums:
+    def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> ScaledSums:
         key, value = upcast(first.key), upcast(first.value)
         visible = first.marks[:, None].expand(-1, query.shape[2], -1)
         if ranks is not None:
@@ -266,7 +266,7 @@ class Window(StatefulAttention):
         return band.softmax_sums(scores, value)
 
     def _mixed(
-        self, tokens: Tokens, inside: Callable[[Sums | None], Tensor], numerator: Tensor, total: Tensor
+        self, tokens: Tokens, inside: Callable[[ScaledSums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
         """Window and rest as one, or one of them."""
         if self.branches == "none":
@@ -281,7 +281,7 @@ class Window(StatefulAttention):
             return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None
         left_out = self._linear().left_out(upcast(tokens.query))
-        return inside(Sums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
+        return inside(ScaledSums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
 
     def state_bytes(self, site: Site, size: int) -> int | None:
         """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""

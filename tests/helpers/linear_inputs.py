@@ -6,9 +6,9 @@ import itertools
 
 import torch
 
-from hf_linattn.ops.types import FEATURE_MAPS, How, Inputs
-from hf_linattn.patches.elu1 import Elu1
-from hf_linattn.patches.relu import Relu
+from hf_linattn.ops.types import FEATURE_MAPS, Inputs, OpConfig
+
+from . import definitions
 
 EPS = 1e-3
 
@@ -21,46 +21,23 @@ SHAPES = {  # rows, heads, key heads, tokens, D, Dv
 }
 
 
-def features(query, key, how):
-    """The patches' own maps."""
-    if how.kind == "elu1":
-        return Elu1(None).query_map(query), Elu1(None).key_map(key)
-    if how.kind == "relu":
-        return Relu(None, eps=how.eps).query_map(query), Relu(None, eps=how.eps).key_map(key)
-    return query, key
-
-
-def definition(inputs, how):
+def definition(inputs, config):
     """All pairs at once: output, total, S, z."""
-    query, key = features(inputs.query, inputs.key, how)
-    value, hidden, decay, labels = inputs.value, inputs.hidden, inputs.log_decay, inputs.documents
-    if hidden is not None:
-        key, value = (x.masked_fill(hidden[:, None, :, None], 0) for x in (key, value))
-    (batch, kv_heads, length), shared = key.shape[:3], query.shape[1] // key.shape[1]
-    ones = torch.ones(batch, kv_heads, length, length, dtype=query.dtype)
-    running = torch.zeros(batch, kv_heads, length, dtype=query.dtype) if decay is None else decay.cumsum(-1)
-    weight = (ones * (running[..., :, None] - running[..., None, :]).tril().exp()).tril()
-    reading, entering = running.exp(), (running[..., -1:] - running).exp()
-    if labels is not None:
-        weight = weight * (labels[:, None, :, None] == labels[:, None, None, :])
-        reading = reading * (labels == labels[:, :1])[:, None]
-        entering = entering * (labels == labels[:, -1:])[:, None]
-    weight, reading_q = (x.repeat_interleave(shared, 1) for x in (weight, reading))
-    scores = query @ key.repeat_interleave(shared, 1).mT * weight
-    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
-    entered = key * entering[..., None]
-    S, z = entered.mT @ value, entered.sum(2)
-    if inputs.S is not None:
-        read = query * reading_q[..., None]
-        numerator = numerator + read @ inputs.S.repeat_interleave(shared, 1)
-        total = total + (read * inputs.z.repeat_interleave(shared, 1)[:, :, None]).sum(-1)
-        S, z = S + inputs.S * reading[:, :, -1, None, None], z + inputs.z * reading[:, :, -1, None]
-    if how.normalise:
-        numerator = numerator / torch.where(total > 0, total, 1)[..., None]
-    return numerator, total, S, z
+    return definitions.linear(
+        definitions.feature_map(inputs.query, config.kind, True, config.eps),
+        definitions.feature_map(inputs.key, config.kind, False, config.eps),
+        inputs.value,
+        causal=config.causal,
+        normalise=config.normalise,
+        hidden=inputs.hidden,
+        S=inputs.S,
+        z=inputs.z,
+        log_decay=inputs.log_decay,
+        documents=inputs.documents,
+    )
 
 
-def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=False, dense=True, seed=0):
+def random_inputs(shape, config, *, hidden=False, state=False, decay=False, packed=False, dense=True, seed=0):
     batch, heads, kv_heads, length, size, wide = shape
     make = torch.Generator().manual_seed(seed)
 
@@ -75,7 +52,7 @@ def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=
         )
 
     query, key, value = tokens(heads, size), tokens(kv_heads, size), tokens(kv_heads, wide)
-    if how.kind == "none":
+    if config.kind == "none":
         query, key = query.abs() + 0.1, key.abs() + 0.1
     unseen = torch.rand(batch, length, generator=make) < 0.2 if hidden else None
     if hidden:
@@ -94,37 +71,28 @@ def random_inputs(shape, how, *, hidden=False, state=False, decay=False, packed=
     )
 
 
-def every_input(shape, how):
+def every_input(shape, config):
     """With and without padding, a state before, decay and documents; dense and strided."""
     for number, (hidden, state, decay, packed) in enumerate(itertools.product((False, True), repeat=4)):
         yield random_inputs(
-            shape, how, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
+            shape, config, hidden=hidden, state=state, decay=decay, packed=packed, dense=number % 2 == 0
         )
 
 
-HOWS = [
-    How(kind, EPS if kind == "relu" else 0.0, divide) for kind in FEATURE_MAPS for divide in (True, False)
+CONFIGS = [
+    OpConfig(kind, EPS if kind == "relu" else 0.0, divide)
+    for kind in FEATURE_MAPS
+    for divide in (True, False)
 ]
 
 
 def forgetful(state, packed):
     """Chunks that forget all, e^-60 and less, between chunks that forget little, some e^-10."""
-    given = random_inputs((2, 4, 2, 400, 24, 16), How("elu1"), decay=True, state=state, packed=packed)
+    given = random_inputs((2, 4, 2, 400, 24, 16), OpConfig("elu1"), decay=True, state=state, packed=packed)
     strong = (torch.arange(400) // 100 % 2).bool()
     with torch.no_grad():
         given.log_decay[..., strong] *= 20
     return given
-
-
-def all_keys(inputs, how):
-    """All pairs at once: output and total."""
-    query, key = features(inputs.query, inputs.key, how)
-    value, shared = inputs.value, query.shape[1] // key.shape[1]
-    if inputs.hidden is not None:
-        key, value = (x.masked_fill(inputs.hidden[:, None, :, None], 0) for x in (key, value))
-    scores = query @ key.repeat_interleave(shared, 1).mT
-    numerator, total = scores @ value.repeat_interleave(shared, 1), scores.sum(-1)
-    return numerator / torch.where(total > 0, total, 1)[..., None] if how.normalise else numerator, total
 
 
 def fewer_queries(given, count):

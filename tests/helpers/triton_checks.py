@@ -11,11 +11,13 @@ import torch
 
 from hf_linattn.attention import Tokens, sums
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import dispatch, linear_attention, reference
+from hf_linattn.ops import dispatch, linear_attention
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import How
 from hf_linattn.ops.types import Inputs as Operands
+from hf_linattn.ops.types import OpConfig
 from hf_linattn.patches.elu1 import Elu1
+
+from . import definitions
 
 
 class Case(NamedTuple):
@@ -78,30 +80,19 @@ def inputs_of(case):
     return Inputs(query, key, value, valid, S0, z0)
 
 
-def phi(x, kind, is_query):
-    if kind == "elu1":
-        shift = x.amax(-1, keepdim=True).clamp(max=0).detach() if is_query else 0.0
-        return torch.where(x > 0, x + 1, (x.clamp(max=0) - shift).exp())
-    return x.relu() if kind == "relu" else x
-
-
 def definition(inputs, case):
-    """Output, total, S and z in float64 by the N x N matrix; with the gradient of torch."""
+    """Output, total, S and z in float64, with the gradients of torch."""
     query, key, value, valid, S0, z0 = inputs
-    phi_q, phi_k = phi(query, case.feature_map, True), phi(key, case.feature_map, False)
-    if valid is not None:
-        phi_k, value = (torch.where(valid[:, None, :, None], x, 0.0) for x in (phi_k, value))
-    many_k, many_v = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (phi_k, value))
-    weights = phi_q @ many_k.mT
-    weights = weights.tril() if case.causal else weights
-    numerator, total = weights @ many_v, weights.sum(-1)
-    S, z = phi_k.mT @ value, phi_k.sum(2)
-    if S0 is not None:
-        many_S, many_z = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (S0, z0))
-        numerator, total = numerator + phi_q @ many_S, total + (phi_q @ many_z[..., None])[..., 0]
-        S, z = S + S0, z + z0
-    output = numerator / torch.where(total == 0, 1.0, total)[..., None] if case.normalise else numerator
-    return output, total, S, z
+    return definitions.linear(
+        definitions.feature_map(query, case.feature_map, True),
+        definitions.feature_map(key, case.feature_map, False),
+        value,
+        causal=case.causal,
+        normalise=case.normalise,
+        hidden=None if valid is None else ~valid,
+        S=S0,
+        z=z0,
+    )
 
 
 def run(case, inputs, segment=None):
@@ -159,15 +150,6 @@ def check(case):
         assert before is None or torch.equal(before.nan_to_num(7.0), x.nan_to_num(7.0)), (
             "an input was written to"
         )
-
-
-def check_published_reference():
-    """The page for readers and these kernels say the same."""
-    case = Case(heads=4, kv_heads=2)
-    query, key, value, *_ = inputs = inputs_of(case)
-    lower = torch.ones(case.length, case.length, dtype=torch.bool).tril()
-    want = reference.linear(phi(query.double(), "elu1", True), phi(key.double(), "elu1", False), value, lower)
-    close(run(case, inputs)[0], want, 1e-6, "output")
 
 
 def check_rows_without_keys():
@@ -294,9 +276,9 @@ def check_the_operator():
             x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
             found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid, S, z), How("elu1"), keep=True
+                Operands(query, key, value, ~given.valid, S, z), OpConfig("elu1"), keep=True
             )
             loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
             runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
@@ -311,9 +293,9 @@ def check_the_operator_over_all_keys():
         given = inputs_of(case)
         query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, how, form=form: form)
+            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
             found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid), How("elu1", causal=False), keep=False
+                Operands(query, key, value, ~given.valid), OpConfig("elu1", causal=False), keep=False
             )
             loss = found.output.square().sum()
             runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
@@ -328,7 +310,7 @@ def check_one_token_of_a_patch():
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if triton:
                 patch.setattr(sums, "has_kernels", lambda *inputs: True)
-                patch.setattr(dispatch, "form", lambda inputs, how: "triton")
+                patch.setattr(dispatch, "form", lambda inputs, config: "triton")
             elu1, state, outputs = Elu1(None), None, []
             for start, stop in ((0, 18), (18, 19), (19, 20)):
                 tokens = Tokens(*given[:3], 1.0).slice(start, stop)

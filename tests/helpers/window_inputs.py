@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.types import Sums, Window
+from hf_linattn.ops.types import ScaledSums, Window
+
+from . import definitions
 
 SHAPES = {  # rows, heads, key heads, queries, reach, head dim
     "whole blocks": (2, 2, 2, 64, 32, 4),
@@ -21,18 +23,18 @@ OTHER = ("nothing", "sums", "none at times")
 
 def inputs(shape, other, hide):
     """Leaves in float64 and what they make: a window, and sums beside it."""
-    rows, heads, shared, length, reach, size = shape
+    rows, heads, shared, length, span, size = shape
     generator = torch.Generator().manual_seed(length)
 
     def new(*sizes):
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
     leaves = [new(rows, heads, length, size)]
-    leaves += [new(rows, shared, length + reach, size) for _ in "kv"]
-    marks = torch.ones(rows, length + reach, dtype=torch.bool)
+    leaves += [new(rows, shared, length + span, size) for _ in "kv"]
+    valid = torch.ones(rows, length + span, dtype=torch.bool)
     if hide:
-        marks = torch.rand(rows, length + reach, generator=generator) > 0.4
-        marks[0, : reach + length // 2] = False  # a past that is empty, and queries that see nothing
+        valid = torch.rand(rows, length + span, generator=generator) > 0.4
+        valid[0, : span + length // 2] = False  # a past that is empty, and queries that see nothing
     if other != "nothing":
         total = new(rows, heads, length).exp()
         if other == "none at times":
@@ -40,31 +42,25 @@ def inputs(shape, other, hide):
         values = new(rows, heads, length, size) * (total > 0).unsqueeze(-1)
         leaves += [values, total, 2 * new(rows, heads, length)]
     leaves = [x.requires_grad_() for x in leaves]
-    query, key, value = (leaves[0], *(x * marks[:, None, :, None] for x in leaves[1:3]))
-    seen = Window(query, key, value, marks, reach, 0.3)
-    return leaves, seen, Sums(*leaves[3:]) if leaves[3:] else None
+    query, key, value = (leaves[0], *(x * valid[:, None, :, None] for x in leaves[1:3]))
+    seen = Window(query, key, value, valid, span, 0.3)
+    return leaves, seen, ScaledSums(*leaves[3:]) if leaves[3:] else None
 
 
-def definition(seen: Window, other: Sums | None) -> Tensor:
+def definition(seen: Window, other: ScaledSums | None) -> Tensor:
     """All pairs at once."""
-    group, length = seen.query.shape[1] // seen.key.shape[1], seen.query.shape[2]
-    key, value = (x.repeat_interleave(group, 1) for x in (seen.key, seen.value))
-    row, column = torch.arange(length)[:, None], torch.arange(key.shape[2])
-    near = (column > row) & (column <= row + seen.reach) & seen.marks[:, None, None]
-    weights = (seen.scaling * seen.query @ key.mT).exp() * near
-    values, total = weights @ value, weights.sum(-1)
-    if other is not None:
-        scale = torch.where(other.total > 0, other.log_scale, float("-inf")).exp()
-        values, total = values + scale.unsqueeze(-1) * other.values, total + scale * other.total
-    return values / torch.where(total > 0, total, 1).unsqueeze(-1)
+    row, column = torch.arange(seen.query.shape[2])[:, None], torch.arange(seen.key.shape[2])
+    visible = (column > row) & (column <= row + seen.span) & seen.valid[:, None, None]
+    scores = seen.scaling * seen.query @ definitions.repeated(seen.key, seen.query.shape[1]).mT
+    return definitions.softmax(scores.masked_fill(~visible, float("-inf")), seen.value, other)
 
 
 def without_first(seen: Window, count: int) -> tuple[Window, Window]:
     """A window whose first columns do not count, and the same with only those behind them given."""
-    marks = seen.marks.clone()
-    marks[:, :count] = False
-    hidden = seen._replace(marks=marks)
+    valid = seen.valid.clone()
+    valid[:, :count] = False
+    hidden = seen._replace(valid=valid)
     behind = hidden._replace(
-        key=seen.key[:, :, count:], value=seen.value[:, :, count:], marks=marks[:, count:]
+        key=seen.key[:, :, count:], value=seen.value[:, :, count:], valid=valid[:, count:]
     )
     return hidden, behind

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.linear_inputs import EPS, HOWS, all_keys, fewer_queries, random_inputs
+from helpers.linear_inputs import CONFIGS, EPS, definition, fewer_queries, random_inputs
 from helpers.random_inputs import relative_error
 from helpers.tiny_models import build, distance
 
@@ -13,7 +13,7 @@ from hf_linattn.attention import Tokens
 from hf_linattn.ops import dispatch
 from hf_linattn.ops import linear_attention as kernels
 from hf_linattn.ops.eager import bidirectional, linear, quadratic
-from hf_linattn.ops.types import FEATURE_MAPS, How, Inputs
+from hf_linattn.ops.types import FEATURE_MAPS, Inputs, OpConfig
 from hf_linattn.patches.elu1 import Elu1
 
 SHAPES = {  # rows, heads, key heads, tokens, D, Dv
@@ -22,14 +22,14 @@ SHAPES = {  # rows, heads, key heads, tokens, D, Dv
     "more pairs than go together": (2, 40, 40, 150, 3, 3),
 }
 ALL = pytest.mark.parametrize(
-    "how",
-    [how._replace(causal=False) for how in HOWS],
-    ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}",
+    "config",
+    [config._replace(causal=False) for config in CONFIGS],
+    ids=lambda config: f"{config.kind}-{'output' if config.normalise else 'sums'}",
 )
 
 
-def compare(given, how, tolerance=1e-11):
-    got, want = kernels.attention(given, how, keep=False)[:2], all_keys(given, how)
+def compare(given, config, tolerance=1e-11):
+    got, want = kernels.attention(given, config, keep=False)[:2], definition(given, config)[:2]
     weights = [torch.randn_like(x) for x in want]
     runs = []
     for found in (got, want):
@@ -43,19 +43,19 @@ def compare(given, how, tolerance=1e-11):
 @ALL
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("numbers", [64, dispatch.NUMBERS], ids=["small chunks", "as measured"])
-def test_forms_and_their_gradients_are_the_formula(how, shape, numbers, monkeypatch):
+def test_forms_and_their_gradients_are_the_formula(config, shape, numbers, monkeypatch):
     monkeypatch.setattr(dispatch, "NUMBERS", numbers)
     for hidden, dense, few in itertools.product((False, True), repeat=3):
-        given = random_inputs(shape, how, hidden=hidden, dense=dense)
-        compare(fewer_queries(given, 21) if few else given, how)
+        given = random_inputs(shape, config, hidden=hidden, dense=dense)
+        compare(fewer_queries(given, 21) if few else given, config)
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 def test_the_quadratic_form_is_the_sum(kind):
-    how = How(kind, EPS, causal=False)
-    given = fewer_queries(random_inputs((2, 4, 2, 90, 8, 6), how, hidden=True), 40)
+    config = OpConfig(kind, EPS, causal=False)
+    given = fewer_queries(random_inputs((2, 4, 2, 90, 8, 6), config, hidden=True), 40)
     with torch.no_grad():
-        short, long = quadratic.forward(given, how, True), bidirectional.forward(given, how, True, 128)
+        short, long = quadratic.forward(given, config, True), bidirectional.forward(given, config, True, 128)
     for a, b in zip(short, long, strict=True):
         assert relative_error(a, b) < 1e-12
 
@@ -63,11 +63,11 @@ def test_the_quadratic_form_is_the_sum(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [60, 300])
 def test_sums_of_rounded_inputs_are_not_rounded(length, dtype):
-    how = How("elu1", causal=False)
-    given = random_inputs((2, 4, 2, length, 16, 16), how)
+    config = OpConfig("elu1", causal=False)
+    given = random_inputs((2, 4, 2, length, 16, 16), config)
     rounded = Inputs(*(x.detach().to(dtype).requires_grad_() for x in given[:3]))
     exact = Inputs(*(x.detach().double() for x in rounded[:3]))
-    got, want = kernels.attention(rounded, how, keep=False), all_keys(exact, how)
+    got, want = kernels.attention(rounded, config, keep=False), definition(exact, config)
     assert got.output.dtype == dtype
     assert relative_error(got.output, want[0]) < 2 * torch.finfo(dtype).eps
     assert relative_error(got.total, want[1]) < 1e-6
@@ -76,45 +76,45 @@ def test_sums_of_rounded_inputs_are_not_rounded(length, dtype):
 
 
 def test_where_nothing_is_seen_the_output_is_0():
-    how = How("elu1", causal=False)
+    config = OpConfig("elu1", causal=False)
     for length in (20, 200):
-        given = random_inputs((2, 2, 2, length, 4, 4), how)
+        given = random_inputs((2, 2, 2, length, 4, 4), config)
         hidden = torch.zeros(2, length, dtype=torch.bool)
         hidden[0] = True
-        output = kernels.attention(given._replace(hidden=hidden), how, keep=False).output
+        output = kernels.attention(given._replace(hidden=hidden), config, keep=False).output
         assert torch.equal(output[0], torch.zeros_like(output[0]))
         grads = torch.autograd.grad(output.sum(), given[:3])
         assert all(x.isfinite().all() for x in grads)
 
 
 def test_no_queries_and_no_keys():
-    how = How("elu1", causal=False)
-    given = random_inputs((1, 2, 2, 200, 4, 4), how)
+    config = OpConfig("elu1", causal=False)
+    given = random_inputs((1, 2, 2, 200, 4, 4), config)
     nothing = given._replace(query=given.query[:, :, :0])
-    assert kernels.attention(nothing, how, keep=False).output.shape == (1, 2, 0, 4)
+    assert kernels.attention(nothing, config, keep=False).output.shape == (1, 2, 0, 4)
     nothing = given._replace(key=given.key[:, :, :0], value=given.value[:, :, :0])
-    output = kernels.attention(nothing, how, keep=False).output
+    output = kernels.attention(nothing, config, keep=False).output
     assert torch.equal(output, torch.zeros_like(given.query))
 
 
 @pytest.mark.parametrize("length", [6, 200])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_the_operator_keeps_the_rules_of_torch(length):
-    how = How("none", causal=False)
-    given = random_inputs((1, 4, 2, length, 3, 2), how)._replace(hidden=torch.rand(1, length) < 0.2)
+    config = OpConfig("none", causal=False)
+    given = random_inputs((1, 4, 2, length, 3, 2), config)._replace(hidden=torch.rand(1, length) < 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.hf_linattn.linear_attention.default, (*given, *how, True), test_utils=utils
+        torch.ops.hf_linattn.linear_attention.default, (*given, *config, True), test_utils=utils
     )
 
 
 def test_gradcheck():
-    how = How("elu1", causal=False)
+    config = OpConfig("elu1", causal=False)
     for length in (5, 140):
-        given = random_inputs((1, 2, 1, length, 2, 2), how)
+        given = random_inputs((1, 2, 1, length, 2, 2), config)
 
         def output(query, key, value):
-            return kernels.attention(Inputs(query, key, value), how, keep=False).output
+            return kernels.attention(Inputs(query, key, value), config, keep=False).output
 
         assert torch.autograd.gradcheck(output, given[:3])
 
@@ -134,7 +134,9 @@ def test_an_encoder_is_one_graph(name):
 
 
 def test_other_devices_take_torch_operations(monkeypatch):
-    query, key, value = (x.detach().float() for x in random_inputs((2, 4, 2, 200, 8, 6), How("elu1"))[:3])
+    query, key, value = (
+        x.detach().float() for x in random_inputs((2, 4, 2, 200, 8, 6), OpConfig("elu1"))[:3]
+    )
     attention, tokens = Elu1(None), Tokens(query, key, value, 1.0)
     wanted, called = attention.both_ways(tokens), []
     plain = linear.read

@@ -9,9 +9,8 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.linear_inputs import (
-    HOWS,
+    CONFIGS,
     SHAPES,
-    all_keys,
     definition,
     every_input,
     fewer_queries,
@@ -24,8 +23,8 @@ from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval.bench.timing import Clock, Timed, measure
 from hf_linattn.ops import dispatch, linear_attention
-from hf_linattn.ops.cpp import build, linear
-from hf_linattn.ops.types import How
+from hf_linattn.ops.cpp import build, layout, linear
+from hf_linattn.ops.types import OpConfig
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 
@@ -52,14 +51,15 @@ def everything(outputs, weights, inputs):
     return [*outputs, *torch.autograd.grad(loss, leaves)]
 
 
-def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
+def compare(inputs, config, dtype=torch.float32, tolerance=1e-5):
     fewer, more = single(inputs, dtype)
-    assert dispatch.form(fewer, how) == "native"
-    got = linear_attention.attention(fewer, how, keep=how.causal)
-    got, want = (got, definition(more, how)) if how.causal else (got[:2], all_keys(more, how))
+    assert dispatch.form(fewer, config) == "native"
+    got = linear_attention.attention(fewer, config, keep=config.causal)
+    want = definition(more, config)
+    got, want = (got, want) if config.causal else (got[:2], want[:2])
     torch.manual_seed(0)
     weights = [torch.randn_like(x) for x in want]
-    if how.kind == "relu":
+    if config.kind == "relu":
         tolerance *= 10  # a row whose features are all EPS is divided by some 1e-6
     pairs = zip(everything(got, weights, fewer), everything(want, weights, more), strict=True)
     for place, (a, b) in enumerate(pairs):
@@ -68,32 +68,36 @@ def compare(inputs, how, dtype=torch.float32, tolerance=1e-5):
         assert (a - b).abs().max() < tolerance * b.abs().max().clamp_min(10), place
 
 
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.kind}-{'output' if config.normalise else 'sums'}"
+)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37), (1, 2, 2, 1, 16, 16)], ids=str)
-def test_outputs_and_gradients_are_the_formula(how, shape, compiled):
-    for given in every_input(shape, how):
-        compare(given, how)
+def test_outputs_and_gradients_are_the_formula(config, shape, compiled):
+    for given in every_input(shape, config):
+        compare(given, config)
 
 
 @pytest.mark.parametrize(("state", "packed"), [*itertools.product((False, True), repeat=2)])
 def test_chunks_that_forget_all_and_chunks_that_forget_little_follow_each_other(state, packed, compiled):
-    compare(forgetful(state, packed), How("elu1"))
+    compare(forgetful(state, packed), OpConfig("elu1"))
 
 
-@pytest.mark.parametrize("how", HOWS, ids=lambda how: f"{how.kind}-{'output' if how.normalise else 'sums'}")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.kind}-{'output' if config.normalise else 'sums'}"
+)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37)], ids=str)
-def test_over_all_keys_too(how, shape, compiled):
-    how = how._replace(causal=False)
+def test_over_all_keys_too(config, shape, compiled):
+    config = config._replace(causal=False)
     for hidden, dense, few in itertools.product((False, True), repeat=3):
-        given = random_inputs(shape, how, hidden=hidden, dense=dense)
-        compare(fewer_queries(given, 21) if few else given, how)
+        given = random_inputs(shape, config, hidden=hidden, dense=dense)
+        compare(fewer_queries(given, 21) if few else given, config)
 
 
 def test_switched_on_between_forward_and_backward_is_one_clear_error(compiled, monkeypatch):
     monkeypatch.setenv(build.CPP, "0")
     query, key, value = torch.randn(3, 1, 2, 9, 8, requires_grad=True)
     output = linear_attention.attention(
-        linear_attention.Inputs(query, key, value), How("elu1", causal=False), False
+        linear_attention.Inputs(query, key, value), OpConfig("elu1", causal=False), False
     ).output
     monkeypatch.setenv(build.CPP, "1")
     with pytest.raises(UnsupportedCallError, match="between forward and backward"):
@@ -102,12 +106,12 @@ def test_switched_on_between_forward_and_backward_is_one_clear_error(compiled, m
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
 def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
-    how = How("elu1")
-    compare(random_inputs((2, 4, 2, 300, 24, 16), how, state=True), how, dtype, tolerance)
+    config = OpConfig("elu1")
+    compare(random_inputs((2, 4, 2, 300, 24, 16), config, state=True), config, dtype, tolerance)
     query, key, value = (torch.randn(1, 2, 300, 16).to(dtype) for _ in range(3))
     inputs = linear_attention.Inputs(query, key, value)
-    exact = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), how)
-    assert relative_error(linear_attention.attention(inputs, how, True).total.double(), exact[1]) < 1e-5
+    exact = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), config)
+    assert relative_error(linear_attention.attention(inputs, config, True).total.double(), exact[1]) < 1e-5
 
 
 def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
@@ -119,9 +123,9 @@ def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monke
     value = every[every.isfinite()][: 62 * 1024].view(1, 1, -1, 16)
     query, key = torch.randn(2, 1, 1, value.shape[2], 8).half()
     inputs = linear_attention.Inputs(query, key, value * 1.5)  # some of it infinite
-    want = linear_attention.attention(inputs, How("elu1"), False).output
+    want = linear_attention.attention(inputs, OpConfig("elu1"), False).output
     monkeypatch.setattr(build, "library", lambda: without)
-    got = linear_attention.attention(inputs, How("elu1"), False).output
+    got = linear_attention.attention(inputs, OpConfig("elu1"), False).output
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
 
@@ -140,13 +144,13 @@ def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypa
     with pytest.warns(UserWarning, match=r"no OpenMP, so the kernels in C\+\+ use one thread.*libomp"):
         alone = build.library.__wrapped__()
     monkeypatch.setattr(build, "library", lambda: alone)
-    compare(random_inputs(SHAPES["short"], HOWS[0]), HOWS[0])
+    compare(random_inputs(SHAPES["short"], CONFIGS[0]), CONFIGS[0])
 
 
 def test_what_they_do_not_take_goes_to_torch(compiled):
-    how = How("elu1")
-    double = random_inputs((1, 2, 2, 8, 4, 4), how)
-    assert dispatch.form(double, how) == "quadratic"
+    config = OpConfig("elu1")
+    double = random_inputs((1, 2, 2, 8, 4, 4), config)
+    assert dispatch.form(double, config) == "quadratic"
     fewer, _ = single(double)
     assert not linear.takes(fewer._replace(key=fewer.key[:, :, :0]))
 
@@ -181,15 +185,20 @@ def test_nan_is_not_hidden(compiled):
     query, key, value = torch.randn(3, 1, 1, 40, 8)
     query[0, 0, 7, 3] = torch.nan
     key[0, 0, 30, 2] = torch.nan
-    output = linear_attention.attention(linear_attention.Inputs(query, key, value), How("elu1"), False).output
+    output = linear_attention.attention(
+        linear_attention.Inputs(query, key, value), OpConfig("elu1"), False
+    ).output
     assert output.isnan().any(-1)[0, 0].tolist() == [row == 7 or row >= 30 for row in range(40)]
 
 
 def test_a_query_far_below_zero_does_not_underflow(compiled):
     query, key, value = torch.randn(3, 1, 2, 70, 8)
     inputs = linear_attention.Inputs(query - 200, key, value)
-    want = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), How("elu1"))[0]
-    assert relative_error(linear_attention.attention(inputs, How("elu1"), False).output.double(), want) < 1e-5
+    want = definition(linear_attention.Inputs(*(x.double() for x in inputs[:3])), OpConfig("elu1"))[0]
+    assert (
+        relative_error(linear_attention.attention(inputs, OpConfig("elu1"), False).output.double(), want)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["none", "elu1"])
@@ -201,7 +210,9 @@ def test_totals_below_the_smallest_normal_number_divide_to_something_finite(kind
     )
     if kind == "elu1":
         query, key = torch.full_like(query, -3.0), torch.full_like(key, -86.0)
-    output = linear_attention.attention(linear_attention.Inputs(query, key, value), How(kind), False).output
+    output = linear_attention.attention(
+        linear_attention.Inputs(query, key, value), OpConfig(kind), False
+    ).output
     assert output.isfinite().all()
 
 
@@ -212,7 +223,7 @@ def test_twice_is_bit_for_bit_the_same(threads, compiled):
     try:
         query, key, value = torch.randn(3, 2, 4, 300, 16)
         inputs = linear_attention.Inputs(query, key, value)
-        one, two = (linear_attention.attention(inputs, How("elu1"), True) for _ in range(2))
+        one, two = (linear_attention.attention(inputs, OpConfig("elu1"), True) for _ in range(2))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -224,7 +235,7 @@ def test_they_are_faster_than_torch_operations(compiled, monkeypatch):
     def by(asked):
         def call():
             monkeypatch.setenv(build.CPP, asked)
-            return linear_attention.attention(inputs, How("elu1"), False).output
+            return linear_attention.attention(inputs, OpConfig("elu1"), False).output
 
         return call
 
@@ -237,8 +248,11 @@ def test_they_are_faster_than_torch_operations(compiled, monkeypatch):
     assert found["C++"].speed > 1  # 1.7 to 2 were measured
 
 
-def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
-    assert build.library().linattn_problem_size() == len(linear._BACKWARD(*[0] * 71)) // 8
+def test_no_field_of_a_struct_can_be_left_out():
+    with pytest.raises(TypeError, match="token"):
+        layout.Array.pack(data=0, dtype=0, batch=0, head=0)
+    with pytest.raises(TypeError, match="tokens"):
+        layout.Array.pack(data=0, dtype=0, batch=0, head=0, token=0, tokens=0)
 
 
 def test_without_a_compiler_one_clear_error(monkeypatch, tmp_path):
@@ -271,7 +285,9 @@ def test_a_damaged_library_is_one_clear_error(compiled, folder, monkeypatch, tmp
 def test_only_0_and_1_are_understood(value, monkeypatch):
     monkeypatch.setenv(build.CPP, value)
     with pytest.raises(OptionError, match=f"HF_LINATTN_CPP='{value}': 1 .* 0"):
-        linear_attention.attention(linear_attention.Inputs(*torch.randn(3, 1, 2, 9, 8)), How("elu1"), False)
+        linear_attention.attention(
+            linear_attention.Inputs(*torch.randn(3, 1, 2, 9, 8)), OpConfig("elu1"), False
+        )
 
 
 def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_fir
 from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import build
 from hf_linattn.ops.cpp import window as native_window
-from hf_linattn.ops.types import Sums, Window
+from hf_linattn.ops.types import ScaledSums, Window
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 MORE = {
@@ -26,14 +26,14 @@ def single(seen, beside, dtype=torch.float32):
     """The same in single precision, as new leaves and what is made of them."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in seen[:3]]
     sums = [x.detach().float().requires_grad_() for x in beside or ()]
-    return [*leaves, *sums], Window(*leaves, *seen[3:]), Sums(*sums) if sums else None
+    return [*leaves, *sums], Window(*leaves, *seen[3:]), ScaledSums(*sums) if sums else None
 
 
 def compare(seen, beside, dtype=torch.float32, tolerance=1e-5):
     leaves, fewer, sums = single(seen, beside, dtype)
     assert native_window.takes(fewer, sums)
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    want = definition(Window(*exact[:3], *seen[3:]), Sums(*exact[3:]) if sums else None)
+    want = definition(Window(*exact[:3], *seen[3:]), ScaledSums(*exact[3:]) if sums else None)
     got = window_attention.attention(fewer, sums)
     assert got.dtype == dtype
     assert distance(got, want) < tolerance * want.abs().max().clamp_min(1)
@@ -59,7 +59,7 @@ def test_first_columns_may_be_missing(shape, compiled):
         exact = [x.detach().double().requires_grad_() for x in leaves]
         want = definition(
             hidden._replace(**dict(zip(("query", "key", "value"), exact[:3], strict=True))),
-            Sums(*exact[3:]) if sums else None,
+            ScaledSums(*exact[3:]) if sums else None,
         )
         got = window_attention.attention(behind, sums)
         assert distance(got, want) < 1e-5 * want.abs().max().clamp_min(1)
@@ -102,8 +102,8 @@ def test_what_is_no_number_is_not_hidden(compiled):
 def test_operator_keeps_the_rules_of_torch(compiled):
     for other in OTHER[:2]:
         leaves, seen, _ = single(*inputs((2, 2, 1, 40, 7, 8), other, True)[1:])
-        tensors = [*leaves[:3], seen.marks, *(leaves[3:] or [None] * 3)]
-        given = (*tensors, seen.reach, seen.scaling)
+        tensors = [*leaves[:3], seen.valid, *(leaves[3:] or [None] * 3)]
+        given = (*tensors, seen.span, seen.scaling)
         torch.library.opcheck(torch.ops.hf_linattn.softmax_of_window, given, atol=1e-4, rtol=1e-4)
 
 
@@ -117,8 +117,3 @@ def test_threads_change_nothing(compiled):
         assert torch.equal(two, window_attention.attention(seen, beside))
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_problem_is_laid_out_as_the_kernels_read_it(compiled):
-    size = build.library().linattn_window_problem_size()
-    assert size == len(native_window._BACKWARD(*[0] * 67)) // 8

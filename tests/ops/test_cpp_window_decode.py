@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import tiny_models
+from helpers import definitions, tiny_models
 from helpers.linear_inputs import definition as sums_of
 from helpers.linear_inputs import random_inputs
 from helpers.random_inputs import relative_error
@@ -13,7 +13,7 @@ from transformers import StaticCache
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.ops.cpp import build, linear, window_decode
-from hf_linattn.ops.types import Gate, How, Inputs
+from hf_linattn.ops.types import Gate, Inputs, OpConfig
 from hf_linattn.patches.window import fused_decode
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
@@ -24,15 +24,10 @@ SHAPES = {
     "more than one tile": (1, 4, 4, 150, 64, 64),
     "a window of one": (2, 2, 1, 1, 8, 8),
 }
-MAPS = {
-    "elu1": lambda x: x.clamp(max=0).exp() + x.clamp(min=0),
-    "relu": lambda x: x.clamp(min=0) + 0.01,
-    "none": lambda x: x,
-}
 
 
-def given(shape, place, hidden, dtype=torch.float32, seed=0):
-    """A token, a ring whose oldest column is `place`, and a state."""
+def given(shape, column, hidden, dtype=torch.float32, seed=0):
+    """A token, a ring whose oldest column is `column`, and a state."""
     (batch, heads, kv_heads, columns, size, wide), make = shape, torch.Generator().manual_seed(seed)
 
     def normal(*sizes):
@@ -43,102 +38,102 @@ def given(shape, place, hidden, dtype=torch.float32, seed=0):
         normal(batch, 1, kv_heads, size).transpose(1, 2),
         normal(batch, 1, kv_heads, wide).transpose(1, 2),
     )
-    marks = torch.rand(batch, columns, generator=make) < (0.7 if hidden else 2)
-    ring = window_decode.Ring(
+    valid_columns = torch.rand(batch, columns, generator=make) < (0.7 if hidden else 2)
+    ring = window_decode.RingBuffer(
         normal(batch, kv_heads, columns, size),
         normal(batch, kv_heads, columns, wide),
-        marks,
-        torch.full((batch,), place),
+        valid_columns,
+        torch.full((batch,), column),
     )
     valid = torch.rand(batch, 1, generator=make) < 0.5 if hidden else None
     state = normal(batch, kv_heads, size, wide).float().abs(), normal(batch, kv_heads, size).float().abs() + 1
     return token, valid, ring, state
 
 
-def shared(x, heads):
-    return x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def definition(token, valid, ring, scaling, rest, log_decay):
+def definition(token, valid, ring, scaling, tail, log_decay):
     """Output `[B, H, 1, Dv]`, S and z, in float64."""
-    (query, key, value), heads, place = (x.double() for x in token), token[0].shape[1], int(ring.turn[0])
-    keys, values, marks = ring.key.double(), ring.value.double(), ring.marks.clone()
-    S = z = None
-    if rest is not None:
-        phi, S, z = MAPS[rest.kind], rest.S.double(), rest.z.double()
-        oldest = (keys, values) if rest.oldest is None else (x.double() for x in rest.oldest)
-        old_key, old_value = (x[:, :, place if rest.oldest is None else 0] for x in oldest)
-        counts = marks[:, place, None, None].double()
-        remains = torch.where(marks[:, place, None], log_decay.double(), 0).exp()
-        S = (
-            S * remains[..., None, None]
-            + (phi(old_key)[..., None] * old_value[:, :, None]) * counts[..., None]
+    (query, key, value), heads, column = (
+        (x.double() for x in token),
+        token[0].shape[1],
+        int(ring.head_index[0]),
+    )
+    keys, values, valid_columns = ring.key.double(), ring.value.double(), ring.valid.clone()
+    S = z = others = None
+    if tail is not None:
+        evicted = tail.evicted or (keys[:, :, column, None], values[:, :, column, None])
+        counts = valid_columns[:, column, None]
+        _, _, S, z = definitions.linear(
+            torch.zeros_like(tail.query.double()),
+            definitions.feature_map(evicted[0].double(), tail.kind, False, tail.eps),
+            evicted[1].double(),
+            hidden=~counts,
+            S=tail.S.double(),
+            z=tail.z.double(),
+            log_decay=torch.where(counts, log_decay.double(), 0)[..., None],
         )
-        z = z * remains[..., None] + phi(old_key) * counts
-    keys[:, :, place], values[:, :, place] = key[:, :, 0], value[:, :, 0]
-    marks[:, place] = True if valid is None else valid[:, 0]
-    scores = (query @ shared(keys, heads).mT * scaling).masked_fill(~marks[:, None, None], float("-inf"))
-    top = scores.amax(-1, keepdim=True).clamp_min(-1e30)
-    weights = (scores - top).exp()
-    numerator, total = weights @ shared(values, heads), weights.sum(-1)
-    if rest is not None:
-        factor = (-top if rest.left_out is None else rest.left_out.double()[..., None] - top).exp()
-        phi_q = phi(rest.query.double()) * factor
-        numerator = numerator + phi_q @ shared(S, heads)
-        total = total + (phi_q @ shared(z, heads)[..., None])[..., 0]
-    output = numerator / torch.where(total == 0, 1, total)[..., None]
-    return output, S, z, keys, values, marks
+        phi_q = definitions.feature_map(tail.query.double(), tail.kind, True, tail.eps)
+        shift = tail.query.double().amax(-1).clamp(max=0) if tail.kind == "elu1" else torch.zeros(())
+        scale = shift if tail.query_log_scale is None else tail.query_log_scale.double()
+        total = (phi_q @ definitions.repeated(z, heads)[..., None])[..., 0]
+        others = phi_q @ definitions.repeated(S, heads), total, scale.expand_as(total)
+    keys[:, :, column], values[:, :, column] = key[:, :, 0], value[:, :, 0]
+    valid_columns[:, column] = True if valid is None else valid[:, 0]
+    scores = query @ definitions.repeated(keys, heads).mT * scaling
+    scores = scores.masked_fill(~valid_columns[:, None, None], float("-inf"))
+    return definitions.softmax(scores, values, others), S, z, keys, values, valid_columns
 
 
-def compare(token, valid, ring, rest, log_decay, tolerance=1e-5):
-    want = definition(token, valid, ring, 0.3, rest, log_decay)
-    place = int(ring.turn[0])
-    got = window_decode.step(*token, valid, ring, 0.3, rest)
+def compare(token, valid, ring, tail, log_decay, tolerance=1e-5):
+    want = definition(token, valid, ring, 0.3, tail, log_decay)
+    column = int(ring.head_index[0])
+    got = window_decode.decode(*token, valid, ring, 0.3, tail)
     assert got.dtype == token[0].dtype
     assert relative_error(got.double(), want[0]) < tolerance
-    if rest is not None:
-        assert relative_error(rest.S.double(), want[1]) < 1e-5
-        assert relative_error(rest.z.double(), want[2]) < 1e-5
+    if tail is not None:
+        assert relative_error(tail.S.double(), want[1]) < 1e-5
+        assert relative_error(tail.z.double(), want[2]) < 1e-5
     counts = want[-1][:, None, :, None]
     assert torch.equal(ring.key.double() * counts, want[3] * counts)
     assert torch.equal(ring.value.double() * counts, want[4] * counts)
-    assert torch.equal(ring.marks, want[5])
-    assert set(ring.turn.tolist()) == {(place + 1) % ring.key.shape[2]}
+    assert torch.equal(ring.valid, want[5])
+    assert set(ring.head_index.tolist()) == {(column + 1) % ring.key.shape[2]}
 
 
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("kind", [None, "elu1", "relu", "none"])
 def test_a_step_is_the_formula(kind, shape, hidden, compiled):
-    for place in {0, shape[3] // 2, shape[3] - 1}:
-        token, valid, ring, state = given(shape, place, hidden)
+    for column in {0, shape[3] // 2, shape[3] - 1}:
+        token, valid, ring, state = given(shape, column, hidden)
         batch, heads, kv_heads, _, size, wide = shape
-        rest, decay = None, -torch.rand(batch, kv_heads)
+        tail, decay = None, -torch.rand(batch, kv_heads)
         if kind is not None:
-            oldest = left_out = None
+            evicted = query_log_scale = None
             query = token[0]
             if kind == "none":
-                oldest = torch.rand(batch, kv_heads, 1, size), torch.randn(batch, kv_heads, 1, wide)
-                query, left_out = torch.rand_like(query), torch.randn(batch, heads, 1)
-            given_decay = decay[..., None] if place else None
-            decay = decay if place else torch.zeros_like(decay)
-            rest = window_decode.Rest(query, oldest, *state, given_decay, None, kind, 0.01, left_out)
-        compare(token, valid, ring, rest, decay)
+                evicted = torch.rand(batch, kv_heads, 1, size), torch.randn(batch, kv_heads, 1, wide)
+                query, query_log_scale = torch.rand_like(query), torch.randn(batch, heads, 1)
+            given_decay = decay[..., None] if column else None
+            decay = decay if column else torch.zeros_like(decay)
+            tail = window_decode.LinearTail(
+                query, evicted, *state, given_decay, None, kind, 0.01, query_log_scale
+            )
+        compare(token, valid, ring, tail, decay)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)], ids=str)
 def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
     token, valid, ring, state = given((2, 4, 2, 70, 16, 24), 3, True, dtype)
-    rest = window_decode.Rest(token[0], None, *state, kind="elu1")
-    compare(token, valid, ring, rest, torch.zeros(2, 2), tolerance)
+    tail = window_decode.LinearTail(token[0], None, *state, kind="elu1")
+    compare(token, valid, ring, tail, torch.zeros(2, 2), tolerance)
 
 
 def test_a_gate_makes_the_decay(compiled):
     token, valid, ring, state = given((2, 4, 2, 9, 16, 24), 3, True)
     gate = Gate(torch.randn(2, 24), torch.randn(2), 4.0)
     logit = torch.einsum("bhe,he->bh", ring.value[:, :, 3], gate.weight) + gate.bias
-    rest = window_decode.Rest(token[0], None, *state, gate=gate, kind="elu1")
-    compare(token, valid, ring, rest, torch.nn.functional.logsigmoid(logit) / 4)
+    tail = window_decode.LinearTail(token[0], None, *state, gate=gate, kind="elu1")
+    compare(token, valid, ring, tail, torch.nn.functional.logsigmoid(logit) / 4)
 
 
 def test_queries_far_below_zero_and_numbers_far_apart_are_joined(compiled):
@@ -148,16 +143,16 @@ def test_queries_far_below_zero_and_numbers_far_apart_are_joined(compiled):
         if abs(shift) < 10:
             ring, key = ring._replace(key=ring.key / 50), key / 50
             state = [x * 1000 for x in state]
-        rest = window_decode.Rest(query, None, *state, kind="elu1")
-        compare((query, key, value), valid, ring, rest, torch.zeros(1, 2), 1e-4)
+        tail = window_decode.LinearTail(query, None, *state, kind="elu1")
+        compare((query, key, value), valid, ring, tail, torch.zeros(1, 2), 1e-4)
 
 
 def test_what_is_no_number_is_not_hidden_and_padding_may_be_none(compiled):
     (query, key, value), _, ring, state = given((3, 2, 2, 9, 16, 24), 3, False)
     query[0, 1, 0, 2] = key[1] = torch.nan
     valid = torch.tensor([[True], [False], [True]])
-    rest = window_decode.Rest(query, None, *state, kind="elu1")
-    output = window_decode.step(query, key, value, valid, ring, 0.3, rest)
+    tail = window_decode.LinearTail(query, None, *state, kind="elu1")
+    output = window_decode.decode(query, key, value, valid, ring, 0.3, tail)
     assert output.isnan().all(-1).flatten().tolist() == [False, True, False, False, False, False]
     assert ring.key.isfinite().all()
 
@@ -168,28 +163,23 @@ def test_threads_change_nothing(compiled):
         for threads in (1, 2):
             torch.set_num_threads(threads)
             token, valid, ring, state = given((2, 4, 2, 70, 16, 24), 3, True)
-            rest = window_decode.Rest(token[0], None, *state, kind="elu1")
-            found.append((window_decode.step(*token, valid, ring, 0.3, rest), *state, *ring))
+            tail = window_decode.LinearTail(token[0], None, *state, kind="elu1")
+            found.append((window_decode.decode(*token, valid, ring, 0.3, tail), *state, *ring))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-def test_the_problem_is_laid_out_as_the_kernel_reads_it(compiled):
-    size = build.library().linattn_step_problem_size()
-    assert size == len(window_decode._STEP(*[0] * 67)) // 8
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["elu1", "none"])
 def test_the_kernels_make_the_decay_of_a_gate(kind, packed, compiled):
-    exact = random_inputs((2, 4, 2, 150, 24, 10), How(kind), hidden=True, state=True, packed=packed)
+    exact = random_inputs((2, 4, 2, 150, 24, 10), OpConfig(kind), hidden=True, state=True, packed=packed)
     fewer = Inputs(*(x.detach().float() if x is not None and x.is_floating_point() else x for x in exact))
     gate = Gate(torch.randn(2, 10), torch.randn(2), 2.0)
     logit = torch.einsum("bhne,he->bhn", fewer.value.double(), gate.weight.double())
     decay = torch.nn.functional.logsigmoid(logit + gate.bias.double()[:, None]) / 2
-    want = sums_of(exact._replace(log_decay=decay.masked_fill(exact.hidden[:, None], 0)), How(kind))
-    got = linear.forward(fewer, How(kind), True, 64, gate)
+    want = sums_of(exact._replace(log_decay=decay.masked_fill(exact.hidden[:, None], 0)), OpConfig(kind))
+    got = linear.forward(fewer, OpConfig(kind), True, 64, gate)
     for a, b in zip(got, want, strict=True):
         assert relative_error(a.double(), b.nan_to_num(0)) < 1e-5
 
@@ -241,8 +231,8 @@ def decoded(model, ids, mask):
 def test_models_decode_as_they_do_in_float64(spec, padding, compiled, monkeypatch):
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 30), padding)
     want = decoded(patched(spec, torch.float64), ids, mask)
-    called, real = [], window_decode.step
-    monkeypatch.setattr(window_decode, "step", lambda *given: (called.append(1), real(*given))[1])
+    called, real = [], window_decode.decode
+    monkeypatch.setattr(window_decode, "decode", lambda *given: (called.append(1), real(*given))[1])
     got = decoded(patched(spec, torch.float32), ids, mask)
     assert relative_error(got.double(), want) < 1e-4
     assert len(called) == (2 * 22 if "window" in spec or "hybrid" in spec else 0)
@@ -280,5 +270,5 @@ def test_a_compiled_graph_holds_operators_of_torch(spec, compiled):
 def test_a_batch_of_nobody_goes_to_torch(compiled):
     (query, key, value), _, ring, _ = given((1, 2, 2, 9, 16, 24), 3, False)
     tokens = Tokens(query[:0], key[:0], value[:0], 0.3, in_place=True)
-    state = (*(x[:0] for x in ring[:3]), *(x[:0, :0] for x in ring[:3]), ring.turn[:0])
+    state = (*(x[:0] for x in ring[:3]), *(x[:0, :0] for x in ring[:3]), ring.head_index[:0])
     assert fused_decode.step(None, tokens, state) is None

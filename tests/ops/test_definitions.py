@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from helpers import definitions
 from helpers.random_inputs import random_qkv, relative_error
 
-from hf_linattn.ops import reference
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.softmax import capped, scores_of, softmax_attention, softmax_weights
 from hf_linattn.patches.elu1 import Elu1
@@ -20,20 +20,14 @@ SHAPES = [
 ]
 
 
+def definition(query, key, value):
+    """Output, total, S and z of "elu1" with all pairs at once."""
+    phi_q, phi_k = (definitions.feature_map(x.double(), "elu1", is_query=False) for x in (query, key))
+    return definitions.linear(phi_q, phi_k, value.double())
+
+
 def phi(x):
-    return torch.where(x > 0, x + 1, x.double().clamp(max=0).exp())
-
-
-def definition(phi_q, phi_k, value, visible):
-    """sum_j (phi_q . phi_k) v_j / sum_j (phi_q . phi_k), row by row."""
-    repeat = phi_q.shape[1] // phi_k.shape[1]
-    key, value = (
-        torch.cat([x[:, i // repeat : i // repeat + 1] for i in range(phi_q.shape[1])], 1)
-        for x in (phi_k, value)
-    )
-    weights = torch.einsum("bhid,bhjd->bhij", phi_q.double(), key.double()) * visible
-    total = weights.sum(-1, keepdim=True)
-    return torch.einsum("bhij,bhje->bhie", weights / torch.where(total == 0, 1.0, total), value.double())
+    return definitions.feature_map(x, "elu1", is_query=False)
 
 
 def causal(phi_q, phi_k, value, *others):
@@ -51,20 +45,11 @@ def features(query, key):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_causal_matches_definition(shape, dtype, tolerance):
     query, key, value = random_qkv(shape, dtype)
-    lower = torch.ones(shape[3], shape[3]).tril().double()
     got, state = causal(phi(query).to(dtype), phi(key).to(dtype), value)
-    assert relative_error(got, definition(phi(query), phi(key), value, lower)) < tolerance
-    want = torch.einsum("bhnd,bhne->bhde", phi(key).double(), value.double())
-    assert relative_error(state.S, want) < tolerance
-    assert relative_error(state.z, phi(key).double().sum(2)) < tolerance
-
-
-def test_the_published_reference_is_the_definition():
-    shape = SHAPES[1]
-    query, key, value = random_qkv(shape)
-    lower = torch.ones(shape[3], shape[3], dtype=torch.bool).tril()
-    got = reference.linear(phi(query), phi(key), value, lower)
-    assert relative_error(got, definition(phi(query), phi(key), value, lower)) < 1e-14
+    output, _, S, z = definition(query, key, value)
+    assert relative_error(got, output) < tolerance
+    assert relative_error(state.S, S) < tolerance
+    assert relative_error(state.z, z) < tolerance
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 200), (0, 63, 64, 65, 200), (0, 130, 131, 132, 200)])
@@ -100,14 +85,11 @@ def test_documents_are_independent_and_the_state_belongs_to_the_first():
 def test_gradients():
     shape = (1, 2, 1, 70, 3, 2)
     inputs = [x.requires_grad_() for x in random_qkv(shape)]
-    lower = torch.ones(70, 70).tril().double()
     weight = torch.randn(1, 2, 70, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     module = Elu1(None)
     maps = module.query_map(inputs[0]), module.key_map(inputs[1])
     got = torch.autograd.grad((causal(*maps, inputs[2])[0] * weight).sum(), inputs)
-    want = torch.autograd.grad(
-        (definition(phi(inputs[0]), phi(inputs[1]), inputs[2], lower) * weight).sum(), inputs
-    )
+    want = torch.autograd.grad((definition(*inputs)[0] * weight).sum(), inputs)
     for a, b in zip(got, want, strict=True):
         assert relative_error(a, b) < 1e-12
 
@@ -118,7 +100,7 @@ def test_elu1_queries_never_underflow(mean):
     query = query + mean
     got, _ = causal(*features(query, key), value)
     shifted = query.double() - query.double().amax(-1, keepdim=True).clamp(max=0)
-    want = definition(phi(shifted), phi(key), value, torch.ones(100, 100).tril().double())
+    want = definition(shifted, key, value)[0]
     assert relative_error(got, want) < 1e-6
 
 
@@ -126,7 +108,7 @@ def test_small_keys_before_a_large_one_keep_their_weight():
     query, key, value = random_qkv((1, 1, 1, 256, 8, 8), torch.float32)
     key = torch.cat([key[:, :, :192] - 20, key[:, :, 192:] + 5], 2)
     got, _ = causal(*features(query, key), value)
-    want = definition(phi(query), phi(key), value, torch.ones(256, 256).tril().double())
+    want = definition(query, key, value)[0]
     assert relative_error(got[:, :, :192], want[:, :, :192]) < 1e-6
     assert relative_error(got, want) < 1e-6
 
@@ -165,13 +147,13 @@ def test_softmax_forms_agree_with_the_definition(shape, kind, sink):
     lower = torch.ones(length, length, dtype=torch.bool).tril()
     mask = {"causal": lower, "mask": lower.tril(-3)}.get(kind)
     bias = torch.randn(1, heads, length, length, dtype=torch.float64) if kind == "bias" else None
-    full = torch.ones_like(lower) if mask is None else mask
-    scores = torch.einsum("bhid,bhjd->bhij", query, key.repeat_interleave(heads // shape[2], 1)) * 0.3
-    scores = scores + (0 if bias is None else bias)
-    exponentials = scores.exp() * full
-    total = exponentials.sum(-1, keepdim=True) + (0 if logit is None else logit.reshape(-1, 1, 1).exp())
-    values = value.repeat_interleave(heads // shape[2], 1)
-    want = exponentials / torch.where(total == 0, 1.0, total) @ values
+    scores = query @ definitions.repeated(key, heads).mT * 0.3 + (0 if bias is None else bias)
+    scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    others = None
+    if logit is not None:  # a key of value 0
+        ones = torch.ones(shape[0], heads, length, dtype=torch.float64)
+        others = torch.zeros_like(query[..., :1]), ones, ones * logit.reshape(-1, 1)
+    want = definitions.softmax(scores, value, others)
     got = softmax_attention(
         query,
         key,
@@ -184,7 +166,4 @@ def test_softmax_forms_agree_with_the_definition(shape, kind, sink):
     )
     assert relative_error(got, want) < 1e-13
     weights = softmax_weights(capped(scores_of(query, key, 0.3), None, bias), mask, logit)
-    assert relative_error(weights @ values, want) < 1e-13
-    if bias is None and sink != "per head":
-        published = reference.softmax(query, key, value, full, 0.3, sink=sink is not None)
-        assert relative_error(published, want) < 1e-13
+    assert relative_error(weights @ definitions.repeated(value, heads), want) < 1e-13

@@ -9,7 +9,7 @@ from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_fir
 
 from hf_linattn.ops import window_attention
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.types import Sums, Window
+from hf_linattn.ops.types import ScaledSums, Window
 
 
 def agree(got, want, leaves):
@@ -36,7 +36,7 @@ def test_first_columns_may_be_missing(form, shape):
     for other, count in itertools.product(OTHER[:2], {1, shape[4] // 2, shape[4]}):
         leaves, seen, beside = inputs(shape, other, True)
         hidden, behind = without_first(seen, count)
-        assert behind.missing == count
+        assert behind.n_missing == count
         want, got = definition(hidden, beside), form(behind, beside)
         agree(got, want, leaves)
 
@@ -46,7 +46,7 @@ def test_operator_keeps_the_rules_of_torch():
         _, seen, beside = inputs((2, 2, 1, 40, 7, 8), other, True)
         tensors = [x.detach() for x in (*seen[:4], *(beside or ()))]
         tensors = [x.requires_grad_(x.dtype.is_floating_point) for x in tensors] + [None] * (7 - len(tensors))
-        given = (*tensors, seen.reach, seen.scaling)
+        given = (*tensors, seen.span, seen.scaling)
         torch.library.opcheck(torch.ops.hf_linattn.softmax_of_window, given)
 
 
@@ -56,5 +56,5 @@ def test_numbers_far_apart_are_joined():
     for shift in (-100.0, 0.0, 100.0):
         sums = beside._replace(log_scale=beside.log_scale + shift)
         small = Window(*(x.float() for x in seen[:3]), *seen[3:])
-        got = window_attention.attention(small, Sums(*(x.float() for x in sums)))
+        got = window_attention.attention(small, ScaledSums(*(x.float() for x in sums)))
         assert distance(got, definition(seen, sums)) < 1e-4

@@ -20,11 +20,14 @@ import warnings
 from pathlib import Path
 
 from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.ops.cpp import layout
 
 CPP = "HF_LINATTN_CPP"
 """Environment variable that asks for the C++ kernels."""
 SOURCES = Path(__file__).parent
 MAIN = "kernels.cpp"
+HEADER = "layout.h"
+"""Written when the kernels are compiled, by `layout.header`."""
 COMPILERS = ("c++", "g++", "clang++")
 TARGET = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 """What older compilers for ARM do not know by the other name."""
@@ -33,7 +36,7 @@ THREADED = "-fopenmp"
 
 
 def asked() -> bool:
-    """Whether the user wants them.
+    """Tell whether the user asks for the C++ kernels.
 
     Raises:
         OptionError: the variable is neither 0 nor 1.
@@ -46,10 +49,10 @@ def asked() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, from the cache or compiled.
+    """Load the library: from the cache, or compiled now.
 
     Raises:
-        UnsupportedCallError: no compiler, or it fails, with what it said; or the cache cannot be used.
+        UnsupportedCallError: no compiler, or it fails (with what it said), or the cache cannot be used.
     """
     compiler = _compiler()
     built = _folder() / f"native-{_digest(compiler)}.so"
@@ -62,13 +65,13 @@ def library() -> ctypes.CDLL:
                 f"folder by XDG_CACHE_HOME. {_without()}"
             ) from error
     try:
-        found = ctypes.CDLL(str(built))
+        loaded = ctypes.CDLL(str(built))
     except OSError as error:
         raise UnsupportedCallError(f"{built} cannot be loaded ({error}): delete it. {_without()}") from error
-    for name in ("forward", "backward", "window_forward", "window_backward", "window_step"):
-        function = getattr(found, f"linattn_{name}")
+    for name in ("forward", "backward", "window_forward", "window_backward", "window_decode"):
+        function = getattr(loaded, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None
-    return found
+    return loaded
 
 
 def _without() -> str:
@@ -76,15 +79,15 @@ def _without() -> str:
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CXX", ""))
-    name = next((path for path in map(shutil.which, given[:1] or COMPILERS) if path), None)
+    named = shlex.split(os.environ.get("CXX", ""))
+    name = next((path for path in map(shutil.which, named[:1] or COMPILERS) if path), None)
     if name is None:
-        wanted = given[0] if given else ", ".join(COMPILERS)
+        wanted = named[0] if named else ", ".join(COMPILERS)
         raise UnsupportedCallError(
             f"{CPP}=1 asks for kernels in C++, and there is no compiler ({wanted}): install one, or name it "
             f"by CXX. {_without()}"
         )
-    return [name, *given[1:]]
+    return [name, *named[1:]]
 
 
 def _folder() -> Path:
@@ -93,11 +96,12 @@ def _folder() -> Path:
 
 
 def _digest(compiler: list[str]) -> str:
-    """Of the sources, of the compiler and of this processor: a folder may be shared by different machines."""
+    """Hash the sources, the compiler and this processor: different machines may share a folder."""
     target = _run(
         [*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull], "cannot say what it compiles for"
     )
     parts = [target, *FLAGS, THREADED, *compiler]
+    parts += [layout.header()]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -105,11 +109,12 @@ def _digest(compiler: list[str]) -> str:
 def _compile(compiler: list[str], to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:  # many processes may do this at once
-        made = Path(folder) / to.name
-        command = [*compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(made)]
+        Path(folder, HEADER).write_text(layout.header())
+        built = Path(folder) / to.name
+        command = [*compiler, *FLAGS, f"-I{folder}", str(SOURCES / MAIN), "-o", str(built)]
         try:
             _run([*command, THREADED], "")
-            ctypes.CDLL(str(made))
+            ctypes.CDLL(str(built))
         except (UnsupportedCallError, OSError):  # Apple's compiler has no OpenMP; Zig's takes the option only
             _run(command, "cannot compile them")
             warnings.warn(
@@ -117,7 +122,7 @@ def _compile(compiler: list[str], to: Path) -> None:
                 f"(libomp), or name another compiler by CXX, and delete {to}.",
                 stacklevel=2,
             )
-        made.replace(to)
+        built.replace(to)
 
 
 def _run(command: list[str], failure: str) -> str:

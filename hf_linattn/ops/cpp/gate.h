@@ -4,19 +4,15 @@
 
 #include <cmath>
 
-#include "tiles.h"
+#include "layout.h"
+#include "matrix.h"
 
-struct Gate {
-    int64_t weight, bias;  // float32 [Hkv, Dv] and [Hkv], dense; 0 for no gate
-    double temperature;
-
-    float log_decay(int64_t head, const float* value, int wide) const {
-        const float* own = reinterpret_cast<const float*>(weight) + head * wide;
-        const int whole = wide / WIDTH * WIDTH;
-        float logit = reinterpret_cast<const float*>(bias)[head] + dot(own, value, whole);
-        for (int e = whole; e < wide; ++e) logit += own[e] * value[e];
-        // of NaN too
-        const float gate = (logit > 0 ? 0 : logit) - std::log1p(std::exp(-std::abs(logit)));
-        return gate / static_cast<float>(temperature);
-    }
-};
+inline float log_decay_of(const Gate& gate, int64_t head, const float* value, int value_dim) {
+    const float* weight = reinterpret_cast<const float*>(gate.weight) + head * value_dim;
+    const int vectors = value_dim / WIDTH * WIDTH;
+    float logit = reinterpret_cast<const float*>(gate.bias)[head] + dot(weight, value, vectors);
+    for (int e = vectors; e < value_dim; ++e) logit += weight[e] * value[e];
+    // of NaN too
+    const float log_sigmoid = (logit > 0 ? 0 : logit) - std::log1p(std::exp(-std::abs(logit)));
+    return log_sigmoid / static_cast<float>(gate.temperature);
+}

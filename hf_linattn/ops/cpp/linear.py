@@ -1,31 +1,27 @@
-"""Linear attention by the C++ kernels of `ops/cpp`: what `loop` and `both_ways` compute, in one call."""
+"""Linear attention by the C++ kernels: what `eager.chunked` and `eager.bidirectional` compute, in a call."""
 
 from __future__ import annotations
-
-import struct
 
 import torch
 from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops.cpp import build
-from hf_linattn.ops.types import FEATURE_MAPS, Gate, Given, Gradients, How, Inputs, Outputs
+from hf_linattn.ops.cpp import build, layout
+from hf_linattn.ops.cpp.layout import DTYPES, address, array
+from hf_linattn.ops.types import FEATURE_MAPS, Gate, InputGrads, Inputs, OpConfig, OutputGrads, Outputs
 
 SUMS = torch.float32
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FORWARD, _BACKWARD = struct.Struct("15qd29q").pack, struct.Struct("15qd55q").pack
-"""`Problem` of ops/cpp/head.h; a forward reads the first part of it."""
 
 
 def reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether they were asked for and can read these: on a CPU, of at most 32 bits."""
+    """Tell whether the kernels were asked for and can read these: on a CPU, of at most 32 bits."""
     if not build.asked() or not query.is_cpu or type(query) is not Tensor:
         return False  # a tensor of another class may have no memory to read
     return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES
 
 
 def takes(inputs: Inputs) -> bool:
-    """Whether they were asked for and can: as `reads`, sums in float32, and not of nothing."""
+    """Tell whether the kernels take these: as `reads`, sums in float32, and nothing empty."""
     query, key, value, _, S, z, log_decay, _ = inputs
     if not reads(query, key, value):
         return False
@@ -35,84 +31,124 @@ def takes(inputs: Inputs) -> bool:
     return bool(query.numel() and key.numel() and value.numel())
 
 
-def forward(inputs: Inputs, how: How, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
-    """As `loop.causal` or `both_ways.forward`; with a gate in place of `log_decay`.
+def forward(inputs: Inputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
+    """Compute output, totals and the state after, causal or over all keys.
+
+    Args:
+        inputs: queries, keys, values, and what came before.
+        how: which features, which keys, and whether to divide.
+        keep: the state after is wanted.
+        chunk: tokens per step.
+        gate: makes the decay, in place of `log_decay`; None for none.
 
     Raises:
-        UnsupportedCallError: they cannot be compiled.
+        UnsupportedCallError: the kernels cannot be compiled.
     """
     return _run(dense(inputs), Outputs.empty(inputs, keep, SUMS), how, keep, chunk, gate)
 
 
-def step(inputs: Inputs, how: How, gate: Gate | None = None) -> Outputs:
-    """`forward` of one token that writes the state after it over the one before."""
+def step(inputs: Inputs, how: OpConfig, gate: Gate | None = None) -> Outputs:
+    """Compute one token as `forward` does, and write the state over where its memory allows it."""
     S, z, inputs = inputs.S, inputs.z, dense(inputs)
     over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
     return _run(inputs, Outputs.empty(inputs, True, SUMS, over), how, True, 1, gate)
 
 
-def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int, gate: Gate | None) -> Outputs:
-    after = (address(outputs.S), address(outputs.z))
-    problem = _FORWARD(*_numbers(inputs, outputs, how, keep, chunk, gate), *after)
+def _run(
+    inputs: Inputs, outputs: Outputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None
+) -> Outputs:
+    problem = _problem(inputs, outputs, how, keep, chunk, gate, layout.NO_LINEAR_GRADS)
     build.library().linattn_forward(problem, how.eps)
     return outputs
 
 
-def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: int) -> Gradients:
-    """As `loop_backward.backward`, but for decay: the loss by its running sums; or `both_ways.backward`."""
+def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig, chunk: int) -> InputGrads:
+    """Compute the gradients of `forward`; that of `log_decay` by its running sums.
+
+    Args:
+        inputs: as the forward took them.
+        outputs: what it returned; over all keys S and z are read.
+        given: gradients of these.
+        how: as the forward took it.
+        chunk: tokens per step.
+    """
     if not how.causal:
         if outputs.S is None or not outputs.S.numel():
             raise UnsupportedCallError(f"{build.CPP} was set between forward and backward")
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = dense(inputs)
-    loss, d_total, d_S, d_z = given
-    loss, d_total, d_S, d_z = rows(loss), _whole(d_total), _whole(d_S), _whole(d_z)
+    d_output, d_total, d_S, d_z = rows(given.output), *map(_whole, given[1:])
     read = Outputs(rows(outputs.output), outputs.total.contiguous())
     query, key, value = (torch.empty_like(x) for x in inputs[:3])
     S = z = decay = None
     if how.causal:
         S, z = (None if x is None else torch.empty_like(x) for x in (inputs.S, inputs.z))
         decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
-    numbers = _numbers(inputs, read, how, False, chunk)
-    arrays = (*array(loss), *array(query), *array(key), *array(value))
-    rest = (address(x) for x in (d_total, d_S, d_z, S, z, decay))
-    build.library().linattn_backward(_BACKWARD(*numbers, 0, 0, *arrays, *rest), how.eps)
-    return Gradients(query, key, value, S, z, decay)
+    grads = layout.LinearGrads.pack(
+        d_output=array(d_output),
+        d_query=array(query),
+        d_key=array(key),
+        d_value=array(value),
+        d_total=address(d_total),
+        d_S_after=address(d_S),
+        d_z_after=address(d_z),
+        d_S=address(S),
+        d_z=address(z),
+        d_decay=address(decay),
+    )
+    build.library().linattn_backward(_problem(inputs, read, how, False, chunk, None, grads), how.eps)
+    return InputGrads(query, key, value, S, z, decay)
 
 
-def _numbers(
-    inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int, gate: Gate | None = None
-) -> tuple[float, ...]:
-    """`Problem` up to `total`."""
+def _problem(
+    inputs: Inputs,
+    outputs: Outputs,
+    how: OpConfig,
+    keep: bool,
+    chunk: int,
+    gate: Gate | None,
+    grads: bytes,
+) -> bytes:
     query, key, value, hidden, S, z, log_decay, documents = inputs
-    (batch, heads, length, size), (_, kv_heads, keys, wide) = query.shape, value.shape
-    kind, threads = FEATURE_MAPS.index(how.kind), torch.get_num_threads()
-    by_row = (0, 0) if hidden is None else (hidden.data_ptr(), hidden.stride(0))
-    sizes = (batch, heads, kv_heads, length, keys, size, wide)
-    options = (kind, how.normalise, how.causal, keep, chunk, threads)
-    arrays = (*array(query), *array(key), *array(value), *array(outputs.output))
-    rest = (address(S), address(z), address(log_decay), address(documents), address(outputs.total))
-    return (*sizes, *options, *gated(gate), *arrays, *by_row, *rest)
-
-
-def gated(gate: Gate | None) -> tuple[float, ...]:
-    """`Gate` of ops/cpp/gate.h."""
-    return (0, 0, 1.0) if gate is None else (gate.weight.data_ptr(), gate.bias.data_ptr(), gate.temperature)
-
-
-def array(x: Tensor) -> tuple[int, ...]:
-    """`Array` of ops/cpp/numbers.h."""
-    batch, head, token, _ = x.stride()
-    return x.data_ptr(), DTYPES[x.dtype], batch, head, token
-
-
-def address(x: Tensor | None) -> int:
-    """Of its numbers; 0 where there are none."""
-    return 0 if x is None or not x.numel() else x.data_ptr()
+    (batch, heads, length, head_dim), (_, kv_heads, keys, value_dim) = query.shape, value.shape
+    return layout.LinearProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        options=layout.LinearOptions.pack(
+            feature_map=FEATURE_MAPS.index(how.kind),
+            normalise=how.normalise,
+            causal=how.causal,
+            keep_state=keep,
+            keys=keys,
+            chunk=chunk,
+        ),
+        grads=grads,
+        gate=layout.gate(gate),
+        query=array(query),
+        key=array(key),
+        value=array(value),
+        output=array(outputs.output),
+        hidden=address(hidden),
+        hidden_row=0 if hidden is None else hidden.stride(0),
+        S=address(S),
+        z=address(z),
+        log_decay=address(log_decay),
+        documents=address(documents),
+        total=address(outputs.total),
+        S_after=address(outputs.S),
+        z_after=address(outputs.z),
+    )
 
 
 def rows(x: Tensor) -> Tensor:
-    """With a dense last axis."""
+    """Make the last axis dense."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -121,7 +157,7 @@ def _whole(x: Tensor | None) -> Tensor | None:
 
 
 def dense(inputs: Inputs) -> Inputs:
-    """As the kernels read them."""
+    """Bring inputs to the layout that the kernels read: tokens dense along D, the rest whole."""
     query, key, value, hidden, *rest = inputs
     hidden = None if hidden is None else rows(hidden)
     return Inputs(rows(query), rows(key), rows(value), hidden, *map(_whole, rest))

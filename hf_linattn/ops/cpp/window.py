@@ -1,80 +1,110 @@
-"""Softmax over a sliding window by the C++ kernels of `ops/cpp`, joined with sums from elsewhere."""
+"""Softmax over a sliding window by the C++ kernels, joined with sums over other tokens."""
 
 from __future__ import annotations
-
-import struct
 
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.cpp import build, linear
+from hf_linattn.ops.cpp import build, layout, linear
+from hf_linattn.ops.cpp.layout import address, array
 from hf_linattn.ops.cpp.linear import SUMS
-from hf_linattn.ops.types import Sums, Window, by_token
+from hf_linattn.ops.types import ScaledSums, Window, token_major
 
 BLOCK = 96
 """Queries, and columns, that go through a product together: measured, from 32 to 128."""
 VECTOR = 16
 """Floats in the longest vectors of any processor."""
-_FORWARD, _BACKWARD = struct.Struct("40q").pack, struct.Struct("67q").pack
-"""`WindowProblem` of ops/cpp/window.h; a forward reads the first part of it."""
 
 
-def takes(window: Window, other: Sums | None) -> bool:
-    """Whether they were asked for and can read these: as `linear.reads`, sums in float32."""
+def takes(window: Window, other: ScaledSums | None) -> bool:
+    """Tell whether the kernels were asked for and can read these: as `linear.reads`, sums in float32."""
     return linear.reads(window.query, window.key, window.value) and all(x.dtype == SUMS for x in other or ())
 
 
-def forward(window: Window, other: Sums | None) -> tuple[Tensor, Tensor]:
-    """Output `[B, H, N, Dv]`, a view of `[B, N, H, Dv]`, and the log-sum-exp `[B, H, N]`, 0 where nothing is.
+def forward(window: Window, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
+    """Compute softmax over the window and the other tokens, under one normaliser.
+
+    Returns:
+        Output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, and log-sum-exp `[B, H, N]`, 0 where nothing is
+        seen.
 
     Raises:
-        UnsupportedCallError: they cannot be compiled.
+        UnsupportedCallError: the kernels cannot be compiled.
     """
     window, other = _dense(window, other)
     query, value = window.query, window.value
-    (batch, heads, length, _), wide = query.shape, value.shape[3]
-    output = by_token(query, batch, heads, length, wide)
+    (batch, heads, length, _), value_dim = query.shape, value.shape[3]
+    output = token_major(query, batch, heads, length, value_dim)
     lse = query.new_empty(batch, heads, length, dtype=SUMS)
-    problem = _FORWARD(*_numbers(window, other, output, lse))
+    problem = _problem(window, other, output, lse, layout.NO_WINDOW_GRADS)
     build.library().linattn_window_forward(problem, window.scaling)
     return output, lse
 
 
-def backward(grad: Tensor, window: Window, other: Sums | None, output: Tensor, lse: Tensor) -> list[Tensor]:
-    """By query, key and value, and by the three of the other sums."""
+def backward(
+    grad: Tensor, window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor
+) -> list[Tensor]:
+    """Compute gradients of query, key and value, and of the three tensors of the other sums.
+
+    Args:
+        grad: gradient of the output, `[B, H, N, Dv]`.
+        window: as `forward` took it.
+        other: likewise.
+        output: what `forward` returned.
+        lse: likewise.
+    """
     window, other = _dense(window, other)
     grad, output, lse = linear.rows(grad), linear.rows(output), lse.contiguous()
-    found = [torch.empty_like(x) for x in (*window[:3], *(other or ()))]
-    query, key, value, *by_other = found
-    arrays = [x for y in (grad, query, key, value) for x in linear.array(y)]
-    rest = _of_others(by_other)
-    problem = _BACKWARD(*_numbers(window, other, output, lse), *arrays, *rest)
+    gradients = [torch.empty_like(x) for x in (*window[:3], *(other or ()))]
+    query, key, value, *others = gradients
+    grads = layout.WindowGrads.pack(
+        d_output=array(grad),
+        d_query=array(query),
+        d_key=array(key),
+        d_value=array(value),
+        d_others=array(others[0]) if others else layout.NO_ARRAY,
+        d_total=address(others[1]) if others else 0,
+        d_log_scale=address(others[2]) if others else 0,
+    )
+    problem = _problem(window, other, output, lse, grads)
     build.library().linattn_window_backward(problem, window.scaling)
-    return found
+    return gradients
 
 
-def _numbers(window: Window, other: Sums | None, output: Tensor, lse: Tensor) -> tuple[int, ...]:
-    """`WindowProblem` up to `lse`."""
-    query, key, value, marks, reach, _ = window
-    (batch, heads, length, size), kv_heads, wide = query.shape, key.shape[1], value.shape[3]
-    block = min(BLOCK, -(-length // VECTOR) * VECTOR)
-    sizes = (batch, heads, kv_heads, length, size, wide, reach, window.missing, block)
-    arrays = [x for y in (query, key, value, output) for x in linear.array(y)]
-    rest = (marks.data_ptr(), marks.stride(0), *_of_others(other or ()), lse.data_ptr())
-    return (*sizes, torch.get_num_threads(), *arrays, *rest)
+def _problem(window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor, grads: bytes) -> bytes:
+    query, key, value, valid, span, _ = window
+    (batch, heads, length, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
+    return layout.WindowProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        grads=grads,
+        span=span,
+        n_missing=window.n_missing,
+        block=min(BLOCK, -(-length // VECTOR) * VECTOR),
+        query=array(query),
+        key=array(key),
+        value=array(value),
+        output=array(output),
+        valid=address(valid),
+        valid_row=valid.stride(0),
+        others=layout.NO_ARRAY if other is None else array(other.values),
+        total=0 if other is None else address(other.total),
+        log_scale=0 if other is None else address(other.log_scale),
+        lse=address(lse),
+    )
 
 
-def _of_others(other: Sums | list[Tensor] | tuple[()]) -> tuple[int, ...]:
-    """An array and two addresses, or zeros."""
-    if not other:
-        return (0,) * 7
-    values, total, log_scale = other
-    return (*linear.array(values), total.data_ptr(), log_scale.data_ptr())
-
-
-def _dense(window: Window, other: Sums | None) -> tuple[Window, Sums | None]:
-    """As the kernels read them."""
-    query, key, value, marks = map(linear.rows, window[:4])
+def _dense(window: Window, other: ScaledSums | None) -> tuple[Window, ScaledSums | None]:
+    """Make the last axes dense, and the sums' totals and scales all of them, as the kernels read them."""
+    query, key, value, valid = map(linear.rows, window[:4])
     if other is not None:
-        other = Sums(linear.rows(other.values), other.total.contiguous(), other.log_scale.contiguous())
-    return Window(query, key, value, marks, *window[4:]), other
+        values, total, log_scale = other
+        other = ScaledSums(linear.rows(values), total.contiguous(), log_scale.contiguous())
+    return Window(query, key, value, valid, *window[4:]), other

@@ -16,168 +16,176 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.eager.buffers import Buffer, Features, groups
-from hf_linattn.ops.types import Given, Gradients, How, Inputs, Outputs, accumulator
+from hf_linattn.ops.eager.buffers import Buffer, Features, head_blocks, write_output
+from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
-LEAST = 16
+MIN_CHUNK = 16
 """Tokens of a chunk, at least."""
 
 
-def forward(inputs: Inputs, how: How, keep: bool, numbers: int) -> Outputs:
-    """Output, totals and the sums over all keys.
+def forward(inputs: Inputs, config: OpConfig, keep: bool, max_numbers: int) -> Outputs:
+    """Compute output, totals and the state of all keys.
 
     Args:
-        inputs: what is summed up; queries `[B, H, N, D]` may be others than keys `[B, Hkv, M, D]`, `hidden`
-            is `[B, M]`, and there is no state, decay or document.
-        how: which features, and whether to divide.
+        inputs: queries `[B, H, N, D]` may be more or fewer than keys `[B, Hkv, M, D]`, `hidden` is
+            `[B, M]`, and there is no state before, decay or document.
+        config: which features, and whether to divide.
         keep: S and z are wanted, by `backward`.
-        numbers: in a buffer.
+        max_numbers: of a buffer, about.
     """
-    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator(*inputs[:3]))
-    for rows, some in groups(*inputs.key.shape[:2]):
-        queries = inputs.queries(some)
-        group = _Group(inputs.part(rows, some), how, numbers, total)
-        sums = group.summed()
-        group.read(output[rows, queries], total[rows, queries].unsqueeze(-1), *sums)
+    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator_dtype(*inputs[:3]))
+    for rows, heads in head_blocks(*inputs.key.shape[:2]):
+        query_heads = inputs.query_heads(heads)
+        block = _HeadBlock(inputs.head_block(rows, heads), config, max_numbers, total)
+        state = block.state_of_all_keys()
+        block.read(output[rows, query_heads], total[rows, query_heads].unsqueeze(-1), *state)
         if S is not None and z is not None:
-            for whole, part in zip((S, z), sums, strict=True):
-                to = whole[rows, some]
-                to.copy_(part.view(to.shape))
+            for whole, part in zip((S, z), state, strict=True):
+                target = whole[rows, heads]
+                target.copy_(part.view(target.shape))
     return outputs
 
 
-def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, numbers: int) -> Gradients:
-    """Gradients; arguments as `forward` had them, what it gave, and the loss by its output and totals."""
-    found = Gradients(*(torch.empty_like(x) for x in inputs[:3]))
-    for rows, some in groups(*inputs.key.shape[:2]):
-        queries = inputs.queries(some)
-        group = _Group(inputs.part(rows, some), how, numbers, outputs.total)
-        sums = (x[rows, some].reshape(group.pairs, group.size, -1) for x in outputs.after)
-        own = Outputs(outputs.output[rows, queries], outputs.total[rows, queries].unsqueeze(-1), *sums)
-        d_total = None if given.total is None else given.total[rows, queries].unsqueeze(-1)
-        by_sums = group.by_queries(
-            found.query[rows, queries], own, Given(given.output[rows, queries], d_total)
+def backward(
+    inputs: Inputs, outputs: Outputs, grads: OutputGrads, config: OpConfig, max_numbers: int
+) -> InputGrads:
+    """Compute the gradients of `forward`.
+
+    Args:
+        inputs: as the forward took them.
+        outputs: what it returned, S and z among it.
+        grads: gradients of output and totals.
+        config: which features, and whether the output was divided.
+        max_numbers: of a buffer, about.
+    """
+    gradients = InputGrads(*(torch.empty_like(x) for x in inputs[:3]))
+    for rows, heads in head_blocks(*inputs.key.shape[:2]):
+        query_heads = inputs.query_heads(heads)
+        block = _HeadBlock(inputs.head_block(rows, heads), config, max_numbers, outputs.total)
+        state = (x[rows, heads].reshape(block.batch_heads, block.head_dim, -1) for x in outputs.state)
+        block_outputs = Outputs(
+            outputs.output[rows, query_heads], outputs.total[rows, query_heads].unsqueeze(-1), *state
         )
-        group.by_keys(found.key[rows, some], found.value[rows, some], *by_sums)
-    return found
+        d_total = None if grads.total is None else grads.total[rows, query_heads].unsqueeze(-1)
+        state_gradients = block.query_gradients(
+            gradients.query[rows, query_heads],
+            block_outputs,
+            OutputGrads(grads.output[rows, query_heads], d_total),
+        )
+        block.key_gradients(gradients.key[rows, heads], gradients.value[rows, heads], *state_gradients)
+    return gradients
 
 
-class _Group:
-    """Heads that go together, chunk by chunk.
+class _HeadBlock:
+    """Heads that go through the chunks together.
 
     Attributes:
-        pairs: rows times key heads.
-        of_queries, of_keys: rows and heads, as tensors have them.
+        batch_heads: rows times key heads.
+        query_shape: `[b, h]`.
+        key_shape: `[b, hkv]`.
     """
 
-    def __init__(self, inputs: Inputs, how: How, numbers: int, like: Tensor) -> None:
-        self.inputs, self.how, self.numbers, self.like = inputs, how, numbers, like
-        self.of_queries, self.of_keys = inputs.query.shape[:2], inputs.key.shape[:2]
-        self.pairs, self.size = inputs.key.shape[0] * inputs.key.shape[1], inputs.key.shape[3]
-        self.wide = inputs.value.shape[3]
+    def __init__(self, inputs: Inputs, config: OpConfig, max_numbers: int, like: Tensor) -> None:
+        self.inputs, self.config, self.max_numbers, self.like = inputs, config, max_numbers, like
+        self.query_shape, self.key_shape = inputs.query.shape[:2], inputs.key.shape[:2]
+        self.batch_heads, self.head_dim = inputs.key.shape[0] * inputs.key.shape[1], inputs.key.shape[3]
+        self.value_dim = inputs.value.shape[3]
         self.maps: dict[tuple[bool, int], Features] = {}
         self.buffers: dict[tuple[str, int], Buffer] = {}
 
     def buffer(self, name: str, heads: torch.Size, length: int, columns: int) -> Buffer:
-        """Of this name, for chunks of this length."""
+        """Get the buffer of a name, for chunks of a length: `[*heads, length, columns]`."""
         if (name, length) not in self.buffers:
-            self.buffers[name, length] = Buffer(self.like, (*heads, length, columns), self.pairs)
+            self.buffers[name, length] = Buffer(self.like, (*heads, length, columns), self.batch_heads)
         return self.buffers[name, length]
 
     def spans(self, x: Tensor, query: bool) -> Iterator[tuple[slice, int, Features]]:
-        """Chunks of `[b, h, N, D]`, as equal as can be, and their feature maps."""
+        """Cut `[b, h, N, D]` into chunks, as equal as can be: where, how long, and the feature map."""
         rows, heads, length, _ = x.shape
-        step = max(LEAST, self.numbers // (rows * heads * max(self.size, self.wide)))
+        step = max(MIN_CHUNK, self.max_numbers // (rows * heads * max(self.head_dim, self.value_dim)))
         step = max(1, -(-length // max(1, -(-length // step))))
         for start in range(0, length, step):
             stop = min(start + step, length)
-            here = (query, stop - start)
-            if here not in self.maps:
-                shape = (rows, heads, stop - start, self.size)
-                self.maps[here] = Features(self.how, query, self.like, shape, self.pairs)
-            yield slice(start, stop), stop - start, self.maps[here]
+            index = (query, stop - start)
+            if index not in self.maps:
+                shape = (rows, heads, stop - start, self.head_dim)
+                self.maps[index] = Features(self.config, query, self.like, shape, self.batch_heads)
+            yield slice(start, stop), stop - start, self.maps[index]
 
     def keys(self) -> Iterator[tuple[slice, int, Features, Tensor, Tensor]]:
-        """Features `[pairs, m, D]` and values of each chunk of keys, 0 where hidden; NaN may be there."""
-        inputs, hides = self.inputs, self.inputs.hidden is not None
+        """Go through the chunks of keys: features `[b hkv, m, D]` and values, 0 where hidden."""
+        inputs, masks_keys = self.inputs, self.inputs.hidden is not None
         for span, length, phi in self.spans(inputs.key, query=False):
-            values = self.buffer("value", self.of_keys, length, self.wide)
-            key = phi(inputs.key[:, :, span], hides)
-            value = values.load(inputs.value[:, :, span], hides)
-            self.hide(span, phi.found, values)
+            values = self.buffer("value", self.key_shape, length, self.value_dim)
+            key = phi(inputs.key[:, :, span], masks_keys)
+            value = values.load(inputs.value[:, :, span], masks_keys)
+            self.zero_hidden(span, phi.mapped, values)
             yield span, length, phi, key, value
 
-    def hide(self, span: slice, *buffers: Buffer) -> None:
-        """0 at hidden keys."""
+    def zero_hidden(self, span: slice, *buffers: Buffer) -> None:
+        """Write 0 at hidden keys; not by a product, for they may hold NaN."""
         if self.inputs.hidden is not None:
             for buffer in buffers:
-                buffer.apart.masked_fill_(self.inputs.hidden[:, None, span, None], 0)
+                buffer.per_head.masked_fill_(self.inputs.hidden[:, None, span, None], 0)
 
-    def summed(self) -> tuple[Tensor, Tensor]:
-        """S `[pairs, D, Dv]` and z `[pairs, D, 1]`."""
-        S = self.like.new_zeros(self.pairs, self.size, self.wide)
-        z = self.like.new_zeros(self.pairs, self.size, 1)
+    def state_of_all_keys(self) -> tuple[Tensor, Tensor]:
+        """Sum up S `[b hkv, D, Dv]` and z `[b hkv, D, 1]`."""
+        S = self.like.new_zeros(self.batch_heads, self.head_dim, self.value_dim)
+        z = self.like.new_zeros(self.batch_heads, self.head_dim, 1)
         for _, _, _, key, value in self.keys():
             S.baddbmm_(key.mT, value)
             z.add_(key.sum(1, True).mT)
         return S, z
 
     def read(self, output: Tensor, total: Tensor, S: Tensor, z: Tensor) -> None:
-        """Write output and totals `[b, h, N, 1]`."""
+        """Let all queries read the state: write output and totals `[b, h, N, 1]`."""
         query = self.inputs.query
         for span, length, phi in self.spans(query, query=True):
             features = phi(query[:, :, span], False)
-            numerator = self.buffer("numerator", self.of_queries, length, self.wide)
-            row = self.buffer("total", self.of_queries, length, 1)
+            numerator = self.buffer("numerator", self.query_shape, length, self.value_dim)
+            totals = self.buffer("total", self.query_shape, length, 1)
             torch.bmm(features, S, out=numerator.flat)
-            torch.bmm(features, z, out=row.flat)
-            total[:, :, span].copy_(row.apart)
-            if not self.how.normalise:
-                output[:, :, span].copy_(numerator.apart)
-                continue
-            if self.how.kind == "none":
-                row.flat.masked_fill_(row.flat <= 0, 1)
-            else:  # never negative, and 0 where the numerator is
-                row.flat.clamp_min_(torch.finfo(row.flat.dtype).tiny)
-            torch.div(numerator.apart, row.apart, out=output[:, :, span])
+            torch.bmm(features, z, out=totals.flat)
+            total[:, :, span].copy_(totals.per_head)
+            write_output(output[:, :, span], numerator, totals, self.config)
 
-    def by_queries(self, to: Tensor, own: Outputs, given: Given) -> tuple[Tensor, Tensor]:
-        """Write the gradient of the queries; R and r come back."""
-        query, (S, z) = self.inputs.query, own.after
+    def query_gradients(self, target: Tensor, outputs: Outputs, grads: OutputGrads) -> tuple[Tensor, Tensor]:
+        """Write the gradient of the queries; return R and r."""
+        query, (S, z) = self.inputs.query, outputs.state
         R, r = torch.zeros_like(S), torch.zeros_like(z)
         for span, length, phi in self.spans(query, query=True):
             features = phi(query[:, :, span], False)
-            g = self.buffer("d_numerator", self.of_queries, length, self.wide)
-            t = self.buffer("d_total", self.of_queries, length, 1)
-            d_query = self.buffer("d_query", self.of_queries, length, self.size)
-            if self.how.normalise:
-                total = own.total[:, :, span]
-                torch.div(given.output[:, :, span], total.masked_fill(total <= 0, torch.inf), out=g.apart)
-                g_o = self.buffer("g_o", self.of_queries, length, self.wide).apart
-                torch.mul(g.apart, own.output[:, :, span], out=g_o)
-                torch.sum(g_o, -1, True, out=t.apart).neg_()
+            g = self.buffer("d_numerator", self.query_shape, length, self.value_dim)
+            t = self.buffer("d_total", self.query_shape, length, 1)
+            d_query = self.buffer("d_query", self.query_shape, length, self.head_dim)
+            if self.config.normalise:
+                total = outputs.total[:, :, span]
+                torch.div(grads.output[:, :, span], total.masked_fill(total <= 0, torch.inf), out=g.per_head)
+                g_o = self.buffer("g_o", self.query_shape, length, self.value_dim).per_head
+                torch.mul(g.per_head, outputs.output[:, :, span], out=g_o)
+                torch.sum(g_o, -1, True, out=t.per_head).neg_()
             else:
-                g.apart.copy_(given.output[:, :, span])
-                t.apart.zero_()
-            if given.total is not None:
-                t.apart.add_(given.total[:, :, span])
+                g.per_head.copy_(grads.output[:, :, span])
+                t.per_head.zero_()
+            if grads.total is not None:
+                t.per_head.add_(grads.total[:, :, span])
             torch.bmm(g.flat, S.mT, out=d_query.flat).baddbmm_(t.flat, z.mT)
             R.baddbmm_(features.mT, g.flat)
             r.baddbmm_(features.mT, t.flat)
-            if self.how.kind != "none":
-                d_query.flat.mul_(phi.slope.flat)
-            to[:, :, span].copy_(d_query.apart)
+            if self.config.kind != "none":
+                d_query.flat.mul_(phi.derivative.flat)
+            target[:, :, span].copy_(d_query.per_head)
         return R, r
 
-    def by_keys(self, to_key: Tensor, to_value: Tensor, R: Tensor, r: Tensor) -> None:
+    def key_gradients(self, d_key_target: Tensor, d_value_target: Tensor, R: Tensor, r: Tensor) -> None:
         """Write the gradients of keys and values."""
         for span, length, phi, key, value in self.keys():
-            d_key = self.buffer("d_key", self.of_keys, length, self.size)
-            d_value = self.buffer("d_value", self.of_keys, length, self.wide)
+            d_key = self.buffer("d_key", self.key_shape, length, self.head_dim)
+            d_value = self.buffer("d_value", self.key_shape, length, self.value_dim)
             torch.bmm(value, R.mT, out=d_key.flat).add_(r.mT)
             torch.bmm(key, R, out=d_value.flat)
-            if self.how.kind != "none":
-                d_key.flat.mul_(phi.slope.flat)
-            self.hide(span, d_key, d_value)
-            to_key[:, :, span].copy_(d_key.apart)
-            to_value[:, :, span].copy_(d_value.apart)
+            if self.config.kind != "none":
+                d_key.flat.mul_(phi.derivative.flat)
+            self.zero_hidden(span, d_key, d_value)
+            d_key_target[:, :, span].copy_(d_key.per_head)
+            d_value_target[:, :, span].copy_(d_value.per_head)

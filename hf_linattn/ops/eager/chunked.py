@@ -1,10 +1,10 @@
-"""Causal linear attention on the CPU: a loop over chunks whose buffers stay in cache, and its backward.
+"""Causal linear attention on the CPU: a loop over chunks whose buffers stay in cache.
 
     num_i = sum_{j<=i} a_ij (phi(q_i) . phi(k_j)) v_j + a_i0 phi(q_i)^T S_0
     total_i: the same with 1 in place of v_j and z_0 in place of S_0;  output_i = num_i / total_i
 
 Inside a chunk quadratic, between chunks through S and z ("Transformers are RNNs", arXiv:2006.16236, equations
-18 to 20). `ops.loop_backward` has the gradients.
+18 to 20). `chunked_backward` has the gradients.
 """
 
 from __future__ import annotations
@@ -16,75 +16,93 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.eager.buffers import Buffer, Features, Links, groups, links
-from hf_linattn.ops.types import How, Inputs, Outputs, accumulator
+from hf_linattn.ops.eager.buffers import Buffer, ChunkDecay, Features, chunk_decay, head_blocks, write_output
+from hf_linattn.ops.types import Inputs, OpConfig, Outputs, accumulator_dtype
 
 
-def causal(inputs: Inputs, how: How, keep: bool, chunk: int) -> Outputs:
-    """Output, totals and the state after.
+def forward(inputs: Inputs, config: OpConfig, keep: bool, chunk: int) -> Outputs:
+    """Compute output, totals and the state after the last token.
 
     Args:
-        inputs: what is summed up.
-        how: which features, and whether to divide.
+        inputs: queries, keys, values, and what came before.
+        config: which features, and whether to divide.
         keep: the state after is wanted.
         chunk: tokens per step.
     """
-    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator(*inputs[:3]))
-    for rows, some in groups(*inputs.key.shape[:2]):
-        queries = inputs.queries(some)
-        loop = _Forward(inputs.part(rows, some), how, chunk, total)
-        sums = loop.run(output[rows, queries], total[rows, queries], keep)
+    output, total, S, z = outputs = Outputs.empty(inputs, keep, accumulator_dtype(*inputs[:3]))
+    for rows, heads in head_blocks(*inputs.key.shape[:2]):
+        query_heads = inputs.query_heads(heads)
+        loop = _Forward(inputs.head_block(rows, heads), config, chunk, total)
+        state = loop.run(output[rows, query_heads], total[rows, query_heads], keep)
         if S is not None and z is not None:
-            sums.write(S[rows, some], z[rows, some])
+            state.copy_to(S[rows, heads], z[rows, heads])
     return outputs
 
 
-class Sums:
-    """A state that is written over: S `[pairs, D, Dv]` and z `[pairs, D, 1]`.
+class RunningState:
+    """The state of a block of heads, updated in place chunk by chunk.
 
     Attributes:
+        S: `[b hkv, D, Dv]`.
+        z: `[b hkv, D, 1]`.
         empty: nothing was added yet.
     """
 
-    def __init__(self, loop: Loop, S: Tensor | None, z: Tensor | None) -> None:
+    def __init__(self, loop: ChunkLoop, S: Tensor | None, z: Tensor | None) -> None:
         self.empty = S is None or z is None
-        self.S = loop.like.new_zeros(loop.pairs, loop.size, loop.wide)
-        self.z = loop.like.new_zeros(loop.pairs, loop.size, 1)
-        self.heads = (loop.rows, loop.heads, loop.size, -1)
+        self.S = loop.like.new_zeros(loop.batch_heads, loop.head_dim, loop.value_dim)
+        self.z = loop.like.new_zeros(loop.batch_heads, loop.head_dim, 1)
+        self.shape = (loop.rows, loop.heads, loop.head_dim, -1)
         if S is not None and z is not None:
-            self.S.view(self.heads).copy_(S)
-            self.z.view(self.heads).copy_(z.unsqueeze(-1))
+            self.S.view(self.shape).copy_(S)
+            self.z.view(self.shape).copy_(z.unsqueeze(-1))
 
-    def outlive(self, link: Links) -> None:
-        """What is left of it behind a chunk."""
-        self.S.view(self.heads).mul_(link.surviving)
-        self.z.view(self.heads).mul_(link.surviving)
+    def apply_decay(self, decay: ChunkDecay) -> None:
+        """Keep what is left of the state after a chunk."""
+        self.S.view(self.shape).mul_(decay.state)
+        self.z.view(self.shape).mul_(decay.state)
 
-    def write(self, S: Tensor, z: Tensor) -> None:
-        """In the shape of a state."""
-        S.copy_(self.S.view(self.heads))
+    def copy_to(self, S: Tensor, z: Tensor) -> None:
+        """Write the state to S `[b, hkv, D, Dv]` and z `[b, hkv, D]`."""
+        S.copy_(self.S.view(self.shape))
         z.copy_(self.z.view(z.shape))
 
 
-class Work:
-    """Buffers for chunks of one length; the linked ones are seen by key head as well."""
+class ChunkBuffers:
+    """Buffers for chunks of one length m.
 
-    def __init__(self, loop: Loop, length: int) -> None:
-        queries, like, pairs = loop.heads * loop.shared, loop.like, loop.pairs
-        self.rows_of_queries = (loop.rows, queries, length)
-        self.rows_of_keys = (loop.rows, loop.heads, length)
-        self.by_head = (loop.rows, loop.heads, loop.shared, length, -1)
-        self.query = Features(loop.how, True, like, (*self.rows_of_queries, loop.size), pairs)
-        self.key = Features(loop.how, False, like, (*self.rows_of_keys, loop.size), pairs)
-        self.value = Buffer(like, (*self.rows_of_keys, loop.wide), pairs)
-        self.scores = Buffer(like, (*self.rows_of_queries, length), pairs)
-        self.numerator = Buffer(like, (*self.rows_of_queries, loop.wide), pairs)
-        self.total = Buffer(like, (*self.rows_of_queries, 1), pairs)
-        self.key_sum = like.new_empty(pairs, 1, loop.size)
+    Attributes:
+        query_shape: `[b, h, m]`.
+        key_shape: `[b, hkv, m]`.
+        grouped_shape: what has `query_shape` seen as `[b, hkv, h / hkv, m, ...]`.
+    """
+
+    def __init__(self, loop: ChunkLoop, length: int) -> None:
+        query_heads, like, batch_heads = loop.heads * loop.shared, loop.like, loop.batch_heads
+        self.query_shape = (loop.rows, query_heads, length)
+        self.key_shape = (loop.rows, loop.heads, length)
+        self.grouped_shape = (loop.rows, loop.heads, loop.shared, length, -1)
+        self.query = Features(loop.config, True, like, (*self.query_shape, loop.head_dim), batch_heads)
+        self.key = Features(loop.config, False, like, (*self.key_shape, loop.head_dim), batch_heads)
+        self.value = Buffer(like, (*self.key_shape, loop.value_dim), batch_heads)
+        self.scores = Buffer(like, (*self.query_shape, length), batch_heads)
+        self.numerator = Buffer(like, (*self.query_shape, loop.value_dim), batch_heads)
+        self.total = Buffer(like, (*self.query_shape, 1), batch_heads)
+        self.key_sum = like.new_empty(batch_heads, 1, loop.head_dim)
 
 
-class Chunk(NamedTuple):
-    """One chunk of `Inputs`, hidden as `[b, 1, m, 1]`; before: the document of the state, `[b, 1]`."""
+class ChunkInputs(NamedTuple):
+    """One chunk of `Inputs`.
+
+    Attributes:
+        query: `[b, h, m, D]`.
+        key: `[b, hkv, m, D]`.
+        value: `[b, hkv, m, Dv]`.
+        hidden: `[b, 1, m, 1]`.
+        log_decay: `[b, hkv, m]`.
+        documents: `[b, m]`.
+        state_document: the document that the state before belongs to, `[b, 1]`.
+    """
 
     query: Tensor
     key: Tensor
@@ -92,112 +110,118 @@ class Chunk(NamedTuple):
     hidden: Tensor | None
     log_decay: Tensor | None
     documents: Tensor | None
-    before: Tensor | None
+    state_document: Tensor | None
 
 
-class Loop:
-    """One group of heads on its way through the chunks.
+class ChunkLoop:
+    """One block of heads on its way through the chunks.
 
     Args:
-        inputs: of the group.
-        how, chunk: as `causal`.
+        inputs: of the block.
+        config: which features, and whether to divide.
+        chunk: tokens per step.
         like: a tensor in the dtype of sums.
 
     Attributes:
-        pairs: its rows times its key heads.
+        batch_heads: rows times key heads of the block.
         shared: query heads of each key head.
     """
 
-    work_type: type[Work] = Work
+    buffers_type: type[ChunkBuffers] = ChunkBuffers
 
-    def __init__(self, inputs: Inputs, how: How, chunk: int, like: Tensor) -> None:
-        self.inputs, self.how, self.chunk, self.like = inputs, how, chunk, like
-        self.rows, self.heads, self.length, self.size = inputs.key.shape
-        self.wide = inputs.value.shape[3]
-        self.pairs = self.rows * self.heads
+    def __init__(self, inputs: Inputs, config: OpConfig, chunk: int, like: Tensor) -> None:
+        self.inputs, self.config, self.chunk, self.like = inputs, config, chunk, like
+        self.rows, self.heads, self.length, self.head_dim = inputs.key.shape
+        self.value_dim = inputs.value.shape[3]
+        self.batch_heads = self.rows * self.heads
         self.shared = inputs.query.shape[1] // self.heads
-        self.hides = inputs.hidden is not None
-        self.linked = inputs.log_decay is not None or inputs.documents is not None
-        self.works: dict[int, Work] = {}
+        self.masks_keys = inputs.hidden is not None
+        self.has_decay = inputs.log_decay is not None or inputs.documents is not None
+        self.buffers_by_length: dict[int, ChunkBuffers] = {}
 
     def chunks(self, *more: Tensor, backward: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Buffers, `Chunk` and `Links` of each chunk, and that part `[:, :, m]` of more tensors."""
+        """Go through the chunks: `ChunkBuffers`, `ChunkInputs`, `ChunkDecay`, and the cuts of more tensors.
+
+        Args:
+            more: tensors `[b, h, N, ...]`, of which each chunk `[:, :, m]` comes along.
+            backward: from the last chunk to the first.
+        """
         inputs = self.inputs
         hidden = None if inputs.hidden is None else inputs.hidden[:, None, :, None]
-        documents, before = inputs.documents, None
+        documents, state_document = inputs.documents, None
         if documents is not None:
-            before = torch.cat([documents[:, :1], documents[:, self.chunk - 1 : -1 : self.chunk]], 1)
-        cut = [self._cut(x, 2) for x in (*inputs[:3], hidden, inputs.log_decay)]
-        cut += [self._cut(documents, 1), repeat(None) if before is None else before.split(1, 1)]
-        parts = list(zip(*cut, *(self._cut(x, 2) for x in more), strict=False))
-        for part in reversed(parts) if backward else parts:
-            chunk = Chunk(*part[: len(cut)])
+            state_document = torch.cat([documents[:, :1], documents[:, self.chunk - 1 : -1 : self.chunk]], 1)
+        cuts = [self._cut(x, 2) for x in (*inputs[:3], hidden, inputs.log_decay)]
+        cuts += [
+            self._cut(documents, 1),
+            repeat(None) if state_document is None else state_document.split(1, 1),
+        ]
+        chunks = list(zip(*cuts, *(self._cut(x, 2) for x in more), strict=False))
+        for parts in reversed(chunks) if backward else chunks:
+            chunk = ChunkInputs(*parts[: len(cuts)])
             length = chunk.key.shape[2]
-            if length not in self.works:
-                self.works[length] = self.work_type(self, length)
-            link = links(chunk.log_decay, chunk.documents, chunk.before, self.like) if self.linked else None
-            yield (self.works[length], chunk, link, *part[len(cut) :])
+            if length not in self.buffers_by_length:
+                self.buffers_by_length[length] = self.buffers_type(self, length)
+            decay = None
+            if self.has_decay:
+                decay = chunk_decay(chunk.log_decay, chunk.documents, chunk.state_document, self.like)
+            yield (self.buffers_by_length[length], chunk, decay, *parts[len(cuts) :])
 
     def _cut(self, x: Tensor | None, axis: int) -> Any:
         return repeat(None) if x is None else x.split(self.chunk, axis)
 
-    def mapped(self, work: Work, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Features of queries `[pairs, shared m, D]` and keys `[pairs, m, D]`, and values, 0 where hidden."""
-        query = work.query(chunk.query, self.linked)
-        key = work.key(chunk.key, self.linked or self.hides)
-        value = work.value.load(chunk.value, self.hides)
-        self.hide(chunk, work.key.found, work.value)
+    def mapped(self, buffers: ChunkBuffers, chunk: ChunkInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Map queries to `[b hkv, shared m, D]`, keys to `[b hkv, m, D]`; 0 at hidden keys and values."""
+        query = buffers.query(chunk.query, self.has_decay)
+        key = buffers.key(chunk.key, self.has_decay or self.masks_keys)
+        value = buffers.value.load(chunk.value, self.masks_keys)
+        self.zero_hidden(chunk, buffers.key.mapped, buffers.value)
         return query, key, value
 
-    def hide(self, chunk: Chunk, *buffers: Buffer) -> None:
-        """0 at hidden keys; not by a product, for they may hold NaN."""
+    def zero_hidden(self, chunk: ChunkInputs, *buffers: Buffer) -> None:
+        """Write 0 at hidden keys; not by a product, for they may hold NaN."""
         if chunk.hidden is not None:
             for buffer in buffers:
-                buffer.apart.masked_fill_(chunk.hidden, 0)
+                buffer.per_head.masked_fill_(chunk.hidden, 0)
 
-    def visible(self, scores: Buffer, work: Work, link: Links | None) -> Tensor:
-        """Scores `[pairs, shared m, m]` without those of later keys, and decayed."""
-        if link is None:
-            scores.apart.tril_()
+    def masked(self, scores: Buffer, buffers: ChunkBuffers, decay: ChunkDecay | None) -> Tensor:
+        """Decay scores `[b hkv, shared m, m]`, and take out those of later keys, in place."""
+        if decay is None:
+            scores.per_head.tril_()
         else:
-            scores.apart.view(work.by_head).mul_(link.inside)
+            scores.per_head.view(buffers.grouped_shape).mul_(decay.intra)
         return scores.flat
 
-    def advance(self, sums: Sums, work: Work, key: Tensor, value: Tensor, link: Links | None) -> None:
-        """Add a chunk to the state; the features of its keys are used up."""
-        if link is not None:
-            sums.outlive(link)
-            work.key.found.apart.mul_(link.entering)
-        sums.S.baddbmm_(key.mT, value)
-        sums.z.add_(torch.sum(key, 1, True, out=work.key_sum).mT)
-        sums.empty = False
+    def advance(
+        self, state: RunningState, buffers: ChunkBuffers, key: Tensor, value: Tensor, decay: ChunkDecay | None
+    ) -> None:
+        """Add a chunk to the state; the features of its keys, in `buffers.key`, are written over."""
+        if decay is not None:
+            state.apply_decay(decay)
+            buffers.key.mapped.per_head.mul_(decay.key)
+        state.S.baddbmm_(key.mT, value)
+        state.z.add_(torch.sum(key, 1, True, out=buffers.key_sum).mT)
+        state.empty = False
 
 
-class _Forward(Loop):
-    def run(self, output: Tensor, total: Tensor, keep: bool) -> Sums:
-        """Write output and totals; the state after comes back, where it is to be kept."""
-        sums, left = Sums(self, self.inputs.S, self.inputs.z), self.length
-        for work, chunk, link, to, to_total in self.chunks(output, total.unsqueeze(-1)):
-            query, key, value = self.mapped(work, chunk)
-            torch.bmm(query, key.mT, out=work.scores.flat)
-            scores = self.visible(work.scores, work, link)
-            numerator = torch.bmm(scores, value, out=work.numerator.flat)
-            row = torch.sum(scores, -1, True, out=work.total.flat)
-            if not sums.empty:
-                if link is not None:
-                    work.query.found.apart.view(work.by_head).mul_(link.reading)
-                numerator.baddbmm_(query, sums.S)
-                row.baddbmm_(query, sums.z)
-            to_total.copy_(work.total.apart)
-            if not self.how.normalise:
-                to.copy_(work.numerator.apart)
-            else:
-                if self.how.kind == "none":
-                    row.masked_fill_(row <= 0, 1)
-                else:  # never negative, and 0 where the numerator is
-                    row.clamp_min_(torch.finfo(row.dtype).tiny)
-                torch.div(work.numerator.apart, work.total.apart, out=to)
-            left -= key.shape[1]
-            if keep or left:
-                self.advance(sums, work, key, value, link)
-        return sums
+class _Forward(ChunkLoop):
+    def run(self, output: Tensor, total: Tensor, keep: bool) -> RunningState:
+        """Write output and totals; return the state after, if it is to be kept."""
+        state, remaining = RunningState(self, self.inputs.S, self.inputs.z), self.length
+        for buffers, chunk, decay, target, total_target in self.chunks(output, total.unsqueeze(-1)):
+            query, key, value = self.mapped(buffers, chunk)
+            torch.bmm(query, key.mT, out=buffers.scores.flat)
+            scores = self.masked(buffers.scores, buffers, decay)
+            numerator = torch.bmm(scores, value, out=buffers.numerator.flat)
+            row = torch.sum(scores, -1, True, out=buffers.total.flat)
+            if not state.empty:
+                if decay is not None:
+                    buffers.query.mapped.per_head.view(buffers.grouped_shape).mul_(decay.query)
+                numerator.baddbmm_(query, state.S)
+                row.baddbmm_(query, state.z)
+            total_target.copy_(buffers.total.per_head)
+            write_output(target, buffers.numerator, buffers.total, self.config)
+            remaining -= key.shape[1]
+            if keep or remaining:
+                self.advance(state, buffers, key, value, decay)
+        return state

@@ -1,4 +1,4 @@
-"""Causal sums whose state fades feature by feature, in chunks of 16.
+"""Causal linear attention whose state decays feature by feature, in chunks of 16.
 
     o_i = sum_{j<=i} sum_d q_id exp(G_id - G_jd) k_jd v_j,   G_i = sum_{t<=i} g_t,  g <= 0
 
@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 16
-SPAN = 64 * CHUNK
+MAX_SPAN = 64 * CHUNK
 """Tokens within which chunks look at each other pair by pair; longer inputs go span by span."""
 
 
 def causal(
     query: Tensor, key: Tensor, value: Tensor, gates: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums above.
+    """Compute the sums above.
 
     Args:
         query: `[B, H, N, D]`; H a multiple of Hkv.
@@ -36,8 +36,8 @@ def causal(
     if state is None:
         state = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
     outputs = []
-    for start in range(0, key.shape[2], SPAN):
-        span = slice(start, start + SPAN)
+    for start in range(0, key.shape[2], MAX_SPAN):
+        span = slice(start, start + MAX_SPAN)
         parts = (query[:, :, span], key[:, :, span], value[:, :, span], gates[:, :, span])
         output, state = _span(*parts, state)
         outputs.append(output)
@@ -52,24 +52,26 @@ def _span(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, state: Tenso
         _chunks(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value, gates)
     )
     inner = gates.cumsum(-2)  # [B, Hkv, chunks, CHUNK, D]
-    pairs = inner.unsqueeze(-2) - inner.unsqueeze(-3)  # [..., i, j, D]
+    pairwise = inner.unsqueeze(-2) - inner.unsqueeze(-3)  # [..., i, j, D]
     keep = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
-    faded = pairs.masked_fill(~keep[..., None], float("-inf")).exp() * key.unsqueeze(-3)
-    scores = torch.einsum("bhgnid,bhnijd->bhgnij", query, faded)
+    decayed_key = pairwise.masked_fill(~keep[..., None], float("-inf")).exp() * key.unsqueeze(-3)
+    scores = torch.einsum("bhgnid,bhnijd->bhgnij", query, decayed_key)
     output = torch.einsum("bhgnij,bhnje->bhgnie", scores, value)
-    added = torch.einsum("bhnjd,bhnje->bhnde", key * (inner[..., -1:, :] - inner).exp(), value)
+    chunk_state = torch.einsum("bhnjd,bhnje->bhnde", key * (inner[..., -1:, :] - inner).exp(), value)
     total = F.pad(inner[..., -1, :].cumsum(2), (0, 0, 1, 0))  # before each chunk, and behind the last
-    place = torch.arange(total.shape[2], device=key.device)
-    reach = total[:, :, :, None] - total[:, :, None, 1:]  # [B, Hkv, chunks + 1, chunks, D]
-    links = reach.masked_fill((place[:, None] <= place[:-1])[..., None], float("-inf")).exp()
-    states = torch.einsum("bhnmd,bhmde->bhnde", links, added) + total.exp().unsqueeze(-1) * state.unsqueeze(2)
-    reading = query * inner.exp().unsqueeze(2)
-    output = output + torch.einsum("bhgnid,bhnde->bhgnie", reading, states[:, :, :-1])
+    index = torch.arange(total.shape[2], device=key.device)
+    log_between = total[:, :, :, None] - total[:, :, None, 1:]  # [B, Hkv, chunks + 1, chunks, D]
+    between = log_between.masked_fill((index[:, None] <= index[:-1])[..., None], float("-inf")).exp()
+    states = torch.einsum("bhnmd,bhmde->bhnde", between, chunk_state) + total.exp().unsqueeze(
+        -1
+    ) * state.unsqueeze(2)
+    query_in = query * inner.exp().unsqueeze(2)
+    output = output + torch.einsum("bhgnid,bhnde->bhgnie", query_in, states[:, :, :-1])
     return output.flatten(3, 4)[:, :, :, :length].flatten(1, 2), states[:, :, -1]
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """`[..., N, D]` -> `[..., chunks, CHUNK, D]`, zeros behind the end."""
-    missing = -x.shape[-2] % CHUNK
-    chunks: Tensor = F.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, CHUNK))
+    """Cut `[..., N, D]` to `[..., chunks, CHUNK, D]`, with zeros behind the end."""
+    n_missing = -x.shape[-2] % CHUNK
+    chunks: Tensor = F.pad(x, (0, 0, 0, n_missing)).unflatten(-2, (-1, CHUNK))
     return chunks

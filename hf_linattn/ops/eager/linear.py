@@ -22,12 +22,19 @@ SPAN = 64 * CHUNK
 
 
 def state_of(phi_k: Tensor, value: Tensor) -> State:
-    """The state after the keys `[B, Hkv, N, D]` with values `[B, Hkv, N, Dv]`."""
+    """Sum up keys `[B, Hkv, N, D]` with values `[B, Hkv, N, Dv]` to a state."""
     return State(torch.einsum("bhnd,bhne->bhde", phi_k, value), phi_k.sum(2))
 
 
 def after(phi_k: Tensor, value: Tensor, log_decay: Tensor | None, state: State | None) -> State:
-    """The state after more keys; `log_decay` `[B, Hkv, N]` or None, arguments else as `causal`."""
+    """Compute the state after more keys.
+
+    Args:
+        phi_k: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        log_decay: `[B, Hkv, N]`, at most 0; None for no decay.
+        state: of what came before; None for nothing.
+    """
     if log_decay is not None:
         total = log_decay.sum(-1)
         phi_k = phi_k * (total.unsqueeze(-1) - log_decay.cumsum(-1)).exp().unsqueeze(-1)
@@ -42,13 +49,13 @@ def _scaled(state: State, factor: Tensor) -> State:
 
 
 def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
-    """Query heads by the key head they share: `[B, H, N, D]` -> `[B, Hkv, H / Hkv, N, D]`."""
+    """Group query heads by the key head they share: `[B, H, N, D]` -> `[B, Hkv, H / Hkv, N, D]`."""
     shared: Tensor = phi_q.unflatten(1, (kv_heads, -1))
     return shared
 
 
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """`[B, H, N, Dv]` over `[B, H, N]`.
+    """Divide `[B, H, N, Dv]` by `[B, H, N]`.
 
     Rows that see nothing, 0 / 0, give 0 with finite gradients; an added epsilon would bias all rows.
     """
@@ -57,7 +64,7 @@ def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Every query reads the same state: bidirectional attention, and one decoded token.
+    """Let every query read the same state: bidirectional attention, and one decoded token.
 
     Returns:
         Numerator `[B, H, N, Dv]` and total `[B, H, N]`.
@@ -75,7 +82,19 @@ def step(
     log_decay: Tensor | None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, State]:
-    """`causal` of one token: update and read, in few operations; `in_place` writes the state over."""
+    """Decode one token, in few operations: update the state, then read it.
+
+    Args:
+        phi_q: `[B, H, 1, D]`.
+        phi_k: `[B, Hkv, 1, D]`.
+        value: `[B, Hkv, 1, Dv]`.
+        state: before the token; None for nothing.
+        log_decay: `[B, Hkv, 1]`, at most 0; None for no decay.
+        in_place: the state may be written over.
+
+    Returns:
+        Numerator `[B, H, 1, Dv]`, total `[B, H, 1]`, and the state after the token.
+    """
     if state is None:
         state = State(phi_k.mT * value, phi_k[:, :, 0])
     elif in_place and state.S.dtype == value.dtype:
@@ -104,7 +123,7 @@ def causal(
     log_decay: Tensor | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, State]:
-    """Causal attention, quadratic inside chunks of 64 tokens and through the state between them.
+    """Compute causal attention, quadratic inside chunks of 64 tokens and through the state between them.
 
     Args:
         phi_q: `[B, H, N, D]`; H a multiple of Hkv.
@@ -122,16 +141,16 @@ def causal(
     length = phi_k.shape[2]
     if length == 1:
         return step(phi_q, phi_k, value, state, log_decay, in_place)
-    paired = documents is not None or log_decay is not None
-    if not paired or length <= SPAN or torch.compiler.is_compiling():
+    has_factors = documents is not None or log_decay is not None
+    if not has_factors or length <= SPAN or torch.compiler.is_compiling():
         return _block(phi_q, phi_k, value, state, documents, log_decay)
     numerators, totals = [], []
     for start in range(0, length, SPAN):
         span = slice(start, start + SPAN)
         labels = None if documents is None else documents[:, span]
         if state is not None and documents is not None and start:
-            goes_on = documents[:, start - 1 : start] == documents[:, start : start + 1]
-            state = _scaled(state, goes_on.to(phi_k.dtype))
+            continues = documents[:, start - 1 : start] == documents[:, start : start + 1]
+            state = _scaled(state, continues.to(phi_k.dtype))
         decay = None if log_decay is None else log_decay[:, :, span]
         parts = _block(phi_q[:, :, span], phi_k[:, :, span], value[:, :, span], state, labels, decay)
         numerators.append(parts[0])
@@ -151,35 +170,35 @@ def _block(
 ) -> tuple[Tensor, Tensor, State]:
     length = phi_k.shape[2]
     query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
-    keep = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
-    inside: Tensor = keep.to(key.dtype)
-    key_out, query_in, links, first_document = key, query, None, None
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
+    intra: Tensor = lower.to(key.dtype)
+    key_out, query_in, between, from_state = key, query, None, None
     if log_decay is not None:
-        decayed = _chunks(log_decay.unsqueeze(-1))[..., 0].cumsum(-1)  # [B, Hkv, chunks, CHUNK]
-        pairs = decayed.unsqueeze(-1) - decayed.unsqueeze(-2)
-        inside = pairs.masked_fill(~keep, float("-inf")).exp()[:, :, None]
-        key_out = key * (decayed[..., -1:] - decayed).exp().unsqueeze(-1)
-        query_in = query * decayed.exp()[:, :, None, :, :, None]
-        total = F.pad(decayed[..., -1].cumsum(-1), (1, 0))  # before each chunk, and behind the last
+        running = _chunks(log_decay.unsqueeze(-1))[..., 0].cumsum(-1)  # [B, Hkv, chunks, CHUNK]
+        pairwise = running.unsqueeze(-1) - running.unsqueeze(-2)
+        intra = pairwise.masked_fill(~lower, float("-inf")).exp()[:, :, None]
+        key_out = key * (running[..., -1:] - running).exp().unsqueeze(-1)
+        query_in = query * running.exp()[:, :, None, :, :, None]
+        total = F.pad(running[..., -1].cumsum(-1), (1, 0))  # before each chunk, and behind the last
         chunks = torch.arange(total.shape[-1], device=key.device)
-        reach = total.unsqueeze(-1) - total[..., None, 1:]
-        links = reach.masked_fill(chunks[:, None] <= chunks[:-1], float("-inf")).exp()
-        first_document = total.exp()
+        log_between = total.unsqueeze(-1) - total[..., None, 1:]
+        between = log_between.masked_fill(chunks[:, None] <= chunks[:-1], float("-inf")).exp()
+        from_state = total.exp()
     if documents is not None:
         index = _chunk_index(length, key.shape[2], phi_k.device)
         label = documents[:, index.clamp(max=length - 1)]  # [B, chunks, CHUNK]
         same = (label.unsqueeze(-1) == label.unsqueeze(-2))[:, None, None]
-        inside = inside * same
+        intra = intra * same
         first, last = label[..., :1], label[..., -1:]
         key_out = key_out * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
         query_in = query_in * (label == first)[:, None, None, :, :, None]  # the first one looks back
         reader = torch.cat([first, last[:, -1:]], 1)
         follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(key.dtype)
-        links = follows if links is None else links * follows
-        on = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
-        first_document = on if first_document is None else first_document * on
-    states, final = _states_before(key_out, values, state, links, first_document)
-    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * inside
+        between = follows if between is None else between * follows
+        same_document = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
+        from_state = same_document if from_state is None else from_state * same_document
+    states, final = _states_before(key_out, values, state, between, from_state)
+    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * intra
     numerator = torch.einsum("bhgnck,bhnke->bhgnce", scores, values)
     numerator = numerator + torch.einsum("bhgncd,bhnde->bhgnce", query_in, states.S)
     total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
@@ -193,28 +212,28 @@ def _block(
 
 
 def _states_before(
-    key: Tensor, value: Tensor, state: State | None, links: Tensor | None, first_document: Tensor | None
+    key: Tensor, value: Tensor, state: State | None, between: Tensor | None, from_state: Tensor | None
 ) -> tuple[State, State]:
-    """The state before each chunk `[B, Hkv, chunks, D, Dv]`, and the one after the last.
+    """Compute the state before each chunk, `[B, Hkv, chunks, D, Dv]`, and the one after the last.
 
     Args:
         key: `[B, Hkv, chunks, CHUNK, D]`.
         value: `[B, Hkv, chunks, CHUNK, Dv]`.
         state: before the first chunk.
-        links: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
-        first_document: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
+        between: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
+        from_state: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
     """
     S = torch.einsum("bhncd,bhnce->bhnde", key, value)
     z = key.sum(3)
-    if links is None:
+    if between is None:
         # shifted, not total minus own: a large chunk would cancel small keys before it
         S, z = F.pad(S, (0, 0, 0, 0, 1, 0)).cumsum(2), F.pad(z, (0, 0, 1, 0)).cumsum(2)
     else:
-        S, z = (links @ S.flatten(3)).unflatten(-1, S.shape[3:]), links @ z
+        S, z = (between @ S.flatten(3)).unflatten(-1, S.shape[3:]), between @ z
     if state is not None:
         carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
-        if first_document is not None:
-            carried = _scaled(carried, first_document)
+        if from_state is not None:
+            carried = _scaled(carried, from_state)
         S, z = S + carried.S, z + carried.z
     return State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
 
@@ -224,7 +243,7 @@ def _chunk_index(length: int, chunks: int, device: torch.device) -> Tensor:
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """`[..., N, D]` -> `[..., chunks, CHUNK, D]`, zeros behind the end."""
+    """Cut `[..., N, D]` to `[..., chunks, CHUNK, D]`, with zeros behind the end."""
     length = x.shape[-2]
     chunks = (length + CHUNK - 1) // CHUNK
     if torch.compiler.is_compiling():

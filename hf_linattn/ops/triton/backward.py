@@ -1,4 +1,4 @@
-"""Backward of `triton_linear`: launches the kernels of `triton_backward_kernels`."""
+"""Gradients of linear attention on GPUs: launches the kernels of `backward_kernels`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton.problem import Problem, last_contiguous
-from hf_linattn.ops.types import Gradients
+from hf_linattn.ops.triton.problem import (
+    GRADIENT_ROWS,
+    KEY_GRADIENTS,
+    QUERY_GRADIENTS,
+    VALUE_GRADIENTS,
+    KernelSpec,
+    Problem,
+    last_contiguous,
+)
+from hf_linattn.ops.types import InputGrads
 
 ROWS_ALONE = 256
 """Tokens per program where `gradient_rows` has no state to sum."""
@@ -31,29 +39,43 @@ def backward(
     normalise: bool,
     *,
     segment: int | None = None,
-) -> Gradients:
-    """Gradients of `triton_linear.forward`; shapes and remaining arguments as there.
+) -> InputGrads:
+    """Compute the gradients of causal linear attention, `launch.forward`.
 
-    d_output is `[B, H, N, Dv]`, d_total `[B, H, N]`; d_S `[B, Hkv, D, Dv]` and d_z `[B, Hkv, D]` are of the
-    state after the last token; None is 0. output and total are what `forward` returned.
+    Args:
+        d_output: gradient of the output, `[B, H, N, Dv]`.
+        d_total: of the totals, `[B, H, N]`; None for 0.
+        d_S: of S after the last token, `[B, Hkv, D, Dv]`; None for 0.
+        d_z: of z, `[B, Hkv, D]`; None for 0.
+        query: `[B, H, N, D]`, as the forward took it, like all that follow.
+        key: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        valid: boolean `[B, N]`; None for all.
+        S0: `[B, Hkv, D, Dv]`; None for nothing.
+        z0: `[B, Hkv, D]`; None for nothing.
+        output: what the forward returned, `[B, H, N, Dv]`.
+        total: likewise, `[B, H, N]`.
+        feature_map: "elu1", "relu" or "none".
+        normalise: the output was divided by the total.
+        segment: tokens that one program walks; None chooses.
 
     Returns:
-        Of query, key, value, and of S and z where there was a state before.
+        Gradients of query, key, value, and of S and z where there was a state before.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S0, z0 = call.dense(S0, z0)
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
         d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        return Gradients(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
+        return InputGrads(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
     run = _Run(call, d_output, total)
-    tokens, segments = call.cut(call.length, call.pairs * call.blocks(call.D, call.tiles.key_gradients))
+    tokens, segments = call.cut(call.length, KEY_GRADIENTS)
     later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
     before = call.states(S0, z0, tokens, segments - 1)
     d_query = run.query_gradients(before, S0, z0, tokens, causal=True)
     d_value = run.value_gradients(later, R, tokens, causal=True)
     d_key, *d_state = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
-    return Gradients(d_query, d_key, d_value, *d_state)
+    return InputGrads(d_query, d_key, d_value, *d_state)
 
 
 def global_backward(
@@ -73,28 +95,49 @@ def global_backward(
     normalise: bool,
     *,
     segment: int | None = None,
-) -> Gradients:
-    """Gradients of `triton_linear.global_forward`, which returned S and z; of a state before in any case."""
+) -> InputGrads:
+    """Compute the gradients of linear attention over all keys, `launch.global_forward`.
+
+    Args:
+        d_output: gradient of the output, `[B, H, N, Dv]`.
+        d_total: of the totals, `[B, H, N]`; None for 0.
+        d_S: of S, the sum over all keys, `[B, Hkv, D, Dv]`; None for 0.
+        d_z: of z, `[B, Hkv, D]`; None for 0.
+        query: `[B, H, N, D]`, as the forward took it, like all that follow.
+        key: `[B, Hkv, M, D]`.
+        value: `[B, Hkv, M, Dv]`.
+        valid: boolean `[B, M]`; None for all.
+        output: what the forward returned, `[B, H, N, Dv]`.
+        total: likewise, `[B, H, N]`.
+        S: likewise, `[B, Hkv, D, Dv]`.
+        z: likewise, `[B, Hkv, D]`.
+        feature_map: "elu1", "relu" or "none".
+        normalise: the output was divided by the total.
+        segment: tokens that one program walks; None chooses.
+
+    Returns:
+        Gradients of query, key, value, and of S and z before, whether there was a state or not.
+    """
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S, z = S.contiguous(), z.contiguous()
     R, r = _end(call, d_S, d_z)
     run = _Run(call, d_output, total)
     d_query, d_key, d_value = (torch.zeros_like(x) for x in (call.query, call.key, call.value))
     if call.length and call.batch:
-        tokens, slots = call.cut(call.length, call.pairs * call.blocks(call.D, call.tiles.gradient_rows))
+        tokens, slots = call.cut(call.length, GRADIENT_ROWS)
         states = run.rows(d_total, output, R, r, tokens, slots)
         assert states is not None
         R, r = call.last_slot(states)
         d_query = run.query_gradients(None, S, z, tokens, causal=False)
     if call.keys and call.batch:
-        tokens, _ = call.cut(call.keys, call.pairs * call.blocks(call.D, call.tiles.key_gradients))
+        tokens, _ = call.cut(call.keys, KEY_GRADIENTS)
         d_value = run.value_gradients(None, R, tokens, causal=False)
         d_key, _, _ = run.key_gradients(None, R, r, tokens, causal=False, state=False)
-    return Gradients(d_query, d_key, d_value, *_zeros(call, R, r))
+    return InputGrads(d_query, d_key, d_value, *_zeros(call, R, r))
 
 
 def _end(call: Problem, d_S: Tensor | None, d_z: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """R and r behind the last token; unlike a state, one of them may be missing."""
+    """Make R and r behind the last token; unlike a state, one of them may be missing."""
     return (
         None if d_S is None else d_S.to(torch.float32).contiguous(),
         None if d_z is None else d_z.to(torch.float32).contiguous(),
@@ -102,7 +145,7 @@ def _end(call: Problem, d_S: Tensor | None, d_z: Tensor | None) -> tuple[Tensor 
 
 
 def _zeros(call: Problem, R: Tensor | None, r: Tensor | None) -> tuple[Tensor, Tensor]:
-    """R and r as tensors of their own, zeros where they are None."""
+    """Copy R and r to tensors of their own, zeros where they are None."""
     d_S, d_z = call.new_state()
     return d_S.zero_() if R is None else d_S.copy_(R), d_z.zero_() if r is None else d_z.copy_(r)
 
@@ -111,25 +154,33 @@ class _Run:
     """One backward: what its passes share."""
 
     def __init__(self, call: Problem, d_output: Tensor, total: Tensor) -> None:
+        from hf_linattn.ops.triton import backward_kernels
+
+        self.kernels = backward_kernels
         self.call, self.d_output, self.total = call, last_contiguous(d_output), total.contiguous()
         shape = (call.batch, call.heads, call.length)
         self.t, self.shift = call.new(*shape), call.new(*shape)
-        self.d_out_strides = self.d_output.stride()[:3]
 
-    def common(self, segment: int, slots: int) -> dict[str, Any]:
-        """Arguments that all passes have."""
-        call = self.call
-        return {
-            "D_OUT": self.d_output,
-            "d_out_strides": self.d_out_strides,
-            "TOTAL": self.total,
-            "heads": call.heads,
-            "segment": segment,
-            "slots": slots,
-            "GROUP": call.group,
-            "NORMALISE": call.normalise,
-            **call.maps,
-        }
+    def launch(
+        self, kernel: Any, spec: KernelSpec, length: int, segment: int, states: Tensor | None, **own: Any
+    ) -> None:
+        """Launch a pass over `length` tokens with what all passes take, and what it takes besides."""
+        self.call.run(
+            kernel,
+            spec,
+            -(-length // segment),
+            D_OUT=self.d_output,
+            d_out_strides=self.d_output.stride()[:3],
+            TOTAL=self.total,
+            heads=self.call.heads,
+            length=length,
+            segment=segment,
+            slots=0 if states is None else states.shape[1],
+            STATES=states,
+            GROUP=self.call.group,
+            NORMALISE=self.call.normalise,
+            **own,
+        )
 
     def rows(
         self,
@@ -140,28 +191,25 @@ class _Run:
         segment: int,
         slots: int,
     ) -> Tensor | None:
-        """T and shift of every query; R and r per segment, from the last one on, if `slots` is not 0."""
-        from hf_linattn.ops.triton import backward_kernels as kernels
+        """Compute t and shift of every query, and R and r per segment, from the last one on.
 
-        call, tile = self.call, self.call.tiles.gradient_rows
+        R `[B, Hkv, D, Dv]` and r `[B, Hkv, D]` are behind the last token, None for 0. States as
+        `Problem.new_slots`, None where `slots` is 0 because no R is wanted.
+        """
+        call, output = self.call, last_contiguous(output)
         states = call.new_slots(slots) if slots else None
-        segment = segment if slots else ROWS_ALONE
-        blocks = call.blocks(call.D, tile) if slots else 1
-        output = last_contiguous(output)
-        call.launch(
-            kernels.gradient_rows,
-            (call.pairs * blocks, -(-call.length // segment)),
-            tile,
+        self.launch(
+            self.kernels.gradient_rows,
+            GRADIENT_ROWS,
+            call.length,
+            segment if slots else ROWS_ALONE,
+            states,
+            programs=None if slots else call.batch_heads,
             OUT=output,
             out_strides=output.stride()[:3],
             D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
             T=self.t,
             SHIFT=self.shift,
-            STATES=states,
-            length=call.length,
-            **call.inputs("q"),
-            **call.sizes(tile, "BLOCK_D", "BLOCK_V"),
-            **self.common(segment, slots),
         )
         if states is not None:
             call.accumulate(states, R, r)
@@ -170,27 +218,21 @@ class _Run:
     def query_gradients(
         self, states: Tensor | None, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
     ) -> Tensor:
-        """dq; `states` before each segment but the first."""
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
-        call, tile = self.call, self.call.tiles.query_gradients
-        d_query = torch.empty_like(call.query)
-        call.launch(
-            kernels.query_gradients,
-            (call.batch * call.heads * call.blocks(call.D, tile), -(-call.length // segment)),
-            tile,
+        """Compute dq; `states` are before each segment but the first, S0 and z0 before it or of all keys."""
+        d_query = torch.empty_like(self.call.query)
+        self.launch(
+            self.kernels.query_gradients,
+            QUERY_GRADIENTS,
+            self.call.length,
+            segment,
+            states,
             T=self.t,
             SHIFT=self.shift,
-            STATES=states,
             S0=S0,
             Z0=z0,
             D_Q=d_query,
             d_q_strides=d_query.stride()[:3],
-            length=call.length,
             CAUSAL=causal,
-            **call.inputs("qkv"),
-            **call.sizes(tile, "BLOCK_V"),
-            **self.common(segment, 0 if states is None else states.shape[1]),
         )
         return d_query
 
@@ -204,53 +246,44 @@ class _Run:
         causal: bool,
         state: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Dk and, where `state`, dS0 and dz0; `later` is what `rows` returned."""
-        from hf_linattn.ops.triton import backward_kernels as kernels
+        """Compute dk and, where there was a state, dS0 and dz0.
 
-        call, tile = self.call, self.call.tiles.key_gradients
-        d_key = torch.empty_like(call.key)
-        d_S0, d_z0 = call.new_state() if state else (None, None)
-        call.launch(
-            kernels.key_gradients,
-            (call.pairs * call.blocks(call.D, tile), -(-call.keys // segment)),
-            tile,
+        `later` is what `rows` returned; R and r are behind the last token, or of all queries.
+        """
+        d_key = torch.empty_like(self.call.key)
+        d_S0, d_z0 = self.call.new_state() if state else (None, None)
+        self.launch(
+            self.kernels.key_gradients,
+            KEY_GRADIENTS,
+            self.call.keys,
+            segment,
+            later,
             T=self.t,
             SHIFT=self.shift,
-            STATES=later,
             D_S=R,
             D_Z=r,
             D_K=d_key,
             d_k_strides=d_key.stride()[:3],
             D_S0=d_S0,
             D_Z0=d_z0,
-            length=call.keys,
             CAUSAL=causal,
-            **call.inputs("qkv"),
-            **call.sizes(tile, "BLOCK_V"),
-            **self.common(segment, 0 if later is None else later.shape[1]),
         )
         return d_key, d_S0, d_z0
 
     def value_gradients(
         self, later: Tensor | None, R: Tensor | None, segment: int, *, causal: bool
     ) -> Tensor:
-        """dv; `later` is what `rows` returned."""
-        from hf_linattn.ops.triton import backward_kernels as kernels
-
-        call, tile = self.call, self.call.tiles.value_gradients
-        d_value = torch.empty_like(call.value)
-        call.launch(
-            kernels.value_gradients,
-            (call.pairs * call.blocks(call.Dv, tile), -(-call.keys // segment)),
-            tile,
-            STATES=later,
+        """Compute dv; `later` is what `rows` returned, R is after the last token, or of all queries."""
+        d_value = torch.empty_like(self.call.value)
+        self.launch(
+            self.kernels.value_gradients,
+            VALUE_GRADIENTS,
+            self.call.keys,
+            segment,
+            later,
             D_S=R,
             D_V=d_value,
             d_v_strides=d_value.stride()[:3],
-            length=call.keys,
             CAUSAL=causal,
-            **call.inputs("qk"),
-            **call.sizes(tile, "BLOCK_D"),
-            **self.common(segment, 0 if later is None else later.shape[1]),
         )
         return d_value

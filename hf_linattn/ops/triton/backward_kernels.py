@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (the bodies are Triton's language; Python's types do not describe them)
-"""Normalised linear attention for GPUs, backward: what runs on the device. Names as in `triton_kernels`.
+"""Normalised linear attention for GPUs, backward: what runs on the device. Names as in `kernels`.
 
 Of the forward only inputs, outputs and totals are kept. With g = d_num, t = d_total, R = dL/dS, r = dL/dz:
 
@@ -19,9 +19,11 @@ import triton.language as tl
 
 from hf_linattn.ops.triton.kernels import (
     dot,
+    head_pointer,
     key_features,
     load_state,
     load_tile,
+    locate_program,
     query_features,
     rounded,
     row_and_block,
@@ -44,7 +46,7 @@ def load_gradients(
     NORMALISE: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """G of some rows `[rows, columns]`, rounded once for all its uses."""
+    """Compute g of some rows, `[rows, columns]`, rounded once for all its uses."""
     g = load_tile(D_OUT, tokens, inside, stride, columns, DV).to(tl.float32)
     if NORMALISE:
         total = tl.load(TOTAL + tokens, mask=inside, other=0.0)
@@ -54,8 +56,8 @@ def load_gradients(
 
 
 @triton.jit
-def slope(x, shift, FEATURE_MAP: tl.constexpr):
-    """phi'(x); `shift` of the row for queries, 0 for keys. A shift is a constant: the output ignores it."""
+def derivative(x, shift, FEATURE_MAP: tl.constexpr):
+    """Compute phi'(x); `shift` of the row for queries, 0 for keys. The output ignores it: a constant."""
     x = x.to(tl.float32)
     if FEATURE_MAP == "elu1":
         return tl.where(x > 0, 1.0, tl.exp(x - shift))
@@ -73,14 +75,14 @@ def gradient_rows(
     CHUNK: tl.constexpr, GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """T and the queries' shift `[B, H, N]`, and R of one segment. Grid: pairs x blocks of D, segments.
+    """Compute t and the queries' shift `[B, H, N]`, and R of one segment.
+
+    Grid: batch_heads x blocks of D, segments.
 
     Slots count from the end of the text, the way in which R runs. STATES None: t and shift only.
     """
     # every block has t; without a sum one block is enough
-    pair, block = row_and_block(D, BLOCK if STATES is not None else D)
-    kv_heads = heads // GROUP
-    batch, kv_head = pair // kv_heads, pair % kv_heads
+    batch_head, block, batch, kv_head = locate_program(D, BLOCK if STATES is not None else D, heads, GROUP)
     every = tl.arange(0, BLOCK_D)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
@@ -92,9 +94,9 @@ def gradient_rows(
         inside = tokens < length
         for member in range(GROUP):
             head = kv_head * GROUP + member
-            row = (pair * GROUP + member) * length
-            d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
-            query = Q + batch * q_strides[0] + head * q_strides[1]
+            row = (batch_head * GROUP + member) * length
+            d_out = head_pointer(D_OUT, d_out_strides, batch, head)
+            query = head_pointer(Q, q_strides, batch, head)
             g = load_gradients(
                 d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
             )
@@ -102,7 +104,7 @@ def gradient_rows(
             if D_TOTAL is not None:
                 t += tl.load(D_TOTAL + row + tokens, mask=inside, other=0.0)
             if NORMALISE:
-                out = OUT + batch * out_strides[0] + head * out_strides[1]
+                out = head_pointer(OUT, out_strides, batch, head)
                 out = load_tile(out, tokens, inside, out_strides[2], columns, DV)
                 t -= tl.sum(g * out.to(tl.float32), 1)
             shift = tl.zeros([CHUNK], tl.float32)
@@ -117,7 +119,7 @@ def gradient_rows(
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
                 small_r += tl.sum(t[:, None] * phi_q, 0)
     if STATES is not None:
-        base = STATES + (pair * slots + slots - 1 - tl.program_id(1)) * (D * DV + D)
+        base = STATES + (batch_head * slots + slots - 1 - tl.program_id(1)) * (D * DV + D)
         store_state(base, base + D * DV, big_r, small_r, rows, columns, D, DV, True)
 
 
@@ -129,21 +131,19 @@ def query_gradients(
     GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
+    """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
     row, block = row_and_block(D, BLOCK)
-    pair = row // GROUP
+    batch_head = row // GROUP
     batch, head = row // heads, row % heads
-    Q += batch * q_strides[0] + head * q_strides[1]
-    K += batch * k_strides[0] + head // GROUP * k_strides[1]
-    V += batch * v_strides[0] + head // GROUP * v_strides[1]
-    D_OUT += batch * d_out_strides[0] + head * d_out_strides[1]
-    D_Q += batch * d_q_strides[0] + head * d_q_strides[1]
-    if VALID is not None:
-        VALID += batch * valid_strides[0]
+    Q = head_pointer(Q, q_strides, batch, head)
+    K = head_pointer(K, k_strides, batch, head // GROUP)
+    V = head_pointer(V, v_strides, batch, head // GROUP)
+    D_OUT = head_pointer(D_OUT, d_out_strides, batch, head)
+    D_Q = head_pointer(D_Q, d_q_strides, batch, head)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
-    s, z = load_state(STATES, S0, Z0, pair, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    s, z = load_state(STATES, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV)
     first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
@@ -154,7 +154,7 @@ def query_gradients(
         t = tl.load(T + row * length + tokens, mask=inside, other=0.0)
         d_phi = dot(g, tl.trans(s), OPERAND) + t[:, None] * z[None, :]
         if CAUSAL:
-            keep = visible(VALID, tokens, valid_strides[1], length)
+            keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, tokens, keep, k_strides[2], rows, D)
             v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
             phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
@@ -166,7 +166,7 @@ def query_gradients(
         if FEATURE_MAP != "none":
             q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
-            d_phi *= slope(q, shift[:, None], FEATURE_MAP)
+            d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
         store_tile(D_Q, d_phi, tokens, inside, d_q_strides[2], rows, D)
 
 
@@ -178,32 +178,31 @@ def key_gradients(
     GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one segment's keys, and of the state before all. Grid: pairs x blocks of D, segments."""
-    pair, block = row_and_block(D, BLOCK)
-    kv_heads = heads // GROUP
-    batch, kv_head = pair // kv_heads, pair % kv_heads
-    K += batch * k_strides[0] + kv_head * k_strides[1]
-    V += batch * v_strides[0] + kv_head * v_strides[1]
-    D_K += batch * d_k_strides[0] + kv_head * d_k_strides[1]
-    if VALID is not None:
-        VALID += batch * valid_strides[0]
+    """Compute gradients of a segment's keys, and of the state before all.
+
+    Grid: batch_heads x blocks of D, segments.
+    """
+    batch_head, block, batch, kv_head = locate_program(D, BLOCK, heads, GROUP)
+    K = head_pointer(K, k_strides, batch, kv_head)
+    V = head_pointer(V, v_strides, batch, kv_head)
+    D_K = head_pointer(D_K, d_k_strides, batch, kv_head)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
-    big_r, small_r = load_state(STATES, D_S, D_Z, pair, slot, slots, rows, columns, D, DV)
+    big_r, small_r = load_state(STATES, D_S, D_Z, batch_head, slot, slots, rows, columns, D, DV)
     first = tl.program_id(1) * segment
     chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
     for index in range(chunks):
         tokens = first + (chunks - 1 - index) * CHUNK + order
         inside = tokens < length
-        keep = visible(VALID, tokens, valid_strides[1], length)
+        keep = visible(VALID, batch, tokens, valid_strides, length)
         v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
         d_phi = dot(v, tl.trans(big_r), OPERAND) + small_r[None, :]
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
-                row = (pair * GROUP + member) * length
+                row = (batch_head * GROUP + member) * length
                 d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
                 query = Q + batch * q_strides[0] + head * q_strides[1]
                 g = load_gradients(
@@ -219,11 +218,13 @@ def key_gradients(
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
                 small_r += tl.sum(t[:, None] * phi_q, 0)
         if FEATURE_MAP != "none":
-            d_phi *= slope(load_tile(K, tokens, keep, k_strides[2], rows, D), 0.0, FEATURE_MAP)
+            d_phi *= derivative(load_tile(K, tokens, keep, k_strides[2], rows, D), 0.0, FEATURE_MAP)
         store_tile(D_K, tl.where(keep[:, None], d_phi, 0.0), tokens, inside, d_k_strides[2], rows, D)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
-            store_state(D_S0 + pair * D * DV, D_Z0 + pair * D, big_r, small_r, rows, columns, D, DV, True)
+            store_state(
+                D_S0 + batch_head * D * DV, D_Z0 + batch_head * D, big_r, small_r, rows, columns, D, DV, True
+            )
 
 
 @triton.jit
@@ -234,32 +235,28 @@ def value_gradients(
     GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the values of one segment. Grid: pairs x blocks of DV, segments."""
-    pair, block = row_and_block(DV, BLOCK)
-    kv_heads = heads // GROUP
-    batch, kv_head = pair // kv_heads, pair % kv_heads
-    K += batch * k_strides[0] + kv_head * k_strides[1]
-    D_V += batch * d_v_strides[0] + kv_head * d_v_strides[1]
-    if VALID is not None:
-        VALID += batch * valid_strides[0]
+    """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
+    batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
+    K = head_pointer(K, k_strides, batch, kv_head)
+    D_V = head_pointer(D_V, d_v_strides, batch, kv_head)
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
-    big_r, _ = load_state(STATES, D_S, None, pair, slot, slots, rows, columns, D, DV)
+    big_r, _ = load_state(STATES, D_S, None, batch_head, slot, slots, rows, columns, D, DV)
     first = tl.program_id(1) * segment
     chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
     for index in range(chunks):
         tokens = first + (chunks - 1 - index) * CHUNK + order
         inside = tokens < length
-        keep = visible(VALID, tokens, valid_strides[1], length)
+        keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
         phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
         d_value = dot(phi_k, big_r, OPERAND)
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
-                row = (pair * GROUP + member) * length
+                row = (batch_head * GROUP + member) * length
                 d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
                 query = Q + batch * q_strides[0] + head * q_strides[1]
                 g = load_gradients(

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (the bodies are Triton's language; Python's types do not describe them)
-"""Normalised linear attention for GPUs, forward: what runs on the device. `triton_linear` launches it.
+"""Normalised linear attention for GPUs, forward: what runs on the device. `launch` launches it.
 
     num_i = sum_{j<=i} (phi_q(q_i) . phi_k(k_j)) v_j + phi_q(q_i)^T S_0,    total_i: with 1, z_0 for v_j, S_0
 
@@ -18,8 +18,8 @@ Numbers. Sums, S, z and totals are float32. A tensor core takes operands of fewe
 
 A feature is rounded once, before its first use, so that numerator and total see the same one.
 
-Names in shapes: pair = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in memory
-as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
+Names in shapes: batch_head = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in
+memory as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
 BLOCK_D and BLOCK_V the next powers of two, BLOCK the columns that one program answers for.
 """
 
@@ -29,7 +29,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, OPERAND: tl.constexpr):
-    """Float32 x with the bits that an operand keeps, still float32."""
+    """Round float32 x to the bits that an operand keeps, still float32."""
     if OPERAND == "bf16":
         x = x.to(tl.bfloat16).to(tl.float32)
     elif OPERAND == "tf32":
@@ -41,7 +41,7 @@ def rounded(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def dot(a, b, OPERAND: tl.constexpr):
-    """`[M, K]` x `[K, N]` -> float32 `[M, N]`."""
+    """Multiply `[M, K]` by `[K, N]` to float32 `[M, N]`."""
     if OPERAND == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
@@ -52,7 +52,7 @@ def dot(a, b, OPERAND: tl.constexpr):
 
 @triton.jit
 def row_and_block(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Of axis 0 of the grid. Blocks of one row run side by side, for they read the same: the cache has it."""
+    """Take axis 0 of the grid apart. Blocks of one row run side by side: they read the same cached data."""
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     return (program // blocks).to(tl.int64), program % blocks
@@ -60,7 +60,7 @@ def row_and_block(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tile(X, tokens, keep, stride, columns, WIDTH: tl.constexpr):
-    """Rows `tokens` and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
+    """Load rows `tokens` and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
     # 64-bit rows: B * H * N * D passes 2^31 at a million tokens
     pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     return tl.load(pointers, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
@@ -68,23 +68,38 @@ def load_tile(X, tokens, keep, stride, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_tile(X, x, tokens, keep, stride, columns, WIDTH: tl.constexpr):
-    """The counterpart of `load_tile`, in the dtype of X."""
+    """Store rows `tokens` and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`."""
     pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(pointers, x.to(X.dtype.element_ty), mask=keep[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def visible(VALID, tokens, stride, length):
-    """Which keys count: before the end, and not masked. VALID `[N]` bytes or None."""
+def head_pointer(X, strides, batch, head):
+    """Point to the first token of one head of X `[B, H, N, WIDTH]`."""
+    return X + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
+def locate_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr, heads, GROUP: tl.constexpr):
+    """Tell what a program of axis 0 works on: batch_head, its block of columns, its batch, its key head."""
+    batch_head, block = row_and_block(WIDTH, BLOCK)
+    kv_heads = heads // GROUP
+    return batch_head, block, batch_head // kv_heads, batch_head % kv_heads
+
+
+@triton.jit
+def visible(VALID, batch, tokens, strides, length):
+    """Tell which keys count: before the end, and not masked. VALID `[B, N]` bytes or None."""
     keep = tokens < length
     if VALID is not None:
-        keep = keep & (tl.load(VALID + tokens.to(tl.int64) * stride, mask=keep, other=0) != 0)
+        pointers = VALID + batch * strides[0] + tokens.to(tl.int64) * strides[1]
+        keep = keep & (tl.load(pointers, mask=keep, other=0) != 0)
     return keep
 
 
 @triton.jit
 def key_features(x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr):
-    """phi_k of a tile, float32; 0 where not `keep` and behind WIDTH."""
+    """Compute phi_k of a tile, float32; 0 where not `keep` and behind WIDTH."""
     x = x.to(tl.float32)
     # where, not minimum and maximum: those lose a NaN
     if FEATURE_MAP == "elu1":
@@ -96,7 +111,7 @@ def key_features(x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexp
 
 @triton.jit
 def row_shift(x, columns, WIDTH: tl.constexpr):
-    """M = min(max_d x_d, 0) of each row: exp(x - m) does not underflow, and the output does not see it."""
+    """Compute m = min(max_d x_d, 0) of rows: exp(x - m) does not underflow, the output ignores it."""
     x = tl.where((columns < WIDTH)[None, :], x.to(tl.float32), float("-inf"))
     return tl.minimum(tl.max(x, 1), 0.0)
 
@@ -105,7 +120,7 @@ def row_shift(x, columns, WIDTH: tl.constexpr):
 def query_features(
     x, shift, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr
 ):
-    """phi_q of a tile, as `key_features`; `shift` `[rows]` is for elu1."""
+    """Compute phi_q of a tile, float32; `shift` `[rows]` is for elu1."""
     if FEATURE_MAP == "elu1":
         x = x.to(tl.float32)
         x = tl.where(x > 0, x + 1, tl.exp(x - shift[:, None]))
@@ -115,8 +130,8 @@ def query_features(
 
 
 @triton.jit
-def load_state(STATES, S0, Z0, pair, slot, slots, rows, columns, D: tl.constexpr, DV: tl.constexpr):
-    """S `[rows, columns]` and z `[rows]` from `slot` of STATES `[pairs, slots, D DV + D]`.
+def load_state(STATES, S0, Z0, batch_head, slot, slots, rows, columns, D: tl.constexpr, DV: tl.constexpr):
+    """Load S `[rows, columns]` and z `[rows]` from `slot` of STATES `[batch_heads, slots, D DV + D]`.
 
     Below 0, and where STATES is None, S0 and Z0.
     """
@@ -124,24 +139,24 @@ def load_state(STATES, S0, Z0, pair, slot, slots, rows, columns, D: tl.constexpr
     offsets = rows[:, None] * DV + columns[None, :]
     s = tl.zeros(offsets.shape, tl.float32)
     z = tl.zeros(rows.shape, tl.float32)
-    given = inside
-    given_z = rows < D
+    inside_before = inside
+    inside_z = rows < D
     if STATES is not None:
-        given = inside & (slot < 0)
-        given_z = (rows < D) & (slot < 0)
-        base = STATES + (pair * slots + slot) * (D * DV + D)
+        inside_before = inside & (slot < 0)
+        inside_z = (rows < D) & (slot < 0)
+        base = STATES + (batch_head * slots + slot) * (D * DV + D)
         s += tl.load(base + offsets, mask=inside & (slot >= 0), other=0.0)
         z += tl.load(base + D * DV + rows, mask=(rows < D) & (slot >= 0), other=0.0)
     if S0 is not None:
-        s += tl.load(S0 + pair * D * DV + offsets, mask=given, other=0.0)
+        s += tl.load(S0 + batch_head * D * DV + offsets, mask=inside_before, other=0.0)
     if Z0 is not None:
-        z += tl.load(Z0 + pair * D + rows, mask=given_z, other=0.0)
+        z += tl.load(Z0 + batch_head * D + rows, mask=inside_z, other=0.0)
     return s, z
 
 
 @triton.jit
 def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, ALL_Z):
-    """S `[D, DV]` and z `[D]`; z only where ALL_Z, for several programs share its rows."""
+    """Store S `[D, DV]` and z `[D]`; z only where ALL_Z, for several programs share its rows."""
     inside = (rows < D)[:, None] & (columns < DV)[None, :]
     tl.store(S + rows[:, None] * DV + columns[None, :], s, mask=inside)
     tl.store(Z + rows, z, mask=(rows < D) & ALL_Z)
@@ -154,14 +169,12 @@ def segment_states(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Sum of one segment into its slot. Grid: pairs x blocks of DV, segments."""
-    pair, block = row_and_block(DV, BLOCK)
+    """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
+    batch_head, block = row_and_block(DV, BLOCK)
     slot = tl.program_id(1)
-    batch, head = pair // kv_heads, pair % kv_heads
-    K += batch * k_strides[0] + head * k_strides[1]
-    V += batch * v_strides[0] + head * v_strides[1]
-    if VALID is not None:
-        VALID += batch * valid_strides[0]
+    batch, head = batch_head // kv_heads, batch_head % kv_heads
+    K = head_pointer(K, k_strides, batch, head)
+    V = head_pointer(V, v_strides, batch, head)
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     s = tl.zeros([BLOCK_D, BLOCK], tl.float32)
@@ -169,13 +182,13 @@ def segment_states(
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        keep = visible(VALID, tokens, valid_strides[1], length)
+        keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
         v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
         phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
         s += dot(tl.trans(phi_k), v, OPERAND)
         z += tl.sum(phi_k, 0)
-    base = STATES + (pair * slots + slot) * (D * DV + D)
+    base = STATES + (batch_head * slots + slot) * (D * DV + D)
     store_state(base, base + D * DV, s, z, rows, columns, D, DV, block == 0)
 
 
@@ -183,22 +196,24 @@ def segment_states(
 def accumulate(
     STATES, S0, Z0, slots, SIZE_S: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """Running sum along the slots, in place, from S0 `[pairs, SIZE_S]` and Z0. Grid: pairs, blocks of SIZE.
+    """Sum up along the slots, in place, from S0 `[batch_heads, SIZE_S]` and Z0 on.
+
+    Grid: batch_heads, blocks of SIZE.
 
     SLOTS of them at a time, so that their loads are under way together.
     """
-    pair = tl.program_id(0).to(tl.int64)
+    batch_head = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     carry = tl.zeros([BLOCK], tl.float32)
     if S0 is not None:
-        carry += tl.load(S0 + pair * SIZE_S + element, mask=element < SIZE_S, other=0.0)
+        carry += tl.load(S0 + batch_head * SIZE_S + element, mask=element < SIZE_S, other=0.0)
     if Z0 is not None:
         in_z = (element >= SIZE_S) & (element < SIZE)
-        carry += tl.load(Z0 + pair * (SIZE - SIZE_S) + element - SIZE_S, mask=in_z, other=0.0)
+        carry += tl.load(Z0 + batch_head * (SIZE - SIZE_S) + element - SIZE_S, mask=in_z, other=0.0)
     for first in range(0, slots, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
-        pointers = STATES + (pair * slots + slot)[:, None] * SIZE + element[None, :]
+        pointers = STATES + (batch_head * slots + slot)[:, None] * SIZE + element[None, :]
         x = tl.load(pointers, mask=inside, other=0.0)
         tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
         carry += tl.sum(x, 0)
@@ -212,23 +227,21 @@ def outputs(
     GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and totals of one segment; behind the last, the state. Grid: B H x blocks of DV, segments.
+    """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
 
     Not CAUSAL: every query reads S0 and Z0, the state of all keys; K and V are not looked at.
     """
     row, block = row_and_block(DV, BLOCK)
-    pair = row // GROUP
+    batch_head = row // GROUP
     batch, head = row // heads, row % heads
-    Q += batch * q_strides[0] + head * q_strides[1]
-    K += batch * k_strides[0] + head // GROUP * k_strides[1]
-    V += batch * v_strides[0] + head // GROUP * v_strides[1]
-    OUT += batch * out_strides[0] + head * out_strides[1]
-    if VALID is not None:
-        VALID += batch * valid_strides[0]
+    Q = head_pointer(Q, q_strides, batch, head)
+    K = head_pointer(K, k_strides, batch, head // GROUP)
+    V = head_pointer(V, v_strides, batch, head // GROUP)
+    OUT = head_pointer(OUT, out_strides, batch, head)
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
-    s, z = load_state(STATES, S0, Z0, pair, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    s, z = load_state(STATES, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV)
     first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
@@ -238,7 +251,7 @@ def outputs(
         numerator = dot(phi_q, s, OPERAND)
         total = tl.sum(phi_q * z[None, :], 1)
         if CAUSAL:
-            keep = visible(VALID, tokens, valid_strides[1], length)
+            keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, tokens, keep, k_strides[2], rows, D)
             v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
             phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
@@ -256,7 +269,7 @@ def outputs(
         tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):
-            store_state(S + pair * D * DV, Z + pair * D, s, z, rows, columns, D, DV, block == 0)
+            store_state(S + batch_head * D * DV, Z + batch_head * D, s, z, rows, columns, D, DV, block == 0)
 
 
 @triton.jit
@@ -266,30 +279,30 @@ def step(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """One token: the state takes its key in, then its queries read. Grid: pairs x blocks of DV.
+    """Decode one token: the state takes its key in, then its queries read. Grid: batch_heads x blocks of DV.
 
     OUT `[B, H, DV]`, TOTAL `[B, H]`. Memory-bound in S, so sums and no tensor cores.
     """
-    pair, block = row_and_block(DV, BLOCK)
-    batch, head = pair // kv_heads, pair % kv_heads
+    batch_head, block = row_and_block(DV, BLOCK)
+    batch, head = batch_head // kv_heads, batch_head % kv_heads
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     keep = tl.full([1], 1, tl.int1)
     if VALID is not None:
         keep = tl.load(VALID + batch * valid_strides[0] + tl.arange(0, 1)) != 0
     token = tl.arange(0, 1)
-    k = load_tile(K + batch * k_strides[0] + head * k_strides[1], token, keep, 0, rows, D)
-    v = load_tile(V + batch * v_strides[0] + head * v_strides[1], token, keep, 0, columns, DV)
+    k = load_tile(head_pointer(K, k_strides, batch, head), token, keep, 0, rows, D)
+    v = load_tile(head_pointer(V, v_strides, batch, head), token, keep, 0, columns, DV)
     phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, OPERAND), 0)
-    s, z = load_state(None, S0, Z0, pair, -1, 0, rows, columns, D, DV)
+    s, z = load_state(None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV)
     s += phi_k[:, None] * v.to(tl.float32)
     z += phi_k
     first = block == 0
-    store_state(S + pair * D * DV, Z + pair * D, s, z, rows, columns, D, DV, first)
+    store_state(S + batch_head * D * DV, Z + batch_head * D, s, z, rows, columns, D, DV, first)
     for member in range(GROUP):
         query_head = head * GROUP + member
-        row = pair * GROUP + member
-        q = load_tile(Q + batch * q_strides[0] + query_head * q_strides[1], token, token == 0, 0, rows, D)
+        row = batch_head * GROUP + member
+        q = load_tile(head_pointer(Q, q_strides, batch, query_head), token, token == 0, 0, rows, D)
         phi_q = query_features(q, row_shift(q, rows, D), token == 0, rows, D, FEATURE_MAP, OPERAND)
         phi_q = tl.sum(phi_q, 0)
         output = tl.sum(phi_q[:, None] * s, 0)

@@ -1,7 +1,7 @@
 """Normalised linear attention on GPUs by Triton: forward, backward, one token; causal or over all keys.
 
-Importing this page does not import triton, the first call does. The kernels are in `triton_kernels` and
-`triton_backward_kernels`. A causal forward is three launches, or one where the batch alone fills the device;
+Importing this page does not import triton, the first call does. The kernels are in `kernels` and
+`backward_kernels`. A causal forward is three launches, or one where the batch alone fills the device;
 a backward is seven, or four. Results do not depend on the order in which programs run.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
-from hf_linattn.ops.triton.problem import Problem, interpreting, supports
+from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting, supports
 
 __all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "supports"]
 
@@ -29,7 +29,7 @@ def _installed() -> bool:
 
 
 def available(device: torch.device | str) -> bool:
-    """Whether the kernels run there: triton is installed, and the device is CUDA or ROCm, or interpreted."""
+    """Tell whether the kernels run there: triton is there, and the device is CUDA, ROCm, or interpreted."""
     kind = torch.device(device).type
     if kind == "cuda":
         return _installed()
@@ -49,7 +49,7 @@ def forward(
     *,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal linear attention after the state (S0, z0).
+    """Compute causal linear attention after the state (S0, z0).
 
     Args:
         query: `[B, H, N, D]` before the feature map; D at most 256. Float32, bfloat16 or float16, anyhow in
@@ -71,34 +71,14 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
-    from hf_linattn.ops.triton import kernels
-
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S0, z0 = call.dense(S0, z0)
     if not call.length or not call.batch:
         return _nothing(call, S0, z0)
     if call.length == 1:
         return _step(call, S0, z0)
-    tile = call.tiles.outputs
-    blocks = call.blocks(call.Dv, tile)
-    tokens, segments = call.cut(call.length, call.batch * call.heads * blocks)
-    # the last segment's own sum is not needed before anything
-    states = call.states(S0, z0, tokens, segments - 1)
-    output, total = call.new_output()
     S, z = call.new_state()
-    call.launch(
-        kernels.outputs,
-        (call.batch * call.heads * blocks, segments),
-        tile,
-        STATES=states,
-        S0=S0,
-        Z0=z0,
-        S=S,
-        Z=z,
-        **_outputs(call, output, total, tokens, segments - 1),
-        CAUSAL=True,
-    )
-    return output, total, S, z
+    return *_outputs(call, S0, z0, S, z), S, z
 
 
 def decode(
@@ -111,7 +91,17 @@ def decode(
     feature_map: str,
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One token, N = 1, in one launch: the state takes its key in, then its queries read.
+    """Decode one token, N = 1, in one launch: the state takes its key in, then its queries read.
+
+    Args:
+        query: `[B, H, 1, D]`.
+        key: `[B, Hkv, 1, D]`.
+        value: `[B, Hkv, 1, Dv]`.
+        valid: boolean `[B, 1]`; None for all.
+        S: float32 `[B, Hkv, D, Dv]`, the state before; None for nothing.
+        z: float32 `[B, Hkv, D]`, likewise.
+        feature_map: as in `forward`.
+        normalise: divide by the total.
 
     Returns:
         Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were.
@@ -133,39 +123,36 @@ def global_forward(
     *,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every query reads all keys, `forward` otherwise; N of the queries may differ from that of the keys."""
-    from hf_linattn.ops.triton import kernels
+    """Compute linear attention over all keys; there may be more or fewer queries than keys.
 
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, M, D]`.
+        value: `[B, Hkv, M, Dv]`.
+        valid: boolean `[B, M]`; None for all.
+        S0: float32 `[B, Hkv, D, Dv]`, sums to begin from; None for nothing.
+        z0: float32 `[B, Hkv, D]`, likewise.
+        feature_map: as in `forward`.
+        normalise: divide by the total.
+        segment: as in `forward`.
+
+    Returns:
+        Output `[B, H, N, Dv]` in the dtype of the values; total `[B, H, N]`, S and z over all keys, float32.
+    """
     call = Problem(query, key, value, valid, feature_map, normalise, segment)
     S, z = call.dense(S0, z0)
     if call.keys and call.batch:
-        tokens, slots = call.cut(call.keys, call.pairs * call.blocks(call.Dv, call.tiles.segment_states))
+        tokens, slots = call.cut(call.keys, SEGMENT_STATES)
         states = call.states(S, z, tokens, slots)
         assert states is not None
         S, z = call.last_slot(states)
     if S is None or z is None or not call.length or not call.batch:
         return _nothing(call, S, z)
-    output, total = call.new_output()
-    tile = call.tiles.outputs
-    blocks = call.blocks(call.Dv, tile)
-    tokens, segments = call.cut(call.length, call.batch * call.heads * blocks)
-    call.launch(
-        kernels.outputs,
-        (call.batch * call.heads * blocks, segments),
-        tile,
-        STATES=None,
-        S0=S,
-        Z0=z,
-        S=None,
-        Z=None,
-        **_outputs(call, output, total, tokens, 0),
-        CAUSAL=False,
-    )
-    return output, total, S, z
+    return *_outputs(call, S, z, None, None), S, z
 
 
 def _nothing(call: Problem, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """No tokens, or queries of nothing: zeros, and the state unchanged in memory of its own."""
+    """Answer a call without tokens or without keys: zeros, and the state unchanged in memory of its own."""
     output, total = call.new_output()
     new_S, new_z = call.new_state()
     new_S = new_S.zero_() if S is None else new_S.copy_(S)
@@ -173,22 +160,42 @@ def _nothing(call: Problem, S: Tensor | None, z: Tensor | None) -> tuple[Tensor,
     return output.zero_(), total.zero_(), new_S, new_z
 
 
-def _outputs(call: Problem, output: Tensor, total: Tensor, segment: int, slots: int) -> dict[str, object]:
-    """Arguments of `outputs` that its causal and its global form share."""
-    return {
-        "OUT": output,
-        "out_strides": output.stride()[:3],
-        "TOTAL": total,
-        "heads": call.heads,
-        "length": call.length,
-        "segment": segment,
-        "slots": slots,
-        "GROUP": call.group,
-        "NORMALISE": call.normalise,
-        **call.inputs("qkv"),
-        **call.sizes(call.tiles.outputs, "BLOCK_D"),
-        **call.maps,
-    }
+def _outputs(
+    call: Problem, S0: Tensor | None, z0: Tensor | None, S: Tensor | None, z: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel of outputs and totals.
+
+    With S and z it is causal, and writes the state after there; S0 and z0 are that before, else of all keys.
+    """
+    from hf_linattn.ops.triton import kernels
+
+    causal = S is not None
+    tokens, segments = call.cut(call.length, OUTPUTS)
+    # the last segment's own sum is not needed before anything
+    slots = segments - 1 if causal else 0
+    states = call.states(S0, z0, tokens, slots)
+    output, total = call.new_output()
+    call.run(
+        kernels.outputs,
+        OUTPUTS,
+        segments,
+        STATES=states,
+        S0=S0,
+        Z0=z0,
+        OUT=output,
+        out_strides=output.stride()[:3],
+        TOTAL=total,
+        S=S,
+        Z=z,
+        heads=call.heads,
+        length=call.length,
+        segment=tokens,
+        slots=slots,
+        GROUP=call.group,
+        NORMALISE=call.normalise,
+        CAUSAL=causal,
+    )
+    return output, total
 
 
 def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -197,13 +204,10 @@ def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, 
     assert call.length == call.keys == 1, (call.length, call.keys)
     output, total = call.new_output()
     S, z = call.new_state()
-    tile = call.tiles.step
-    sizes = call.sizes(tile, "BLOCK_D")
-    del sizes["CHUNK"]
-    call.launch(
+    call.run(
         kernels.step,
-        (call.pairs * call.blocks(call.Dv, tile),),
-        tile,
+        STEP,
+        1,
         S0=S0,
         Z0=z0,
         OUT=output,
@@ -213,8 +217,5 @@ def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, 
         kv_heads=call.kv_heads,
         GROUP=call.group,
         NORMALISE=call.normalise,
-        **call.inputs("qkv"),
-        **sizes,
-        **call.maps,
     )
     return output, total, S, z

@@ -19,8 +19,35 @@ SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
 
 
+class KernelSpec(NamedTuple):
+    """What a kernel is launched with, whatever the call.
+
+    Attributes:
+        name: of its tile in `Configuration`.
+        inputs: letters of the tensors that it reads, out of "qkv".
+        split: the width whose columns are split over programs, "D" or "DV".
+        whole: widths of which every program holds all columns.
+        per_query_head: programs go by query heads, else by key heads.
+    """
+
+    name: str
+    inputs: str
+    split: str
+    whole: tuple[str, ...]
+    per_query_head: bool = False
+
+
+SEGMENT_STATES = KernelSpec("segment_states", "kv", "DV", ("D",))
+OUTPUTS = KernelSpec("outputs", "qkv", "DV", ("D",), per_query_head=True)
+STEP = KernelSpec("step", "qkv", "DV", ("D",))
+GRADIENT_ROWS = KernelSpec("gradient_rows", "q", "D", ("D", "DV"))
+QUERY_GRADIENTS = KernelSpec("query_gradients", "qkv", "D", ("DV",), per_query_head=True)
+KEY_GRADIENTS = KernelSpec("key_gradients", "qkv", "D", ("DV",))
+VALUE_GRADIENTS = KernelSpec("value_gradients", "qk", "DV", ("D",))
+
+
 class Device(NamedTuple):
-    """What the choice of tiles and segments asks of a device."""
+    """What tiles and segments are chosen by."""
 
     capability: tuple[int, int]
     processors: int
@@ -28,29 +55,29 @@ class Device(NamedTuple):
 
 @functools.lru_cache
 def device_of(device: torch.device) -> Device:
-    """Of a CUDA or ROCm device; in the interpreter, one processor."""
+    """Describe a CUDA or ROCm device; in the interpreter, one processor."""
     if device.type != "cuda":
         return Device((9, 0), 1)
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     # AMD counts versions of its own, and has 64 KiB of shared memory: the small tiles
-    capability = (0, 0) if torch.version.hip else (found.major, found.minor)
-    return Device(capability, found.multi_processor_count)
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+    return Device(capability, properties.multi_processor_count)
 
 
 def interpreting() -> bool:
-    """Whether triton is told to interpret kernels, on CPU tensors."""
+    """Tell whether triton interprets kernels, on CPU tensors."""
     triton = importlib.import_module("triton")
     return bool(triton.knobs.runtime.interpret)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take these: 16 or 32 bits, heads of at most 256."""
+    """Tell whether the kernels take these: 16 or 32 bits, heads of at most 256."""
     widths = (query.shape[-1], value.shape[-1])
     return all(x.dtype in DTYPES for x in (query, key, value)) and max(widths) <= WIDEST
 
 
 def operand_of(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """What the products are computed in; the names are explained in `triton_kernels`."""
+    """Choose what the products are computed in; the names are explained in `kernels`."""
     dtypes = {query.dtype, key.dtype, value.dtype}
     if interpreting():
         # the interpreter holds bfloat16 as integers, and would multiply those
@@ -67,12 +94,12 @@ def operand_of(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """X, or a copy where its last dimension is strided (the gradient of a sum is one number expanded)."""
+    """Copy x where its last dimension is strided (the gradient of a sum is one number expanded)."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class Problem:
-    """Inputs of one call. Arguments as `triton_linear.forward`; `segment` None chooses."""
+    """Inputs of one call, and its launches. Arguments as `launch.forward` takes them."""
 
     def __init__(
         self,
@@ -95,7 +122,7 @@ class Problem:
         self.batch, self.heads, self.length, self.D = query.shape
         self.kv_heads, self.keys, self.Dv = *key.shape[1:3], value.shape[3]
         self.group = self.heads // self.kv_heads
-        self.pairs = self.batch * self.kv_heads
+        self.batch_heads = self.batch * self.kv_heads
         self.device = query.device
         operand = operand_of(query, key, value)
         self.maps = {"FEATURE_MAP": feature_map, "OPERAND": operand}
@@ -106,61 +133,74 @@ class Problem:
         kind = "tf32" if interpreting() else operand
         self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability)
 
-    def cut(self, length: int, programs: int) -> tuple[int, int]:
-        """Tokens per segment, and segments, where each segment keeps `programs` programs busy."""
+    def tile(self, spec: KernelSpec) -> Tile:
+        """Look up the tile of a kernel."""
+        tile: Tile = getattr(self.tiles, spec.name)
+        return tile
+
+    def programs(self, spec: KernelSpec) -> int:
+        """Count the programs of a kernel that walk the same segment."""
+        rows = self.batch * self.heads if spec.per_query_head else self.batch_heads
+        width = self.D if spec.split == "D" else self.Dv
+        return rows * -(-width // self.tile(spec).block)
+
+    def cut(self, length: int, spec: KernelSpec) -> tuple[int, int]:
+        """Choose the tokens per segment for a kernel, and the number of segments, for so many tokens."""
         segment = self.segment
         if segment is None:
-            segment = segment_length(length, programs, self.about.processors, self.tiles.least)
+            segment = segment_length(length, self.programs(spec), self.about.processors, self.tiles.least)
         assert segment % self.tiles.longest_chunk == 0, segment  # a step never looks past its segment
         return segment, -(-length // segment)
 
-    def blocks(self, width: int, tile: Tile) -> int:
-        """Programs that share the columns of an output."""
-        return -(-width // tile.block)
-
     def inputs(self, names: str) -> dict[str, Any]:
-        """Where the tensors named by letters (q, k, v) lie, and the mask where there are keys or values."""
-        found: dict[str, Any] = {}
+        """Pass the tensors named by letters (q, k, v), and the mask where there are keys or values."""
+        arguments: dict[str, Any] = {}
         for name, x in (("q", self.query), ("k", self.key), ("v", self.value)):
             if name in names:
-                found |= {name.upper(): x, f"{name}_strides": x.stride()[:3]}
+                arguments |= {name.upper(): x, f"{name}_strides": x.stride()[:3]}
         if "k" in names or "v" in names:
             valid = None if self.valid is None else self.valid.view(torch.uint8)
-            found |= {"VALID": valid, "valid_strides": (0, 0) if valid is None else valid.stride()}
-        return found
+            arguments |= {"VALID": valid, "valid_strides": (0, 0) if valid is None else valid.stride()}
+        return arguments
 
-    def sizes(self, tile: Tile, *whole: str) -> dict[str, int]:
-        """Constants of a kernel; `whole` names the widths of which it needs all columns."""
-        full = {"BLOCK_D": padded(self.D), "BLOCK_V": padded(self.Dv)}
-        own = {"D": self.D, "DV": self.Dv, "BLOCK": tile.block, "CHUNK": tile.chunk}
-        return own | {name: full[name] for name in whole}
+    def sizes(self, spec: KernelSpec) -> dict[str, int]:
+        """Pass the constants of a kernel."""
+        tile = self.tile(spec)
+        sizes = {"D": self.D, "DV": self.Dv, "BLOCK": tile.block}
+        if tile.chunk > 1:  # a step has no chunks
+            sizes["CHUNK"] = tile.chunk
+        if "D" in spec.whole:
+            sizes["BLOCK_D"] = padded(self.D)
+        if "DV" in spec.whole:
+            sizes["BLOCK_V"] = padded(self.Dv)
+        return sizes
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory for a result."""
+        """Allocate a result."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def new_output(self) -> tuple[Tensor, Tensor]:
-        """Output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]` as the next projection reads it, and total."""
+        """Allocate output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, and total `[B, H, N]`."""
         output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=self.value.dtype)
         return output.transpose(1, 2), self.new(self.batch, self.heads, self.length)
 
     def new_state(self) -> tuple[Tensor, Tensor]:
-        """S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`."""
+        """Allocate S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`."""
         shape = (self.batch, self.kv_heads, self.D)
         return self.new(*shape, self.Dv), self.new(*shape)
 
     def new_slots(self, slots: int) -> Tensor:
-        """Room for S and z of each segment, `[pairs, slots, D Dv + D]`."""
-        return self.new(self.pairs, slots, self.D * self.Dv + self.D)
+        """Allocate S and z of each segment, `[batch_heads, slots, D Dv + D]`."""
+        return self.new(self.batch_heads, slots, self.D * self.Dv + self.D)
 
     def last_slot(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """S and z as tensors of their own."""
+        """Cut S and z out of the last slot, as tensors of their own."""
         S, z = states[:, -1].split((self.D * self.Dv, self.D), -1)
         shape = (self.batch, self.kv_heads, self.D)
         return S.reshape(*shape, self.Dv).contiguous(), z.reshape(shape).contiguous()
 
     def dense(self, S: Tensor | None, z: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """A state as the kernels read it."""
+        """Bring a state to the layout that the kernels read."""
         assert (S is None) == (z is None)
         if S is None or z is None:
             return None, None
@@ -168,37 +208,33 @@ class Problem:
         return S.contiguous(), z.contiguous()
 
     def states(self, S: Tensor | None, z: Tensor | None, segment: int, slots: int) -> Tensor | None:
-        """S and z after each of the first `slots` segments, as `new_slots`; None for no slots."""
+        """Compute states after each of the first `slots` segments, as `new_slots`; None for no slots."""
         from hf_linattn.ops.triton import kernels
 
         if not slots:
             return None
         states = self.new_slots(slots)
-        tile = self.tiles.segment_states
-        self.launch(
+        self.run(
             kernels.segment_states,
-            (self.pairs * self.blocks(self.Dv, tile), slots),
-            tile,
+            SEGMENT_STATES,
+            slots,
             STATES=states,
             kv_heads=self.kv_heads,
             length=self.keys,
             segment=segment,
             slots=slots,
-            **self.inputs("kv"),
-            **self.sizes(tile, "BLOCK_D"),
-            **self.maps,
         )
         self.accumulate(states, S, z)
         return states
 
     def accumulate(self, states: Tensor, S: Tensor | None, z: Tensor | None) -> None:
-        """Running sum along the slots, in place, from S and z."""
+        """Sum up along the slots, in place, from S and z on."""
         from hf_linattn.ops.triton import kernels
 
-        pairs, slots, size = states.shape
+        batch_heads, slots, size = states.shape
         self.launch(
             kernels.accumulate,
-            (pairs, -(-size // SCAN.block)),
+            (batch_heads, -(-size // SCAN.block)),
             SCAN,
             STATES=states,
             S0=S,
@@ -208,6 +244,23 @@ class Problem:
             SIZE=size,
             BLOCK=SCAN.block,
             SLOTS=SCAN.chunk,
+        )
+
+    def run(
+        self, kernel: Any, spec: KernelSpec, segments: int, programs: int | None = None, **arguments: Any
+    ) -> None:
+        """Launch a kernel that walks segments, with what its description gives and more arguments.
+
+        `programs`, where it is not None, walk the same segment in place of those of the description.
+        """
+        self.launch(
+            kernel,
+            (self.programs(spec) if programs is None else programs, segments),
+            self.tile(spec),
+            **arguments,
+            **self.inputs(spec.inputs),
+            **self.sizes(spec),
+            **self.maps,
         )
 
     def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:

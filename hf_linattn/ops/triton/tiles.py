@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Of one kernel.
+    """How one kernel is cut.
 
     Attributes:
         chunk: tokens in one step of a walk.
@@ -64,22 +64,22 @@ SUMS = {
 
 
 def padded(width: int) -> int:
-    """The next power of two that a tensor core takes."""
+    """Round up to the next power of two that a tensor core takes."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[int, int]) -> Configuration:
-    """Tiles for one kind of head.
+    """Choose the tiles for one kind of head.
 
     Args:
         D: width of queries and keys, at most 256.
         Dv: width of values, likewise.
         group: query heads per key head.
-        operand: what the products are computed in, as in `triton_kernels`: "bf16", "tf32", "tf32x3", "ieee".
+        operand: what the products are computed in, as in `kernels`: "bf16", "tf32", "tf32x3", "ieee".
         capability: of the device, as `torch.cuda.get_device_capability` says it.
     """
-    wide, value = padded(D), padded(Dv)
-    index = 0 if max(wide, value) <= 64 else 1 if max(wide, value) <= 128 else 2
+    head_dim, value_dim = padded(D), padded(Dv)
+    index = 0 if max(head_dim, value_dim) <= 64 else 1 if max(head_dim, value_dim) <= 128 else 2
     kind = operand
     if operand == "bf16" and capability[0] == 9:
         kind = "bf16, wgmma"  # which takes no fewer than 64 rows
@@ -102,23 +102,23 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
         return tile._replace(block=min(tile.block, width))
 
     return Configuration(
-        segment_states=of(total, value),
-        outputs=of(outputs, value),
-        step=Tile(1, min(value, 4096 // wide), 4, 1),
-        gradient_rows=of(rows, wide),
-        query_gradients=of(query, wide),
-        key_gradients=of(key, wide),
-        value_gradients=of(values, value),
+        segment_states=of(total, value_dim),
+        outputs=of(outputs, value_dim),
+        step=Tile(1, min(value_dim, 4096 // head_dim), 4, 1),
+        gradient_rows=of(rows, head_dim),
+        query_gradients=of(query, head_dim),
+        key_gradients=of(key, head_dim),
+        value_gradients=of(values, value_dim),
         least=256,
     )
 
 
 def segment_length(length: int, programs: int, processors: int, least: int) -> int:
-    """Tokens per segment: few long ones, for each costs a state, but enough to keep the device busy.
+    """Choose the tokens per segment: few long ones, for each costs a state, but enough to fill the device.
 
     Args:
         length: tokens, at least 1.
-        programs: that run per segment.
+        programs: how many run per segment.
         processors: of the device.
         least: a segment is a multiple of it.
     """

@@ -5,16 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
-enum Dtype : int64_t { FLOAT32, BFLOAT16, FLOAT16 };
+#include "layout.h"
 
-// The last axis is dense, the others have strides in elements.
-struct Array {
-    int64_t data, dtype, batch, head, token;
-
-    int64_t at(int64_t row, int64_t of_head, int64_t of_token) const {
-        return row * batch + of_head * head + of_token * token;
-    }
-};
+// Elements from the first one of an array to that of a row, head and token.
+inline int64_t offset(const Array& x, int64_t row, int64_t head, int64_t token) {
+    return row * x.batch + head * x.head + token * x.token;
+}
 
 template <class T>
 T* at(int64_t address) {
@@ -29,44 +25,44 @@ T* at(int64_t address) {
 #endif
 
 template <class To, class From>
-To same_bits(From x) {
+To bit_cast(From x) {
     static_assert(sizeof(To) == sizeof(From), "bits of another size");
-    To found;
-    memcpy(&found, &x, sizeof(To));
-    return found;
+    To result;
+    memcpy(&result, &x, sizeof(To));
+    return result;
 }
 
 #ifdef LINATTN_HALF
-inline float from_half(uint16_t x) { return static_cast<float>(same_bits<LINATTN_HALF>(x)); }
+inline float half_to_float(uint16_t x) { return static_cast<float>(bit_cast<LINATTN_HALF>(x)); }
 
-inline uint16_t to_half(float x) { return same_bits<uint16_t>(static_cast<LINATTN_HALF>(x)); }
+inline uint16_t float_to_half(float x) { return bit_cast<uint16_t>(static_cast<LINATTN_HALF>(x)); }
 #else  // compilers without the type, such as GCC 11 on x86
-inline float from_half(uint16_t x) {
+inline float half_to_float(uint16_t x) {
     const uint32_t magnitude = x & 0x7fff, sign = static_cast<uint32_t>(x & 0x8000) << 16;
-    const float found = magnitude < 0x7c00 ? same_bits<float>(magnitude << 13) * 0x1p112f
-                                           : same_bits<float>(0x7f800000 | magnitude << 13);
-    return same_bits<float>(same_bits<uint32_t>(found) | sign);
+    const float result = magnitude < 0x7c00 ? bit_cast<float>(magnitude << 13) * 0x1p112f
+                                            : bit_cast<float>(0x7f800000 | magnitude << 13);
+    return bit_cast<float>(bit_cast<uint32_t>(result) | sign);
 }
 
-inline uint16_t to_half(float x) {  // to the nearest, ties to even
-    const uint32_t bits = same_bits<uint32_t>(x), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    uint32_t found;
+inline uint16_t float_to_half(float x) {  // to the nearest, ties to even
+    const uint32_t bits = bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    uint32_t result;
     if (magnitude > 0x7f800000)
-        found = 0x7e00;
+        result = 0x7e00;
     else if (magnitude >= 0x47800000)
-        found = 0x7c00;
+        result = 0x7c00;
     else if (magnitude < 0x38800000)  // below the least normal number: the sum of floats rounds
-        found = same_bits<uint32_t>(same_bits<float>(magnitude) + 0.5f) - same_bits<uint32_t>(0.5f);
+        result = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - bit_cast<uint32_t>(0.5f);
     else
-        found = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;
-    return static_cast<uint16_t>(found | sign);
+        result = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;
+    return static_cast<uint16_t>(result | sign);
 }
 #endif
 
-inline float from_brain(uint16_t x) { return same_bits<float>(static_cast<uint32_t>(x) << 16); }
+inline float bfloat16_to_float(uint16_t x) { return bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 
-inline uint16_t to_brain(float x) {  // to the nearest, ties to even; NaN stays NaN
-    const uint32_t bits = same_bits<uint32_t>(x);
+inline uint16_t float_to_bfloat16(float x) {  // to the nearest, ties to even; NaN stays NaN
+    const uint32_t bits = bit_cast<uint32_t>(x);
     if (x != x) return 0x7fc0;
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -84,9 +80,9 @@ inline void read(const Array& x, int64_t from, int count, float* to) {
     }
     const uint16_t* source = at<uint16_t>(x.data) + from;
     if (x.dtype == BFLOAT16)
-        for (int i = 0; i < count; ++i) to[i] = from_brain(source[i]);
+        for (int i = 0; i < count; ++i) to[i] = bfloat16_to_float(source[i]);
     else
-        for (int i = 0; i < count; ++i) to[i] = from_half(source[i]);
+        for (int i = 0; i < count; ++i) to[i] = half_to_float(source[i]);
 }
 
 inline void write(const Array& x, int64_t to, int count, const float* from) {
@@ -97,7 +93,7 @@ inline void write(const Array& x, int64_t to, int count, const float* from) {
     }
     uint16_t* target = at<uint16_t>(x.data) + to;
     if (x.dtype == BFLOAT16)
-        for (int i = 0; i < count; ++i) target[i] = to_brain(from[i]);
+        for (int i = 0; i < count; ++i) target[i] = float_to_bfloat16(from[i]);
     else
-        for (int i = 0; i < count; ++i) target[i] = to_half(from[i]);
+        for (int i = 0; i < count; ++i) target[i] = float_to_half(from[i]);
 }

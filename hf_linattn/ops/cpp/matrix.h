@@ -13,13 +13,13 @@
 #include <immintrin.h>
 #endif
 
-// ROWS x WIDE vectors of sums stay in registers, beside WIDE more and one
+// ROWS x COLUMNS vectors of sums stay in registers, with COLUMNS more and one of the factors
 #if defined(__AVX512F__)
-constexpr int WIDTH = 16, ROWS = 6, WIDE = 4;
+constexpr int WIDTH = 16, ROWS = 6, COLUMNS = 4;
 #elif defined(__AVX__)
-constexpr int WIDTH = 8, ROWS = 6, WIDE = 2;
+constexpr int WIDTH = 8, ROWS = 6, COLUMNS = 2;
 #else
-constexpr int WIDTH = 4, ROWS = 4, WIDE = 2;
+constexpr int WIDTH = 4, ROWS = 4, COLUMNS = 2;
 #endif
 
 typedef float Floats __attribute__((vector_size(WIDTH * 4)));
@@ -28,12 +28,12 @@ typedef float Unaligned __attribute__((vector_size(WIDTH * 4), aligned(4), may_a
 
 inline Floats load(const float* x) { return *reinterpret_cast<const Unaligned*>(x); }
 inline void store(float* x, Floats y) { *reinterpret_cast<Unaligned*>(x) = y; }
-inline Floats all(float x) { return x - Floats{}; }
+inline Floats broadcast(float x) { return x - Floats{}; }
 inline int padded(int n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
 // Lanes of a and b (those of b count on from a's), in an order that the compiler knows.
 template <class Order, int... lane>
-inline Floats shuffled(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+inline Floats shuffle(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(a, b, Order::from(lane)...);
 #else
@@ -44,9 +44,9 @@ inline Floats shuffled(Floats a, Floats b, std::integer_sequence<int, lane...>) 
 typedef std::make_integer_sequence<int, WIDTH> Lanes;
 
 inline Ints lanes() {
-    Ints found;
-    for (int lane = 0; lane < WIDTH; ++lane) found[lane] = lane;
-    return found;
+    Ints index;
+    for (int lane = 0; lane < WIDTH; ++lane) index[lane] = lane;
+    return index;
 }
 
 template <int apart>
@@ -54,19 +54,20 @@ struct Neighbours {
     static constexpr int from(int lane) { return lane ^ apart; }
 };
 
-template <int apart = WIDTH / 2, class Join>
-inline float joined(Floats x, Join join) {  // every lane with its neighbour, every pair with the next one
-    x = join(x, shuffled<Neighbours<apart>>(x, x, Lanes()));
-    if constexpr (apart > 1) return joined<apart / 2>(x, join);
+template <int apart = WIDTH / 2, class Combine>
+inline float reduce(Floats x,
+                    Combine combine) {  // every lane with its neighbour, every pair with the next one
+    x = combine(x, shuffle<Neighbours<apart>>(x, x, Lanes()));
+    if constexpr (apart > 1) return reduce<apart / 2>(x, combine);
     return x[0];
 }
 
 inline float sum(Floats x) {
-    return joined(x, [](Floats a, Floats b) { return a + b; });
+    return reduce(x, [](Floats a, Floats b) { return a + b; });
 }
 
-inline float greatest(Floats x) {
-    return joined(x, [](Floats a, Floats b) { return a > b ? a : b; });
+inline float max_of(Floats x) {
+    return reduce(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 inline void scale(float* x, float factor, int64_t count) {  // in whole vectors, as below
@@ -80,15 +81,15 @@ inline float dot(const float* x, const float* y, int columns) {
 }
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
-inline Floats exp_of(Floats x) {
+inline Floats exp_nonpositive(Floats x) {
 #if !defined(__AVX512F__)
-    x = x < -88.0f ? all(-88.0f) : x;  // of which the power of two is 0
+    x = x < -88.0f ? broadcast(-88.0f) : x;  // of which the power of two is 0
 #endif
     const float shift = 12582912.0f;  // adding it rounds to whole numbers
     Floats n = (x * 1.44269504088896341f + shift) - shift;
     Floats r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
+    Floats p = broadcast(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -107,14 +108,14 @@ inline Floats exp_of(Floats x) {
 }
 
 // A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns].
-struct Left {
+struct LeftFactor {
     const float* data;
     int64_t along_rows, along_columns;
 };
 
 template <int M, int V>
-inline void tile(const Left& a, int row, int inner, const float* b, int64_t b_row, float* c, int64_t c_row,
-                 bool add) {
+inline void tile(const LeftFactor& a, int row, int inner, const float* b, int64_t b_row, float* c,
+                 int64_t c_row, bool add) {
     Floats sums[M][V];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = add ? load(c + m * c_row + v * WIDTH) : Floats{};
@@ -123,7 +124,7 @@ inline void tile(const Left& a, int row, int inner, const float* b, int64_t b_ro
         Floats right[V];
         for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * WIDTH);
         for (int m = 0; m < M; ++m) {
-            Floats x = all(left[m * a.along_rows + k * a.along_columns]);
+            Floats x = broadcast(left[m * a.along_rows + k * a.along_columns]);
             for (int v = 0; v < V; ++v) sums[m][v] += x * right[v];
         }
     }
@@ -133,12 +134,12 @@ inline void tile(const Left& a, int row, int inner, const float* b, int64_t b_ro
 
 // Not inlined: beside the variables of a caller the addresses of rows would not stay in registers.
 template <int M>
-__attribute__((noinline)) void strip(const Left& a, int row, int inner, const float* b, int64_t b_row,
+__attribute__((noinline)) void strip(const LeftFactor& a, int row, int inner, const float* b, int64_t b_row,
                                      float* c, int64_t c_row, int columns, bool add) {
     int v = 0, vectors = columns / WIDTH;
-    for (; v + WIDE <= vectors; v += WIDE)
-        tile<M, WIDE>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
-    if constexpr (WIDE == 4)
+    for (; v + COLUMNS <= vectors; v += COLUMNS)
+        tile<M, COLUMNS>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
+    if constexpr (COLUMNS == 4)
         for (; v + 2 <= vectors; v += 2)
             tile<M, 2>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
     for (; v < vectors; ++v) tile<M, 1>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
@@ -146,14 +147,14 @@ __attribute__((noinline)) void strip(const Left& a, int row, int inner, const fl
 
 // Rows `row` to `row + count` (at most ROWS) of C = A B, or C += A B; `columns` in whole vectors.
 template <int M = ROWS>
-inline void rows_of_product(const Left& a, int row, int count, int inner, const float* b, int64_t b_row,
+inline void rows_of_product(const LeftFactor& a, int row, int count, int inner, const float* b, int64_t b_row,
                             float* c, int64_t c_row, int columns, bool add) {
     if (count == M) return strip<M>(a, row, inner, b, b_row, c + row * c_row, c_row, columns, add);
     if constexpr (M > 1) rows_of_product<M - 1>(a, row, count, inner, b, b_row, c, c_row, columns, add);
 }
 
 // C = A B, or C += A B: A [rows, inner], B [inner, columns].
-inline void product(const Left& a, int rows, int inner, const float* b, int64_t b_row, float* c,
+inline void product(const LeftFactor& a, int rows, int inner, const float* b, int64_t b_row, float* c,
                     int64_t c_row, int columns, bool add) {
     for (int row = 0; row < rows; row += ROWS)
         rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);
@@ -165,15 +166,15 @@ struct Interleaved {
 };
 
 // B = A^T, by perfect shuffles of square blocks: A [rows, columns], both in whole vectors.
-inline void transposed(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
+inline void transpose(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
     for (int row = 0; row < rows; row += WIDTH)
         for (int column = 0; column < columns; column += WIDTH) {
             Floats now[WIDTH], next[WIDTH];
             for (int i = 0; i < WIDTH; ++i) now[i] = load(a + (row + i) * a_row + column);
             for (int stage = 1; stage < WIDTH; stage *= 2) {
                 for (int i = 0; i < WIDTH / 2; ++i) {
-                    next[2 * i] = shuffled<Interleaved<0>>(now[i], now[i + WIDTH / 2], Lanes());
-                    next[2 * i + 1] = shuffled<Interleaved<1>>(now[i], now[i + WIDTH / 2], Lanes());
+                    next[2 * i] = shuffle<Interleaved<0>>(now[i], now[i + WIDTH / 2], Lanes());
+                    next[2 * i + 1] = shuffle<Interleaved<1>>(now[i], now[i + WIDTH / 2], Lanes());
                 }
                 for (int i = 0; i < WIDTH; ++i) now[i] = next[i];
             }

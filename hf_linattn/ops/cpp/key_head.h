@@ -1,0 +1,47 @@
+// What kernels work on: one key head of one row of the batch, and the query heads that share it.
+//
+// `key_row` and `value_row` are head_dim and value_dim in whole vectors: the length of rows in scratch
+// memory.
+
+#pragma once
+
+#include "dtypes.h"
+#include "matrix.h"
+#include "scratch.h"
+
+template <class Problem>
+class KeyHead {
+    static constexpr int BLOCKS = 24;  // of a thread's memory, at most
+
+protected:
+    const Problem& p_;
+    const int64_t row_, head_, shared_, batch_head_;
+    const int head_dim_, value_dim_, key_row_, value_row_;
+
+    KeyHead(const Problem& p, int64_t batch_head)
+        : p_(p),
+          row_(batch_head / p.kv_heads),
+          head_(batch_head % p.kv_heads),
+          shared_(p.heads / p.kv_heads),
+          batch_head_(batch_head),
+          head_dim_(p.head_dim),
+          value_dim_(p.value_dim),
+          key_row_(padded(head_dim_)),
+          value_row_(padded(value_dim_)) {}
+
+    static void reserve(int64_t count) { Scratch::of_thread().reserve(count, BLOCKS); }
+    static float* alloc(int64_t rows, int64_t columns) { return Scratch::of_thread().take(rows * columns); }
+
+    int64_t first_query() const { return head_ * shared_; }
+    int64_t last_query() const { return (head_ + 1) * shared_; }
+
+    // Elements from the first one of a dense `[B, H, N]` to that of a query.
+    int64_t query_offset(int64_t head, int64_t token) const {
+        return (row_ * p_.heads + head) * p_.length + token;
+    }
+
+    void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
+        read(x, offset(x, row_, head, token), count, to);
+        for (int i = count; i < row; ++i) to[i] = 0;
+    }
+};

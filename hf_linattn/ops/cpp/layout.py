@@ -1,0 +1,253 @@
+"""What Python hands to the C++ kernels: structs whose fields are listed here once, for both sides.
+
+The annotations of a `Struct` are its fields, in order. `header` writes them as structs of C++ into `layout.h`
+when the kernels are compiled, and `pack` of a struct gives the bytes that a kernel reads. So a field that is
+added here is there on both sides: a call of `pack` without it fails, and a kernel that wants another one does
+not compile. Tensors go by their address: whoever calls a kernel keeps them alive, dense where that is said.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NewType, get_type_hints
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops import types
+from hf_linattn.ops.types import FEATURE_MAPS
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What kernels read and write; sums are float32."""
+
+Address = NewType("Address", int)
+"""Of the first number of a tensor; 0 where there is none."""
+
+
+class Struct:
+    """A struct of C++: what its annotations name. Fields that are structs themselves are passed packed.
+
+    Attributes:
+        pack: a function of all fields, by name or in order, that gives the bytes.
+        size: bytes.
+    """
+
+    pack: ClassVar[Callable[..., bytes]]
+    size: ClassVar[int]
+
+    def __init_subclass__(cls) -> None:
+        fields = list(cls.fields())
+        layout = struct.Struct("".join(form for _, form, _ in fields))
+        names = ", ".join(name for name, _, _ in fields)
+        # as namedtuple does: names are checked, and cost little more than a call without them
+        scope = {"layout": layout.pack}
+        exec(f"def pack({names}): return layout({names})", scope)
+        cls.pack, cls.size = staticmethod(scope["pack"]), layout.size
+
+    @classmethod
+    def fields(cls) -> Iterator[tuple[str, str, str]]:
+        """List name, format in the words of `struct`, and type in C++ of each field."""
+        for name, hint in get_type_hints(cls).items():
+            if name in Struct.__annotations__:
+                continue
+            if isinstance(hint, type) and issubclass(hint, Struct):
+                yield name, f"{hint.size}s", hint.__name__
+            else:
+                yield (name, "d", "double") if hint is float else (name, "q", "int64_t")
+
+    @classmethod
+    def declaration(cls) -> str:
+        """Write the struct in C++."""
+        parts = [kind for _, _, kind in cls.fields() if kind in _PARTS]
+        own = [f"    {kind} {name};\n" for name, _, kind in cls.fields() if kind not in _PARTS]
+        bases = f" : {', '.join(parts)}" if parts else ""
+        size = f'static_assert(sizeof({cls.__name__}) == {cls.size}, "layout of {cls.__name__}");\n'
+        return f"struct {cls.__name__}{bases} {{\n{''.join(own)}}};\n{size}"
+
+
+class Part(Struct):
+    """Fields that a struct takes over: in C++ it derives from them, so they come before all others."""
+
+
+class Array(Struct):
+    """A tensor `[B, H, N, D]` of any dtype in `DTYPES`, dense along D. Strides are in elements."""
+
+    data: Address
+    dtype: int
+    batch: int
+    head: int
+    token: int
+
+
+class Gate(Struct):
+    """A decay made of the values: as `types.Gate`."""
+
+    weight: Address  # float32 [Hkv, Dv], dense; 0 for no gate
+    bias: Address  # float32 [Hkv], dense
+    temperature: float
+
+
+class Sizes(Part):
+    """Of every problem."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int  # queries
+    head_dim: int
+    value_dim: int
+    threads: int
+
+
+class LinearOptions(Part):
+    """What `LinearProblem` computes."""
+
+    feature_map: int  # index in FEATURE_MAPS
+    normalise: bool
+    causal: bool
+    keep_state: bool  # S_after and z_after are to be written
+    keys: int  # as many as queries where causal
+    chunk: int  # tokens
+
+
+class LinearGrads(Part):
+    """Of the backward: gradients of what the forward gave, 0 for none, and of what it was given."""
+
+    d_output: Array
+    d_query: Array
+    d_key: Array
+    d_value: Array
+    d_total: Address
+    d_S_after: Address
+    d_z_after: Address
+    d_S: Address
+    d_z: Address
+    d_decay: Address  # float32 [B, Hkv, N]: of the running sums of log_decay
+
+
+class LinearProblem(Struct):
+    """Linear attention, causal or over all keys, forward and backward."""
+
+    sizes: Sizes
+    options: LinearOptions
+    grads: LinearGrads
+    gate: Gate  # in place of log_decay
+    query: Array
+    key: Array
+    value: Array
+    output: Array  # read by the backward
+    hidden: Address  # bool [B, N], True at keys that do not count; 0 for none
+    hidden_row: int  # its stride
+    S: Address  # float32 [B, Hkv, D, Dv], dense: the state before; 0 for none
+    z: Address  # float32 [B, Hkv, D], dense
+    log_decay: Address  # float32 [B, Hkv, N], dense, at most 0; 0 for none
+    documents: Address  # int64 [B, N], dense, ascending; 0 for one
+    total: Address  # float32 [B, H, N], dense
+    S_after: Address  # as S and z
+    z_after: Address
+
+
+class WindowGrads(Part):
+    """Of the backward: gradients of the output, and of what the forward was given."""
+
+    d_output: Array
+    d_query: Array
+    d_key: Array
+    d_value: Array
+    d_others: Array
+    d_total: Address  # float32 [B, H, N], dense
+    d_log_scale: Address
+
+
+class WindowProblem(Struct):
+    """Softmax over a window, with sums over other tokens, forward and backward."""
+
+    sizes: Sizes
+    grads: WindowGrads
+    span: int  # query i sees the columns i < c <= i + span
+    n_missing: int  # first columns that are not there
+    block: int  # queries, and columns of a tile; a multiple of all vectors
+    query: Array
+    key: Array  # of length + span - n_missing columns
+    value: Array
+    output: Array
+    valid: Address  # bool, of the same columns, True where they count
+    valid_row: int  # its stride
+    others: Array  # float32 [B, H, N, Dv]: sums over other tokens; data 0 for none
+    total: Address  # float32 [B, H, N], dense, of the others
+    log_scale: Address  # likewise
+    lse: Address  # float32 [B, H, N], dense
+
+
+class DecodeTail(Part):
+    """The linear attention of `WindowDecodeProblem`, all of it 0 for none."""
+
+    feature_map: int  # what it makes features of; index in FEATURE_MAPS
+    features: int
+    tail_query: Array
+    evicted_key: Array  # data 0 where the oldest token is as in the window
+    evicted_value: Array
+    S: Address  # float32 [B, Hkv, F, Dv], dense
+    z: Address  # float32 [B, Hkv, F], dense
+    log_decay: Address  # float32 [B, Hkv, 1], dense, at most 0: of the evicted token; 0 for none
+    gate: Gate  # in place of log_decay
+    query_log_scale: Address  # float32 [B, H, 1], dense: log of a divisor of tail_query; 0 for none
+    eps: float
+
+
+class WindowDecodeProblem(Struct):
+    """One token behind a window, with a linear attention for the token that it evicts."""
+
+    sizes: Sizes
+    tail: DecodeTail
+    columns: int  # of the ring
+    query: Array  # of the token
+    key: Array
+    value: Array
+    output: Array
+    ring_key: Array  # the window
+    ring_value: Array
+    ring_valid: Address  # bool [B, columns], True at columns that count
+    ring_valid_row: int  # its stride
+    head_index: Address  # int64 [B]: the oldest column, the same in all rows
+    token_valid: Address  # bool [B, 1], whether the token counts; 0 for all
+    token_valid_row: int
+
+
+_PARTS = {part.__name__ for part in Part.__subclasses__()}
+_STRUCTS: list[type[Struct]] = [Array, Gate, *Part.__subclasses__()]
+_STRUCTS += [LinearProblem, WindowProblem, WindowDecodeProblem]
+NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_WINDOW_GRADS, NO_TAIL = (
+    bytes(each.size) for each in (Array, Gate, LinearGrads, WindowGrads, DecodeTail)
+)
+
+
+def array(x: Tensor) -> bytes:
+    """Pack a tensor `[B, H, N, D]` that is dense along D."""
+    batch, head, token, _ = x.stride()
+    return Array.pack(x.data_ptr(), DTYPES[x.dtype], batch, head, token)
+
+
+def gate(given: types.Gate | None) -> bytes:
+    """Pack a gate; None for none."""
+    if given is None:
+        return NO_GATE
+    return Gate.pack(given.weight.data_ptr(), given.bias.data_ptr(), given.temperature)
+
+
+def address(x: Tensor | None) -> int:
+    """Tell where the numbers of a tensor lie; 0 where there are none."""
+    return 0 if x is None or not x.numel() else x.data_ptr()
+
+
+def header() -> str:
+    """Write the C++ of all structs, and of the numbers that stand for dtypes and feature maps."""
+    dtypes = ", ".join(str(x).split(".")[1].upper() for x in DTYPES)
+    lines = [
+        "// Written by ops/cpp/layout.py.\n#pragma once\n#include <cstdint>\n",
+        f"enum Dtype : int64_t {{ {dtypes} }};\n",
+        f"enum FeatureMap : int64_t {{ {', '.join(FEATURE_MAPS).upper()} }};\n",
+        *(each.declaration() for each in _STRUCTS),
+    ]
+    return "".join(lines)

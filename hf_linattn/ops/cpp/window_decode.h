@@ -1,0 +1,189 @@
+// One decoded token: it takes the column of the oldest one in a window, the oldest goes over into the state
+// of a linear attention, and the query sees both under one normaliser. Window and state are written over in
+// place.
+
+#pragma once
+
+#include "linear_head.h"
+#include "window_head.h"
+
+class WindowDecode : KeyHead<WindowDecodeProblem> {
+    static constexpr int TILE = 64;  // columns that are brought to float32 together
+
+    const float scaling_;
+    const int columns_, columns_row_, features_, features_row_;
+    const int64_t column_;
+    const bool *valid_, token_counts_;
+    float *query_, *scores_, *numerator_, *tile_, *sum_, *top_;
+    float *phi_q_, *phi_k_, *evicted_value_, *tail_numerator_, *tail_total_, *log_scale_, *S_, *z_;
+
+public:
+    WindowDecode(const WindowDecodeProblem& p, float scaling, int64_t batch_head)
+        : KeyHead(p, batch_head),
+          scaling_(scaling),
+          columns_(p.columns),
+          columns_row_(padded(columns_)),
+          features_(p.features),
+          features_row_(padded(features_)),
+          column_(*at<int64_t>(p.head_index)),
+          valid_(at<bool>(p.ring_valid) + row_ * p.ring_valid_row),
+          token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]) {
+        const int64_t widest = std::max(key_row_, value_row_);
+        reserve(shared_ * (key_row_ + columns_row_ + features_row_ + 2 * value_row_ + 4) + TILE * widest +
+                2 * features_row_ + value_row_ + features_ * value_row_);
+        query_ = alloc(shared_, key_row_);
+        scores_ = alloc(shared_, columns_row_);
+        numerator_ = alloc(shared_, value_row_);
+        tile_ = alloc(TILE, widest);
+        sum_ = alloc(shared_, 1);
+        top_ = alloc(shared_, 1);
+        phi_q_ = alloc(shared_, features_row_);
+        phi_k_ = alloc(1, features_row_);
+        evicted_value_ = alloc(1, value_row_);
+        tail_numerator_ = alloc(shared_, value_row_);
+        tail_total_ = alloc(shared_, 1);
+        log_scale_ = alloc(shared_, 1);
+        z_ = alloc(1, features_row_);
+        S_ = value_dim_ == value_row_ ? nullptr : alloc(features_, value_row_);
+    }
+
+    void run() {
+        for (int64_t head = first_query(); head < last_query(); ++head) {
+            float* query = query_ + (head - first_query()) * key_row_;
+            read_row(p_.query, head, 0, query, head_dim_, key_row_);
+            scale(query, scaling_, key_row_);
+        }
+        if (p_.S) read_tail();  // before the oldest key is written over
+        write_column(p_.key, p_.ring_key, head_dim_);
+        write_column(p_.value, p_.ring_value, value_dim_);
+        for (int from = 0; from < columns_; from += TILE)
+            score_columns(from, std::min(TILE, columns_ - from));
+        for (int i = 0; i < shared_; ++i) softmax_row(i);
+        for (int from = 0; from < columns_; from += TILE) add_values(from, std::min(TILE, columns_ - from));
+        for (int i = 0; i < shared_; ++i) write_row(i);
+    }
+
+private:
+    bool visible(int column) const { return column == column_ ? token_counts_ : valid_[column]; }
+
+    void write_column(const Array& from, const Array& to, int count) const {
+        const int64_t bytes = to.dtype == FLOAT32 ? 4 : 2;
+        char* target = at<char>(to.data) + bytes * offset(to, row_, head_, column_);
+        const char* source = at<char>(from.data) + bytes * offset(from, row_, head_, 0);
+        token_counts_ ? (void)memcpy(target, source, bytes * count) : (void)memset(target, 0, bytes * count);
+    }
+
+    // The oldest token goes over into the state, which every query reads.
+    void read_tail() {
+        float *S = at<float>(p_.S) + batch_head_ * features_ * value_dim_,
+              *z = at<float>(p_.z) + batch_head_ * features_;
+        for (int d = 0; S_ && d < features_; ++d)
+            read_dense(S + d * value_dim_, value_dim_, S_ + d * value_row_, value_row_);
+        read_dense(z, features_, z_, features_row_);
+        if (valid_[column_]) add_evicted(S_ ? S_ : S);
+        for (int d = 0; S_ && d < features_; ++d)
+            memcpy(S + d * value_dim_, S_ + d * value_row_, value_dim_ * sizeof(float));
+        memcpy(z, z_, features_ * sizeof(float));
+        for (int i = 0; i < shared_; ++i) {
+            const int64_t head = first_query() + i, query = row_ * p_.heads + head;
+            float* phi = phi_q_ + i * features_row_;
+            read_row(p_.tail_query, head, 0, phi, features_, features_row_);
+            log_scale_[i] = p_.query_log_scale       ? at<float>(p_.query_log_scale)[query]
+                            : p_.feature_map == ELU1 ? query_shift(phi, features_)
+                                                     : 0;
+            feature_map(p_.feature_map, p_.eps, true, phi, nullptr, features_);
+            tail_total_[i] = dot(phi, z_, features_row_);
+        }
+        product({phi_q_, features_row_, 1}, shared_, features_, S_ ? S_ : S, value_row_, tail_numerator_,
+                value_row_, value_row_, false);
+    }
+
+    void add_evicted(float* S) {
+        const bool in_ring = !p_.evicted_key.data;
+        read_row(in_ring ? p_.ring_key : p_.evicted_key, head_, in_ring ? column_ : 0, phi_k_, features_,
+                 features_row_);
+        feature_map(p_.feature_map, p_.eps, false, phi_k_, nullptr, features_);
+        read_row(in_ring ? p_.ring_value : p_.evicted_value, head_, in_ring ? column_ : 0, evicted_value_,
+                 value_dim_, value_row_);
+        const float decay = p_.log_decay     ? at<float>(p_.log_decay)[batch_head_]
+                            : p_.gate.weight ? log_decay_of(p_.gate, head_, evicted_value_, value_dim_)
+                                             : 0;
+        const float kept = std::exp(decay);
+        for (int d = 0; d < features_; ++d) {
+            float* row = S + d * value_row_;
+            for (int e = 0; e < value_row_; e += WIDTH)
+                store(row + e, load(row + e) * kept + load(evicted_value_ + e) * phi_k_[d]);
+        }
+        for (int d = 0; d < features_row_; d += WIDTH) store(z_ + d, load(z_ + d) * kept + load(phi_k_ + d));
+    }
+
+    static void read_dense(const float* from, int count, float* to, int row) {
+        memcpy(to, from, count * sizeof(float));
+        for (int i = count; i < row; ++i) to[i] = 0;
+    }
+
+    struct RingRows {
+        const float* data;
+        int64_t stride;
+    };
+
+    // Columns of the ring: where they lie if they are whole vectors of float32 there.
+    RingRows ring_rows(const Array& ring, int from, int count, int width, int row) const {
+        if (ring.dtype == FLOAT32 && width == row)
+            return {at<float>(ring.data) + offset(ring, row_, head_, from), ring.token};
+        for (int j = 0; j < count; ++j) read_row(ring, head_, from + j, tile_ + j * row, width, row);
+        return {tile_, row};
+    }
+
+    // Scores of some columns.
+    void score_columns(int from, int count) {
+        const RingRows keys = ring_rows(p_.ring_key, from, count, head_dim_, key_row_);
+        for (int i = 0; i < shared_; ++i)
+            for (int j = 0; j < count; ++j)
+                scores_[i * columns_row_ + from + j] =
+                    visible(from + j) ? dot(query_ + i * key_row_, keys.data + j * keys.stride, key_row_)
+                                      : NEGATIVE_INFINITY;
+    }
+
+    // Scores to exponentials, over that of the largest.
+    void softmax_row(int i) {
+        float* scores = scores_ + i * columns_row_;
+        for (int j = columns_; j < columns_row_; ++j) scores[j] = NEGATIVE_INFINITY;
+        Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
+        for (int j = 0; j < columns_row_; j += WIDTH) {
+            const Floats values = load(scores + j);
+            peak = values > peak ? values : peak;
+        }
+        top_[i] = max_of(peak);
+        for (int j = 0; j < columns_row_; j += WIDTH) {
+            const Floats weight = exp_nonpositive(load(scores + j) - top_[i]);
+            store(scores + j, weight);
+            total += weight;
+        }
+        sum_[i] = sum(total);
+    }
+
+    void add_values(int from, int count) {
+        const RingRows values = ring_rows(p_.ring_value, from, count, value_dim_, value_row_);
+        product({scores_ + from, columns_row_, 1}, shared_, count, values.data, values.stride, numerator_,
+                value_row_, value_row_, from > 0);
+    }
+
+    void write_row(int i) {
+        float* numerator = numerator_ + i * value_row_;
+        join_softmax(numerator, top_[i], sum_[i], tail_numerator_ + i * value_row_, p_.S ? tail_total_[i] : 0,
+                     log_scale_[i], value_row_);
+        write(p_.output, offset(p_.output, row_, first_query() + i, 0), value_dim_, numerator);
+    }
+};
+
+// Columns and mask, which all key heads of a row read, are written when these are done.
+inline void advance_ring(const WindowDecodeProblem& p) {
+    int64_t* head_index = at<int64_t>(p.head_index);
+    const int64_t column = head_index[0];
+    for (int64_t row = 0; row < p.batch; ++row) {
+        at<bool>(p.ring_valid)[row * p.ring_valid_row + column] =
+            !p.token_valid || at<bool>(p.token_valid)[row * p.token_valid_row];
+        head_index[row] = (column + 1) % p.columns;
+    }
+}
