@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Tokens, sums, upcast
-from hf_linattn.ops.cpp import window_decode
+from hf_linattn.attention import LinearAttention, Tokens, upcast
+from hf_linattn.ops.cpp import linear, window_decode
 from hf_linattn.ops.types import State
 
 from . import ring as recent
 
 
-def step(rest: Any, tokens: Tokens, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+def step(
+    rest: LinearAttention | None, tokens: Tokens, state: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Softmax over the window, and a linear attention for what has left it, under one normaliser.
 
     Args:
@@ -28,19 +28,23 @@ def step(rest: Any, tokens: Tokens, state: tuple[Tensor, ...]) -> tuple[Tensor, 
     query = tokens.query
     assert query is not None
     inner = None if rest is None else State(*state[recent.TENSORS :])
-    if not sums.runs_natively(tokens, inner):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not linear.takes(query, tokens.key, tokens.value, inner):
         return None
     if not (tokens.in_place and all(x.is_contiguous() for x in state)):
         state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
         inner = None if rest is None else State(*state[recent.TENSORS :])
     key, value, marks, *_, turn = state[: recent.TENSORS]
     ring = window_decode.Ring(key, value, marks, turn)
-    outside = None if inner is None else _outside(rest, query, ring, inner)
+    outside = None if inner is None or rest is None else _outside(rest, query, ring, inner)
     given = query, tokens.key, tokens.value, tokens.valid, ring, tokens.scaling, outside
     return window_decode.step(*given), state
 
 
-def _outside(rest: Any, query: Tensor, ring: window_decode.Ring, inner: State) -> window_decode.Rest | None:
+def _outside(
+    rest: LinearAttention, query: Tensor, ring: window_decode.Ring, inner: State
+) -> window_decode.Rest | None:
     """The state takes in the window's oldest token; None where both are empty."""
     kind, eps, gate = rest.fused, rest.eps, rest.gate()
     if kind != "none" and (gate is not None or not rest.fades):
@@ -49,6 +53,6 @@ def _outside(rest: Any, query: Tensor, ring: window_decode.Ring, inner: State) -
     if not ring.marks[:, place].any() and not inner.z.any():
         return None
     oldest = Tokens(query, ring.key.narrow(2, place, 1), ring.value.narrow(2, place, 1), 1.0)
-    phi_q, phi_k, value, *_, decay, _ = sums.inputs(rest, oldest, True, inner, gate)
+    phi_q, phi_k, value, *_, decay, _ = rest.kernel_inputs(oldest, True, inner, gate)
     left_out = rest.left_out(upcast(query)) if kind == "none" else None
     return window_decode.Rest(phi_q, (phi_k, value), *inner, decay, gate, kind, eps, left_out)

@@ -16,10 +16,9 @@ from helpers.random_inputs import random_qkv, relative_error
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_linattn import describe, from_pretrained, patch_model, unpatch_model
+from hf_linattn import describe, from_pretrained, patch_model, patched, unpatch_model
 from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.patches.linear import FUNCTIONS
-from hf_linattn.patching import module as patched
 from hf_linattn.registry import parse
 
 IDS = tiny_models.tokens(2, 40)

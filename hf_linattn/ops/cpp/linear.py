@@ -7,9 +7,8 @@ import struct
 import torch
 from torch import Tensor
 
-from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops.cpp import build
-from hf_linattn.ops.types import FEATURE_MAPS, Gate, Given, Gradients, How, Inputs, Outputs
+from hf_linattn.ops.types import FEATURE_MAPS, Gate, Given, Gradients, How, Inputs, Outputs, State
 
 SUMS = torch.float32
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,15 +23,18 @@ def reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES
 
 
-def takes(inputs: Inputs) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, state: State | None = None) -> bool:
     """Whether they were asked for and can: as `reads`, sums in float32, and not of nothing."""
-    query, key, value, _, S, z, log_decay, _ = inputs
     if not reads(query, key, value):
         return False
-    summed = (S is None or S.dtype == SUMS) and (z is None or z.dtype == SUMS)
-    if not summed or not (log_decay is None or log_decay.dtype == SUMS):
+    if state is not None and not (state.S.dtype == SUMS and state.z.dtype == SUMS):
         return False
     return bool(query.numel() and key.numel() and value.numel())
+
+
+def may_overwrite(state: State) -> bool:
+    """Whether `step` can write over it: dense as the kernels read it."""
+    return state.S.is_contiguous() and state.z.is_contiguous()
 
 
 def forward(inputs: Inputs, how: How, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
@@ -61,8 +63,6 @@ def _run(inputs: Inputs, outputs: Outputs, how: How, keep: bool, chunk: int, gat
 def backward(inputs: Inputs, outputs: Outputs, given: Given, how: How, chunk: int) -> Gradients:
     """As `loop_backward.backward`, but for decay: the loss by its running sums; or `both_ways.backward`."""
     if not how.causal:
-        if outputs.S is None or not outputs.S.numel():
-            raise UnsupportedCallError(f"{build.CPP} was set between forward and backward")
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = dense(inputs)
     loss, d_total, d_S, d_z = given
