@@ -21,6 +21,12 @@ from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 PatchType = TypeVar("PatchType", bound=type[Patch])
 KINDS = (Attention, Modifier)
 PLAIN = (bool, int, float, str, list, dict, type(None))
+REFUSED = {
+    "diff": "differential attention (arXiv:2410.05258) takes the difference of two softmaxes, and so two "
+    "query and two key projections per head that a pretrained model does not have. Models of type diffllama "
+    "have them; softmax1 and logn patch both of their softmaxes.",
+}
+"""Names that people look for and that can be no patches, and why."""
 _PATCHES: dict[str, type[Patch]] = {}
 
 
@@ -67,7 +73,7 @@ def _discover() -> None:
 def patches() -> dict[str, type[Patch]]:
     """Every registered patch by name, sorted."""
     _discover()
-    return {name: cls for name, cls in sorted(_PATCHES.items()) if not cls.refused}
+    return dict(sorted(_PATCHES.items()))
 
 
 def available_patches() -> dict[str, str]:
@@ -87,8 +93,8 @@ def find(name: str) -> type[Patch]:
         UnknownPatchError: with the nearest name and the list.
     """
     known = patches()
-    if name in _PATCHES and _PATCHES[name].refused:
-        raise UnknownPatchError(f"there is no patch {name!r}: {_PATCHES[name].refused}")
+    if name not in known and name in REFUSED:
+        raise UnknownPatchError(f"there is no patch {name!r}: {REFUSED[name]}")
     if name not in known:
         hint = _hint(name, known)
         raise UnknownPatchError(f"unknown patch {name!r}.{hint} Registered: {', '.join(known)}.")

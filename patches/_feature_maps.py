@@ -50,11 +50,11 @@ def fronts(site: Site) -> nn.ParameterDict:
     Raises:
         OptionError: its sizes cannot be told.
     """
-    if site.head_dim is None or site.heads is None or site.kv_heads is None:
-        raise OptionError(f"{site.name}: its sizes cannot be told, so nothing can be learned in front")
-    sides = (("query_map", site.heads), ("key_map", site.kv_heads))
+    sizes = ("head_dim", "heads", "kv_heads")
+    head_dim, heads, kv_heads = site.require(*sizes, reason="so nothing can be learned in front")
+    sides = (("query_map", heads), ("key_map", kv_heads))
     return nn.ParameterDict(
-        [(side, nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))) for side, heads in sides]
+        [(side, nn.Parameter(torch.eye(head_dim).repeat(count, 1, 1))) for side, count in sides]
     )
 
 

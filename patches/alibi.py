@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import Modifier, Site
-from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
 
@@ -34,9 +33,8 @@ class Alibi(Modifier):
 
     def __init__(self, site: Site, *, rope: bool = True) -> None:
         super().__init__(site)
-        if site.heads is None:
-            raise OptionError(f"{site.name}: the number of its heads cannot be told, and each has a slope")
-        self.rope, self.heads = rope, site.heads
+        [self.heads] = site.require("heads", reason="and each has a slope")
+        self.rope = rope
 
     def score_bias(self, distance: Tensor) -> Tensor:
         """-m_h |i - j|."""

@@ -59,10 +59,8 @@ class Decay(NamedMapAttention):
             raise OptionError(f"half_life must be a number of tokens above 0, got {half_life}")
         if half_life is not None and rates != "retnet":
             raise OptionError("rates and half_life say the same thing twice: give one of them")
-        if site.kv_heads is None:
-            raise OptionError(f"{site.name}: the number of its heads cannot be told, so there are no rates")
+        [heads] = site.require("kv_heads", reason="so there are no rates")
         self.take(feature_map, front, site)
-        heads = site.kv_heads
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
         elif rates == "retnet":

@@ -64,11 +64,10 @@ class Gated(NamedMapAttention):
             raise OptionError(
                 f"shortest must be from 1 token to half_life, which is {half_life:g}, got {shortest:g}"
             )
-        if site.kv_heads is None or site.value_dim is None:
-            raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no gates")
+        heads, value_dim = site.require("kv_heads", "value_dim", reason="so it can have no gates")
         self.take(feature_map, front, site)
-        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(site.kv_heads, shortest, half_life)]
-        self.weight = nn.Parameter(torch.zeros(site.kv_heads, site.value_dim))
+        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(heads, shortest, half_life)]
+        self.weight = nn.Parameter(torch.zeros(heads, value_dim))
         # log sigmoid(b) is the gate
         self.bias = nn.Parameter(torch.tensor([gate - math.log(-math.expm1(gate)) for gate in gates]))
 

@@ -121,13 +121,12 @@ class Linear(LinearAttention):
 
     def _try(self, site: Site, parameter: Tensor) -> None:
         """Raise what a few random inputs show."""
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head dimension cannot be told, so no map can be tried out")
+        [head_dim] = site.require("head_dim", reason="so no map can be tried out")
         self.maps.to(parameter.device)
         generator = torch.Generator().manual_seed(0)
         sizes: dict[str, int] = {}
         for side, heads in (("query_map", site.heads), ("key_map", site.kv_heads)):
-            shape = (3, heads or 1, 16, site.head_dim)
+            shape = (3, heads or 1, 16, head_dim)
             x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             x = x * torch.tensor([0.1, 1.0, 5.0], device="cpu").view(3, 1, 1, 1)
             x = upcast(x.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))

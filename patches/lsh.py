@@ -58,11 +58,10 @@ class Lsh(ScoreAttention):
             raise OptionError(f"rounds must be at least 1, got {rounds}")
         if seed < 0:
             raise OptionError(f"seed must be at least 0, got {seed}")
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head_dim cannot be told, so its vectors cannot be hashed")
+        [head_dim] = site.require("head_dim", reason="so its vectors cannot be hashed")
         self.shared = shared
         generator = torch.Generator().manual_seed(seed * 1_000_003 + (site.layer_idx or 0))
-        shape = (rounds, site.head_dim, buckets // 2)
+        shape = (rounds, head_dim, buckets // 2)
         rotations = torch.randn(shape, generator=generator, device="cpu")
         # rounded: models in half precision then hash by the very same rotations
         self.register_buffer("rotations", rotations.bfloat16().float())

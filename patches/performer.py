@@ -59,12 +59,11 @@ class Performer(LinearAttention):
             raise OptionError(f"redraw must be 0 or a number of forwards, got {redraw}")
         if seed < 0:
             raise OptionError(f"seed must be 0 or more, got {seed}")
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head dimension cannot be told, so it can have no features")
-        self.features: int = 2 * site.head_dim if features is None else features
+        [head_dim] = site.require("head_dim", reason="so it can have no features")
+        self.features: int = 2 * head_dim if features is None else features
         self.redraw = redraw
         self.seed = f"{seed} {site.name}"
-        self.register_buffer("projection", drawn(self.features, site.head_dim, self.seed))
+        self.register_buffer("projection", drawn(self.features, head_dim, self.seed))
         if redraw:
             self.register_buffer("step", torch.zeros((), dtype=torch.long))
 

@@ -48,10 +48,9 @@ class Pooled(Attention):
         self.size = size
         self.key_pool = self.value_pool = None
         if pool == "conv":
-            if site.kv_heads is None:
-                raise OptionError(f"{site.name}: the number of its heads cannot be told; take pool='mean'")
-            self.key_pool = nn.Parameter(torch.full((site.kv_heads, size), 1 / size))
-            self.value_pool = nn.Parameter(torch.full((site.kv_heads, size), 1 / size))
+            [heads] = site.require("kv_heads", reason="and each pools by itself: take pool='mean'")
+            self.key_pool = nn.Parameter(torch.full((heads, size), 1 / size))
+            self.value_pool = nn.Parameter(torch.full((heads, size), 1 / size))
 
     def attend(self, call: Call) -> Output:
         """Pools, then attends to summaries and, in causal modules, to the tokens of the own block."""

@@ -42,7 +42,6 @@ class Patch(nn.Module):
         linear: the state is of constant size.
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
-        refused: why there cannot be such a patch; the name is known only to say so.
     """
 
     name: ClassVar[str] = ""
@@ -53,7 +52,6 @@ class Patch(nn.Module):
     linear: ClassVar[bool] = False
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
-    refused: ClassVar[str] = ""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
