@@ -53,7 +53,7 @@ class Additive(ScoreAttention):
         self.score_weight = drawn(head_dim / size, heads, size)
 
     def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """Slice by slice."""
+        """Score slice by slice: `[B, H, N, S]`."""
         query, key = upcast(query), upcast(key)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         left = torch.einsum("bhnd,hed->bhne", query, self.query_weight.to(query.dtype))
@@ -71,6 +71,6 @@ class Additive(ScoreAttention):
 
 
 def _pairs(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """Inner product w . tanh(left + right): `[B, H, N, E]`, `[B, H, S, E]`, `[H, E]` -> `[B, H, N, S]`."""
+    """Compute w . tanh(left + right): `[B, H, N, E]`, `[B, H, S, E]`, `[H, E]` -> `[B, H, N, S]`."""
     hidden = (left.unsqueeze(3) + right.unsqueeze(2)).tanh_()
     return torch.einsum("bhnse,he->bhns", hidden, vector)

@@ -37,11 +37,11 @@ class Alibi(Modifier):
         self.rope = rope
 
     def score_bias(self, distance: Tensor) -> Tensor:
-        """-m_h |i - j|."""
+        """Return -m_h |i - j|."""
         return -self.slopes(distance)[:, None, None] * distance.abs()[:, None]
 
     def slopes(self, like: Tensor) -> Tensor:
-        """m_h, `[H]`; computed where they are used: a buffer in bfloat16 would round them."""
+        """Compute m_h, `[H]`, where they are used: a buffer in bfloat16 would round them."""
         power = 2 ** math.floor(math.log2(self.heads))
         first = torch.arange(1, power + 1, dtype=like.dtype, device=like.device) / power
         others = torch.arange(self.heads - power, dtype=like.dtype, device=like.device)

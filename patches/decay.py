@@ -60,7 +60,7 @@ class Decay(NamedMapAttention):
         if half_life is not None and rates != "retnet":
             raise OptionError("rates and half_life say the same thing twice: give one of them")
         [heads] = site.require("kv_heads", reason="so there are no rates")
-        self.take(feature_map, front, site)
+        self.use_map(feature_map, front, site)
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
         elif rates == "retnet":
@@ -70,6 +70,6 @@ class Decay(NamedMapAttention):
             self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
-        """The same at every token."""
+        """Return the logarithm of g_h, the same at every token."""
         rates = torch.tensor(self.log_rates, dtype=key.dtype, device=key.device)
         return rates[None, :, None].expand(1, -1, key.shape[2])

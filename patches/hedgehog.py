@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.registry import register
 
-from ._feature_maps import floored
+from ._feature_maps import clamp_floor
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code, so that every query meets every key."""
@@ -38,13 +38,13 @@ class Hedgehog(LinearAttention):
         self.key_weight = nn.Parameter(identity.repeat(kv_heads, 1, 1))
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
+        """Map queries by phi_q."""
         return self._mapped(query, self.query_weight)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
+        """Map keys by phi_k."""
         return self._mapped(key, self.key_weight)
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))
-        return floored(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)
+        return clamp_floor(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)

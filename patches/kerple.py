@@ -50,7 +50,7 @@ class Kerple(Modifier):
             self.raw_r2 = nn.Parameter(second.logit(eps=LEAST / 2))
 
     def score_bias(self, distance: Tensor) -> Tensor:
-        """What is below 0 in the formulas."""
+        """Return what is below 0 in the formulas."""
         far = distance.abs()[:, None]
         r1, r2 = (x.to(far.dtype)[:, None, None] for x in (self.raw_r1, self.raw_r2))
         if self.kind == "log":

@@ -7,7 +7,7 @@ from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
-from ._feature_maps import floored
+from ._feature_maps import clamp_floor
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code: a query that shares none with any key averages, in place of 0 / 0."""
@@ -59,4 +59,4 @@ class T2R(LinearAttention):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         x = x.unflatten(1, (weight.shape[0], -1))
         x = torch.einsum("bhgnd,hfd->bhgnf", x, weight) + bias[:, None, None]
-        return floored(x, FLOOR).flatten(1, 2)
+        return clamp_floor(x, FLOOR).flatten(1, 2)

@@ -54,11 +54,11 @@ class Taylor2(LinearAttention):
         self.query_weight = nn.Parameter(weight.repeat_interleave(heads // kv_heads, 0))
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi(P_q q)."""
+        """Map queries to phi(P_q q)."""
         return self._mapped(query, self.query_weight)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi(P_k k)."""
+        """Map keys to phi(P_k k)."""
         return self._mapped(key, self.key_weight)
 
     def _mapped(self, x: Tensor, weight: Tensor | None) -> Tensor:

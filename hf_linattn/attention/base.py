@@ -29,7 +29,7 @@ SCORE_EXTRAS = frozenset(("position_bias", "softcap", "indices", "attention_mask
 
 
 class Patch(nn.Module):
-    """What is registered under a name.
+    """A named change to attention, as `@register` knows it.
 
     Docstring, as docs/patches.md shows it: a one-line summary; the formula; prose; `Options:` with ranges;
     `Use:` when to take it; `Source:`.
@@ -57,12 +57,12 @@ class Patch(nn.Module):
         super().__init__()
 
     def extra_repr(self) -> str:
-        """Name in `print(model)`."""
+        """Show the name in `print(model)`."""
         return self.name
 
 
 class Attention(Patch):
-    """Any attention: `attend` makes the output from a call.
+    """Base class of attentions: `attend` computes the output of a call.
 
     Class attributes:
         cross: also serves cross-attention.
@@ -79,7 +79,7 @@ class Attention(Patch):
     turns: bool = False
 
     def attend(self, call: Call) -> Output:
-        """`[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
+        """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
 
     def host(self, inner: Attention) -> None:
@@ -87,12 +87,12 @@ class Attention(Patch):
         raise OptionError(f"{self.name!r} holds no other attention")
 
     def forward(self, call: Call) -> Output:
-        """Parameters are read below this."""
+        """Run `attend`: parameters are read below this, where offloading loads them."""
         return self.attend(call)
 
 
 class Modifier(Patch):
-    """Changes query or scores before the attention that it is composed with.
+    """Base class of changes to query or scores before the attention that they are composed with.
 
     Attributes:
         rope: False switches the model's rotary embedding off in its module.
@@ -102,7 +102,7 @@ class Modifier(Patch):
     rope: bool = True
 
     def query_scale(self, visible: Tensor) -> Tensor:
-        """Factor of each query, and so of its scores.
+        """Return the factor of each query, and so of its scores.
 
         Args:
             visible: number n_i of keys that query i sees, `[B or 1, 1 or H, N]`, float32 (float64 in float64
@@ -114,11 +114,11 @@ class Modifier(Patch):
         raise NotImplementedError(f"{type(self).__name__} has no query_scale")
 
     def scaling(self, scaling: float, head_dim: int) -> float:
-        """The scores' factor, in place of the model's."""
+        """Return the factor of the scores, in place of the model's."""
         return scaling
 
     def score_bias(self, distance: Tensor) -> Tensor:
-        """What is added to the scores after scaling.
+        """Return what is added to the scores after scaling.
 
         Args:
             distance: tokens from key to query, `[B or 1, N, S]`, float32 (float64 in float64 models);
@@ -131,11 +131,11 @@ class Modifier(Patch):
 
     @classmethod
     def needs_scores(cls) -> bool:
-        """Whether it has no meaning for an attention without scores."""
+        """Tell whether it has no meaning for an attention without scores."""
         return cls.score_bias is not Modifier.score_bias or cls.scaling is not Modifier.scaling
 
     def forward(self, call: Call) -> None:
-        """Changes the call in place."""
+        """Change the call in place."""
         cls, query = type(self), call.query
         dtype = torch.promote_types(query.dtype, torch.float32)
         if cls.query_scale is not Modifier.query_scale:

@@ -25,7 +25,7 @@ class LinearAttention(StatefulAttention):
 
     Attributes:
         features: number F of features; None for D. Set it in the constructor where it differs.
-        summed: divided by the sum of its weights, so that it can share that with a window beside it; False
+        summed: divided by the sum of its weights, so that it can share that with a window; False
             where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
             "relu", what it adds.
@@ -45,7 +45,7 @@ class LinearAttention(StatefulAttention):
         own = vars(cls)
         maps = {"feature_map", "query_map", "key_map", "left_out", "log_decay", "mapped"}
         if maps & own.keys() and "fused" not in own:
-            cls.fused = "none"  # not the maps of the class that it was made from
+            cls.fused = "none"  # not the maps of the class that it derives from
         if {"log_decay", "mapped"} & own.keys() and "gate" not in own:
             cls.gate = LinearAttention.gate  # type: ignore[method-assign]
         cls.fades = cls.log_decay is not LinearAttention.log_decay
@@ -53,31 +53,42 @@ class LinearAttention(StatefulAttention):
             cls.summed = False
 
     def feature_map(self, x: Tensor) -> Tensor:
-        """phi: `[B, H, N, D]` -> `[B, H, N, F]`; float32 in and out (float64 in float64 models)."""
+        """Map queries and keys, `[B, H, N, D]` -> `[B, H, N, F]`, in float32 (float64 in float64 models)."""
         raise NotImplementedError(f"{type(self).__name__} has neither feature_map nor query_map and key_map")
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi_q; after rotary embedding, without 1/sqrt(D)."""
+        """Map queries by phi_q; they come after rotary embedding, without 1/sqrt(D)."""
         return self.feature_map(query)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
+        """Map keys by phi_k; they come after rotary embedding."""
         return self.feature_map(key)
 
     def left_out(self, query: Tensor) -> Tensor | None:
-        """Logarithm of what `query_map` divided by, `[B, H, N]`, for a shared normaliser; None for 1."""
+        """Return the logarithm of what `query_map` divided by, `[B, H, N]`; None for 1.
+
+        An attention that shares the normaliser needs it.
+        """
         return None
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
-        """Logarithm, at most 0, of the factor `[B or 1, Hkv, N]` on all before each token; None for 1."""
+        """Return the logarithm, at most 0, of the factor on all before each token; None for 1.
+
+        Args:
+            key: `[B, Hkv, N, D]`, float32 (float64 in float64 models).
+            value: `[B, Hkv, N, Dv]`, likewise.
+
+        Returns:
+            `[B or 1, Hkv, N]`.
+        """
         return None
 
     def gate(self) -> Gate | None:
-        """What `log_decay` is made of, where kernels can make it themselves."""
+        """Return the weights of `log_decay`, where kernels can compute it; None where they cannot."""
         return None
 
     def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
-        """What the numerator is divided by, `[B, H, N]`: the total, likewise, or another.
+        """Return what the numerator is divided by, `[B, H, N]`: the total, likewise, or another.
 
         `count` is n_i, `[B or 1, 1, N]`, where the class asks by `counts`.
         """
@@ -124,7 +135,7 @@ class LinearAttention(StatefulAttention):
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
-        """Compute in chunks."""
+        """Compute the causal form in chunks."""
         output, total, after = self.sums(tokens, state, divide=self.summed)
         return output if self.summed else self._divided(output, total, tokens), after
 
@@ -185,11 +196,11 @@ class LinearAttention(StatefulAttention):
         return linear.normalised(numerator, self.denominator(total, count))
 
     def absorb(self, tokens: Tokens, state: State | None) -> State:
-        """Sums alone."""
+        """Sum without queries."""
         return linear.after(*self.mapped(tokens), state)
 
     def state_bytes(self, site: Site, size: int) -> int | None:
-        """S and z in float32 (float64 in float64 models)."""
+        """Count S and z in float32 (float64 in float64 models)."""
         features = self.features or site.head_dim
         if site.kv_heads is None or features is None or site.value_dim is None:
             return None

@@ -22,22 +22,22 @@ class ScoreAttention(Attention):
     expresses = SCORE_EXTRAS | SINKS
 
     def sink_logit(self, query: Tensor) -> Tensor | None:
-        """Logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""
+        """Return the logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""
         return None
 
     def select(self, call: Call) -> Tensor | None:
-        """Boolean, broadcast to `[B, H, N, S]`: the keys to see among the visible ones; None for all.
+        """Choose the keys to see among the visible ones: boolean, broadcast to `[B, H, N, S]`; None for all.
 
         Patterns are made of `call.ranks()` or `call.distance()`, so that padding does not move them.
         """
         return None
 
     def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """`[B, H, N, D]`, `[B, Hkv, S, D]` -> `[B, H, N, S]` in float32 (float64 in float64 models)."""
+        """Score `[B, H, N, D]` by `[B, Hkv, S, D]`: `[B, H, N, S]`, float32 (float64 in float64 models)."""
         return scores_of(query, key, scaling)
 
     def weights(self, scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
-        """`[B, H, N, S]` -> weights of the same shape.
+        """Turn scores `[B, H, N, S]` into weights of the same shape.
 
         Args:
             scores: scaled, capped and biased, float32 (float64 in float64 models).
@@ -47,7 +47,7 @@ class ScoreAttention(Attention):
         return softmax_weights(scores, mask, sink)
 
     def attend(self, call: Call) -> Output:
-        """Through torch's fused kernels where weights and scores are softmax's.
+        """Compute a call, through torch's fused kernels where weights and scores are softmax's.
 
         Returns:
             Output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` where they were computed.
@@ -87,7 +87,7 @@ class ScoreAttention(Attention):
 
 
 def _joined(sink: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """The patch's sink and the model's own as one key."""
+    """Join the patch's sink and the model's own into one key."""
     if own is None:
         return sink
     own = own.to(torch.promote_types(own.dtype, torch.float32))

@@ -71,7 +71,7 @@ class Source:
 
     Attributes:
         calls: number of calls of the interface on one path through `forward`.
-        extras: what the call changes beside softmax(qk)v.
+        extras: what the call changes in softmax(qk)v.
         slot: how the cache layer is chosen: "self" for self.layer_idx, "argument" for forward's layer_idx, a
             name for self.layer_idx plus that argument, None where it cannot be told or there is no cache.
         updates: whether a cache is written at all.

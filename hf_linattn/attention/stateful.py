@@ -90,7 +90,7 @@ class StatefulAttention(Attention):
         state = None
         if layer is not None:
             state = self._state_before(layer, documents)
-            tokens.in_place = layer.spare()
+            tokens.in_place = layer.may_overwrite()
         if new is not None and _is_packed(new, past):
             tokens.documents = new.long().cummax(1).values
             if self._take_apart(tokens, layer):
@@ -147,7 +147,7 @@ class StatefulAttention(Attention):
             valid = None if documents is None else documents[:, : layer.seen] > 0
             if layer.pending is not None:
                 self._absorb_pending(layer, valid)
-            if (layer.visible is not None or valid is not None) and not layer.shows(valid):
+            if (layer.visible is not None or valid is not None) and not layer.mask_matches(valid):
                 raise UnsupportedMaskError(
                     "the attention mask shows other past tokens than those already summed into the "
                     "state: pass the mask of all tokens so far, unchanged"

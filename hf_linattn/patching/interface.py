@@ -14,7 +14,7 @@ from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_com
 from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.patching.cache_layers import install, install_full, refuse_turned, self_attention_cache
+from hf_linattn.patching.cache_layers import install, install_full, refuse_rotated_keys, self_attention_cache
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
 
 NAME = "linattn"
@@ -90,7 +90,20 @@ def own_attention(
     kept: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of a module that stays as it was inside a patched model."""
+    """Compute the attention of a module that stays as it was inside a patched model.
+
+    Args:
+        module: the attention module.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
+        mask: see `masks`; given to the implementation in the form that it reads.
+        kept: its name, "sdpa" or "eager".
+        **kwargs: what else the module passes.
+
+    Returns:
+        Output `[B, N, H, Dv]` and attention weights or None.
+    """
     if is_compact(mask):
         assert mask is not None
         causal = mask.dtype == CAUSAL
@@ -192,19 +205,22 @@ def find_state(
         index = index + kwargs.get(source.slot, 0)
     where = f"{type(module).__name__} {index}"
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
-        refuse_turned(self_attention_cache(cache), index, where)
+        refuse_rotated_keys(self_attention_cache(cache), index, where)
     if child.drops_window and not child.keeps_state:
         install_full(self_attention_cache(cache), index, where)
     if not child.keeps_state:
         return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
-    layer.armed = True
+    layer.expecting_update = True
     child.calls.context = CallContext(layer)
     return args, kwargs
 
 
 def _implementation(config: Any) -> Any:
-    """What a config names, past `__getattribute__` of configs, which takes as long as an operation."""
+    """Read the attention implementation that a config names.
+
+    Past `__getattribute__` of configs, which takes as long as an operation.
+    """
     if not torch.compiler.is_compiling():  # which cannot follow that
         try:
             return object.__getattribute__(config, "_attn_implementation_internal")
@@ -214,21 +230,21 @@ def _implementation(config: Any) -> Any:
 
 
 def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cosines of 1 and sines of 0: no rotation."""
+    """Put cosines of 1 and sines of 0, no rotation, into a module's arguments."""
     place = child.source.parameters.index(ROTARY_ARGUMENT)
-    given: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
-    if given is None:  # a layer without positions
+    rotary: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    if rotary is None:  # a layer without positions
         return args, kwargs
-    pair = isinstance(given, tuple | list) and len(given) == 2
-    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
+    pair = isinstance(rotary, tuple | list) and len(rotary) == 2
+    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in rotary):
         raise UnsupportedCallError(
             f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not "
-            f"{type(given).__name__}; leave rope=True"
+            f"{type(rotary).__name__}; leave rope=True"
         )
-    still = (torch.ones_like(given[0]), torch.zeros_like(given[1]))
+    unrotated = (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
     if ROTARY_ARGUMENT in kwargs:
-        return args, {**kwargs, ROTARY_ARGUMENT: still}
-    return (*args[:place], still, *args[place + 1 :]), kwargs
+        return args, {**kwargs, ROTARY_ARGUMENT: unrotated}
+    return (*args[:place], unrotated, *args[place + 1 :]), kwargs
 
 
 AttentionInterface.register(NAME, attention)

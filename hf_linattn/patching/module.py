@@ -19,7 +19,7 @@ SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
 
 
 class CallContext(NamedTuple):
-    """What the pre-hook of an attention module finds out about its running call.
+    """The running call of an attention module, as its pre-hook sees it.
 
     Attributes:
         layer: the state to read and write; None without a cache.
@@ -37,7 +37,7 @@ USED = CallContext(used=True)
 
 
 class PatchedAttention(nn.Module):
-    """What a recipe becomes at one site.
+    """A recipe built at one site: an attention and its modifiers, as a child of the attention module.
 
     Args:
         recipe: what to build.
@@ -75,7 +75,7 @@ class PatchedAttention(nn.Module):
             raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
 
     def _compose(self, parts: list[Patch], site: Site) -> None:
-        """Modifiers and the attention side by side; an attention that another one holds goes inside that."""
+        """Put modifiers and the attention side by side; an attention that another holds goes inside it."""
         attentions = [part for part in parts if isinstance(part, Attention)]
         host = next((part for part in attentions if part.hosts), None)
         for part in parts:
@@ -92,7 +92,7 @@ class PatchedAttention(nn.Module):
             self.add_module(self.base, ScoreAttention(site))
 
     def _check_saved(self) -> None:
-        """Loading makes modules without data and fills in what was saved; other tensors would stay empty."""
+        """Refuse tensors that are not saved: loading builds modules without data, and leaves them empty."""
         for name, module in self.named_modules():
             loose = [key for key, value in module.__dict__.items() if isinstance(value, Tensor)]
             if unsaved := sorted(module._non_persistent_buffers_set) + loose:
@@ -290,5 +290,5 @@ class PatchedAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Composition in `print(model)`."""
+        """Show the composition in `print(model)`."""
         return self.spec

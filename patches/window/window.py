@@ -161,7 +161,7 @@ class Window(StatefulAttention):
         return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype
 
     def _softmax(self, tokens: Tokens, causal: bool) -> Tensor:
-        """Of a text inside the window: none of its tokens has left."""
+        """Compute a text inside the window: none of its tokens has left."""
         assert tokens.query is not None
         key, value, mask = tokens.hide(tokens.key), tokens.hide(tokens.value), None
         if tokens.valid is not None:
@@ -175,8 +175,8 @@ class Window(StatefulAttention):
         own = [weight for weight in self.parameters() if weight.requires_grad]
         if not own or not torch.is_grad_enabled():
             return output
-        beside: Tensor = _Beside.apply(output, *own)  # type: ignore[no-untyped-call]
-        return beside
+        output_of_all: Tensor = _ZeroGradients.apply(output, *own)  # type: ignore[no-untyped-call]
+        return output_of_all
 
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
@@ -197,7 +197,7 @@ class Window(StatefulAttention):
         return WindowState.empty(tokens, self.size, self.sinks)
 
     def both_ways(self, tokens: Tokens) -> Tensor:
-        """A window to both sides; the rest in two streams, one from each end."""
+        """Compute a window to both sides; the rest in two streams, one from each end."""
         assert tokens.query is not None
         if self._holds(tokens):
             return self._softmax(tokens, causal=False)
@@ -257,7 +257,7 @@ class Window(StatefulAttention):
     def _mixed(
         self, tokens: Tokens, inside: Callable[[Sums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
-        """Window and rest as one, or one of them."""
+        """Join window and rest, or compute one of them."""
         if self.branches == "none":
             return torch.zeros_like(numerator)
         if self.branches in ("rest", "linear"):
@@ -273,7 +273,7 @@ class Window(StatefulAttention):
         return inside(Sums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
 
     def state_bytes(self, site: Site, size: int) -> int | None:
-        """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""
+        """Count window and sinks in the model's dtype, a flag a token, and the linear attention's state."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1) + 8
@@ -284,7 +284,7 @@ class Window(StatefulAttention):
 def fused_step(
     rest: LinearAttention | None, tokens: Tokens, state: WindowState
 ) -> tuple[Tensor, WindowState] | None:
-    """Compute one token behind a window without sinks in one call of C++: under one normaliser with the rest.
+    """Compute one token behind a window without sinks, and the rest under one normaliser, in one call of C++.
 
     Args:
         rest: for what has left the window; None for a window alone.
@@ -326,13 +326,13 @@ def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> windo
 
 
 def _nobody(tokens: Tokens) -> Tokens:
-    """A single one of these tokens, which does not count."""
+    """Return a single one of these tokens, which does not count."""
     unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
     return replace(tokens.slice(0, 1), query=None, valid=unseen)
 
 
 def _seen(valid: Tensor, causal: bool) -> Tensor:
-    """`[B, N]` -> `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is hidden."""
+    """Spread `[B, N]` to `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is 0."""
     length = valid.shape[1]
     seen = valid[:, None, None].expand(-1, 1, length, -1)
     seen = seen.tril() if causal else seen
@@ -340,8 +340,8 @@ def _seen(valid: Tensor, causal: bool) -> Tensor:
     return seen | (alone & torch.eye(length, dtype=torch.bool, device=valid.device))
 
 
-class _Beside(torch.autograd.Function):
-    """A result that these weights have no part in, though they are asked for a gradient: zeros.
+class _ZeroGradients(torch.autograd.Function):
+    """A result that some weights have no part in, though they are asked for a gradient: zeros.
 
     Without one, processes that train together wait for each other's in vain.
     """
