@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_linattn.attention import Site, StatefulAttention, Tokens, upcast
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.types import State
 from hf_linattn.registry import register
 
 EPSILON = 1e-6
@@ -75,7 +76,7 @@ class Flow(StatefulAttention):
         contest = tokens.hide((_flow(phi_k, sinks) / count).clamp(-1, 1).exp())
         total = _running(contest, state.contest)
         value = value * _shares(contest, total, count).unsqueeze(-1)
-        before = linear.State(state.S, state.keys)
+        before = State(state.S, state.keys)
         phi = phi_q / (incoming * count).unsqueeze(-1)
         moved, _, after = linear.causal(phi, phi_k, value, before)
         allotted = (_flow(phi_q, sources) / count).sigmoid()

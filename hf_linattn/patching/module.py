@@ -105,7 +105,7 @@ class PatchedAttention(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "calls"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.calls = threading.local()
 
     @property

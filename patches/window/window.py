@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import Attention, LinearAttention, Site, StatefulAttention, Tokens, upcast
 from hf_linattn.errors import OptionError
-from hf_linattn.ops import window_attention
+from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.cpp import window_decode
 from hf_linattn.ops.eager import linear
@@ -241,7 +241,7 @@ class Window(StatefulAttention):
             return window_attention.decode(query, key, value, seen.valid, tokens.scaling, other)
         assert seen.valid is not None
         return window_attention.attention(
-            band.Window(query, key, value, seen.valid, span, tokens.scaling), other
+            types.Window(query, key, value, seen.valid, span, tokens.scaling), other
         )
 
     def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> Sums:
