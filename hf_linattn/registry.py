@@ -23,6 +23,12 @@ KINDS = (Attention, Modifier)
 PLAIN = (bool, int, float, str, list, dict, type(None))
 RENAMED_IN_0_3: dict[str, str] = {}
 """Attributes that patches define: name before 0.3.0 -> name now. Set under an old one, it does nothing."""
+REFUSED = {
+    "diff": "differential attention (arXiv:2410.05258) takes the difference of two softmaxes, and so two "
+    "query and two key projections per head that a pretrained model does not have. Models of type diffllama "
+    "have them; softmax1 and logn patch both of their softmaxes.",
+}
+"""Names that people look for and that can be no patches, and why."""
 _PATCHES: dict[str, type[Patch]] = {}
 
 
@@ -78,7 +84,7 @@ def _discover() -> None:
 def patches() -> dict[str, type[Patch]]:
     """List every registered patch by name, sorted."""
     _discover()
-    return {name: cls for name, cls in sorted(_PATCHES.items()) if not cls.refused}
+    return dict(sorted(_PATCHES.items()))
 
 
 def available_patches() -> dict[str, str]:
@@ -98,8 +104,8 @@ def find(name: str) -> type[Patch]:
         UnknownPatchError: with the nearest name and the list.
     """
     known = patches()
-    if name in _PATCHES and _PATCHES[name].refused:
-        raise UnknownPatchError(f"there is no patch {name!r}: {_PATCHES[name].refused}")
+    if name not in known and name in REFUSED:
+        raise UnknownPatchError(f"there is no patch {name!r}: {REFUSED[name]}")
     if name not in known:
         hint = _hint(name, known)
         raise UnknownPatchError(f"unknown patch {name!r}.{hint} Registered: {', '.join(known)}.")

@@ -15,7 +15,7 @@ BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "both_ways", "absorb", "
 
 
 def feature_maps() -> dict[str, type[LinearAttention]]:
-    """The registered linear patches that are made of feature maps alone, by name."""
+    """List the registered linear patches that are made of feature maps alone, by name."""
     return {
         name: cls
         for name, cls in patches().items()
@@ -25,7 +25,7 @@ def feature_maps() -> dict[str, type[LinearAttention]]:
 
 
 def named_map(option: str, name: str, site: Site) -> LinearAttention:
-    """The patch of this name with its default options, whose maps are to be used.
+    """Build the patch of this name with its default options, whose maps are to be used.
 
     Args:
         option: the option that names it, for the error.
@@ -44,58 +44,58 @@ def named_map(option: str, name: str, site: Site) -> LinearAttention:
     return fitting[name](site)
 
 
-def fronts(site: Site) -> nn.ParameterDict:
-    """A learned layer for queries, W_q `[H, D, D]`, and one for keys, W_k `[Hkv, D, D]`: the identity.
+def input_projections(site: Site) -> nn.ParameterDict:
+    """Build a learned layer for queries, W_q `[H, D, D]`, and one for keys, W_k `[Hkv, D, D]`: the identity.
 
     Raises:
         OptionError: its sizes cannot be told.
     """
-    if site.head_dim is None or site.heads is None or site.kv_heads is None:
-        raise OptionError(f"{site.name}: its sizes cannot be told, so nothing can be learned in front")
-    sides = (("query_map", site.heads), ("key_map", site.kv_heads))
+    sizes = ("head_dim", "heads", "kv_heads")
+    head_dim, heads, kv_heads = site.require(*sizes, reason="so nothing can be learned in front")
+    sides = (("query_map", heads), ("key_map", kv_heads))
     return nn.ParameterDict(
-        [(side, nn.Parameter(torch.eye(site.head_dim).repeat(heads, 1, 1))) for side, heads in sides]
+        [(side, nn.Parameter(torch.eye(head_dim).repeat(count, 1, 1))) for side, count in sides]
     )
 
 
-def fronted(learned: nn.ParameterDict, side: str, x: Tensor) -> Tensor:
-    """W x for queries or keys `[B, H, N, D]`; x itself where nothing is learned."""
+def project(learned: nn.ParameterDict, side: str, x: Tensor) -> Tensor:
+    """Project queries or keys `[B, H, N, D]` to W x; return x itself where nothing is learned."""
     return torch.einsum("bhnd,hfd->bhnf", x, learned[side].to(x)) if side in learned else x
 
 
-def floored(x: Tensor, least: float) -> Tensor:
-    """Held above `least`, as by `clamp_min`, whose backward takes ten times as long on a CPU."""
+def clamp_floor(x: Tensor, least: float) -> Tensor:
+    """Hold above `least`, as `clamp_min` does, whose backward takes ten times as long on a CPU."""
     return F.threshold(x, least, least)
 
 
 class NamedMapAttention(LinearAttention):
     """Linear attention over the map of another patch, with a learned layer in front of it where wanted."""
 
-    def take(self, name: str, front: bool, site: Site) -> None:
-        """The map of the patch of this name.
+    def use_map(self, name: str, front: bool, site: Site) -> None:
+        """Use the map of the patch of this name.
 
         Raises:
             OptionError: there is no such map, or nothing can be learned in front of it.
         """
         self.map = named_map("feature_map", name, site)
         self.features = self.map.features
-        self.fronts = fronts(site) if front else nn.ParameterDict()
+        self.fronts = input_projections(site) if front else nn.ParameterDict()
         if not front and self._adds_nothing():
             self.fused, self.eps = self.map.fused, self.map.eps
 
     def _adds_nothing(self) -> bool:
-        """Whether the maps are no others than those of the patch, as a class made from this one may have."""
+        """Tell whether the maps are those of the patch; a class derived from this one may have others."""
         own, named = type(self), NamedMapAttention
         return (own.query_map, own.key_map, own.mapped) == (named.query_map, named.key_map, named.mapped)
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
-        return self.map.query_map(fronted(self.fronts, "query_map", query))
+        """Map queries by phi_q."""
+        return self.map.query_map(project(self.fronts, "query_map", query))
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
-        return self.map.key_map(fronted(self.fronts, "key_map", key))
+        """Map keys by phi_k."""
+        return self.map.key_map(project(self.fronts, "key_map", key))
 
     def left_out(self, query: Tensor) -> Tensor | None:
-        """What the map of the query leaves out."""
-        return self.map.left_out(fronted(self.fronts, "query_map", query))
+        """Return the logarithm of what the map of the query divided by."""
+        return self.map.left_out(project(self.fronts, "query_map", query))

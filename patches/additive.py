@@ -1,7 +1,5 @@
 """additive: scores of a small network in place of the dot product."""
 
-import zlib
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -43,24 +41,19 @@ class Additive(ScoreAttention):
         super().__init__(site)
         if hidden is not None and hidden < 1:
             raise OptionError(f"hidden must be at least 1, got {hidden}")
-        if not 0 <= seed < 2**31:
-            raise OptionError(f"seed must be from 0 to 2^31 - 1, got {seed}")
-        if site.heads is None or site.head_dim is None:
-            raise OptionError(
-                f"{site.name}: the number and size of its heads cannot be told, and W needs both"
-            )
-        self.hidden = size = site.head_dim if hidden is None else hidden
-        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(site.name.encode()))
+        heads, head_dim = site.require("heads", "head_dim", reason="and W needs it")
+        self.hidden = size = head_dim if hidden is None else hidden
+        generator = site.generator(seed)
 
         def drawn(variance: float, *shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(shape, generator=generator, device="cpu") * variance**0.5)
 
-        self.query_weight = drawn(1 / site.head_dim, site.heads, size, site.head_dim)
-        self.key_weight = drawn(1 / site.head_dim, site.heads, size, site.head_dim)
-        self.score_weight = drawn(site.head_dim / size, site.heads, size)
+        self.query_weight = drawn(1 / head_dim, heads, size, head_dim)
+        self.key_weight = drawn(1 / head_dim, heads, size, head_dim)
+        self.score_weight = drawn(head_dim / size, heads, size)
 
     def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """Slice by slice."""
+        """Score slice by slice: `[B, H, N, S]`."""
         query, key = upcast(query), upcast(key)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         left = torch.einsum("bhnd,hed->bhne", query, self.query_weight.to(query.dtype))
@@ -78,6 +71,6 @@ class Additive(ScoreAttention):
 
 
 def _pairs(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
-    """Inner product w . tanh(left + right): `[B, H, N, E]`, `[B, H, S, E]`, `[H, E]` -> `[B, H, N, S]`."""
+    """Compute w . tanh(left + right): `[B, H, N, E]`, `[B, H, S, E]`, `[H, E]` -> `[B, H, N, S]`."""
     hidden = (left.unsqueeze(3) + right.unsqueeze(2)).tanh_()
     return torch.einsum("bhnse,he->bhns", hidden, vector)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import Modifier, Site
-from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
 
@@ -34,16 +33,15 @@ class Alibi(Modifier):
 
     def __init__(self, site: Site, *, rope: bool = True) -> None:
         super().__init__(site)
-        if site.heads is None:
-            raise OptionError(f"{site.name}: the number of its heads cannot be told, and each has a slope")
-        self.rope, self.heads = rope, site.heads
+        [self.heads] = site.require("heads", reason="and each has a slope")
+        self.rope = rope
 
     def score_bias(self, distance: Tensor) -> Tensor:
-        """-m_h |i - j|."""
+        """Return -m_h |i - j|."""
         return -self.slopes(distance)[:, None, None] * distance.abs()[:, None]
 
     def slopes(self, like: Tensor) -> Tensor:
-        """m_h, `[H]`; computed where they are used: a buffer in bfloat16 would round them."""
+        """Compute m_h, `[H]`, where they are used: a buffer in bfloat16 would round them."""
         power = 2 ** math.floor(math.log2(self.heads))
         first = torch.arange(1, power + 1, dtype=like.dtype, device=like.device) / power
         others = torch.arange(self.heads - power, dtype=like.dtype, device=like.device)

@@ -59,10 +59,8 @@ class Decay(NamedMapAttention):
             raise OptionError(f"half_life must be a number of tokens above 0, got {half_life}")
         if half_life is not None and rates != "retnet":
             raise OptionError("rates and half_life say the same thing twice: give one of them")
-        if site.kv_heads is None:
-            raise OptionError(f"{site.name}: the number of its heads cannot be told, so there are no rates")
-        self.take(feature_map, front, site)
-        heads = site.kv_heads
+        [heads] = site.require("kv_heads", reason="so there are no rates")
+        self.use_map(feature_map, front, site)
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
         elif rates == "retnet":
@@ -72,6 +70,6 @@ class Decay(NamedMapAttention):
             self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
-        """The same at every token."""
+        """Return the logarithm of g_h, the same at every token."""
         rates = torch.tensor(self.log_rates, dtype=key.dtype, device=key.device)
         return rates[None, :, None].expand(1, -1, key.shape[2])

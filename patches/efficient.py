@@ -43,7 +43,7 @@ class Efficient(StatefulAttention):
     group = "feature map"
 
     def both_ways(self, tokens: Tokens) -> Tensor:
-        """One summary per feature."""
+        """Compute one summary per feature."""
         assert tokens.query is not None
         key = tokens.hide(upcast(tokens.key), LOW).softmax(2)
         means = torch.einsum("bhnd,bhne->bhde", key, tokens.hide(upcast(tokens.value)))
@@ -51,7 +51,7 @@ class Efficient(StatefulAttention):
         return torch.einsum("bhgnd,bhde->bhgne", query, means).flatten(1, 2)
 
     def causal(self, tokens: Tokens, state: Averages | None) -> tuple[Tensor, Averages]:
-        """A mean under new weights is a state that fades by (sum before) / (sum now), feature by feature."""
+        """Compute means as a state that fades by (sum before) / (sum now), feature by feature."""
         key, value = tokens.hide(upcast(tokens.key), LOW), tokens.hide(upcast(tokens.value))
         query = key if tokens.query is None else upcast(tokens.query).softmax(-1)
         if state is None:
@@ -64,11 +64,11 @@ class Efficient(StatefulAttention):
         return output, Averages(means, now[:, :, -1], torch.ones_like(now[:, :1, -1, 0]))
 
     def absorb(self, tokens: Tokens, state: Averages | None) -> Averages:
-        """Queries do not change the state."""
+        """Sum without queries, which do not change the state."""
         return self.causal(tokens, state)[1]
 
     def state_bytes(self, site: Site, size: int) -> int | None:
-        """M, L and a flag in float32 (float64 in float64 models)."""
+        """Count M, L and a flag in float32 (float64 in float64 models)."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
         return max(size, 4) * (site.kv_heads * site.head_dim * (site.value_dim + 1) + 1)

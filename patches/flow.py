@@ -57,7 +57,7 @@ class Flow(StatefulAttention):
     counts = True
 
     def causal(self, tokens: Tokens, state: Flows | None) -> tuple[Tensor, Flows]:
-        """Running sums, and S in chunks."""
+        """Compute running sums, and S in chunks."""
         phi_q, phi_k, value, count = self._mapped(tokens)
         if state is None:
             empty = phi_k.new_zeros(*phi_k.shape[:2], phi_k.shape[3])
@@ -84,7 +84,7 @@ class Flow(StatefulAttention):
         return moved * allotted.unsqueeze(-1), Flows(after.S, after.z, *sums)
 
     def both_ways(self, tokens: Tokens) -> Tensor:
-        """Sums over all tokens."""
+        """Compute sums over all tokens."""
         phi_q, phi_k, value, count = self._mapped(tokens)
         incoming = _flow(phi_q, phi_k.sum(2, keepdim=True)).unsqueeze(-1)
         outgoing = _flow(phi_k, phi_q.sum(2, keepdim=True)).unsqueeze(-1)
@@ -95,7 +95,7 @@ class Flow(StatefulAttention):
         return moved * _flow(phi_q, sources).sigmoid().unsqueeze(-1)
 
     def _mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Features `[B, H, N, D]` and values, 0 at padded tokens; the number of tokens `[B or 1, 1, N]`."""
+        """Return features `[B, H, N, D]` and values, 0 at padding; the number of tokens `[B or 1, 1, N]`."""
         assert tokens.query is not None
         assert tokens.count is not None
         shared = tokens.query.shape[1] // tokens.key.shape[1]
@@ -105,22 +105,22 @@ class Flow(StatefulAttention):
         return phi_q, phi_k, value, tokens.count[:, None].clamp_min(1).to(phi_q.dtype)
 
     def state_bytes(self, site: Site, size: int) -> int | None:
-        """Sums in float32 (float64 in float64 models)."""
+        """Count the sums in float32 (float64 in float64 models)."""
         if site.heads is None or site.head_dim is None or site.value_dim is None:
             return None
         return max(size, 4) * site.heads * (site.head_dim * (site.value_dim + 4) + 1)
 
 
 def _flow(phi: Tensor, total: Tensor) -> Tensor:
-    """Phi . total, `[B, H, N]`, never 0."""
+    """Multiply phi . total, `[B, H, N]`, never 0."""
     return ((phi + EPSILON) * (total + EPSILON)).sum(-1)
 
 
 def _running(x: Tensor, before: Tensor) -> Tensor:
-    """Sums along the tokens, `[B, H, N, ...]`, from those `[B, H, ...]` of earlier ones."""
+    """Sum along the tokens, `[B, H, N, ...]`, from the sums `[B, H, ...]` of earlier ones."""
     return x.cumsum(2) + before.unsqueeze(2)
 
 
 def _shares(contest: Tensor, total: Tensor, count: Tensor) -> Tensor:
-    """What each source wins of n, `[B, H, N]`."""
+    """Return what each source wins of n, `[B, H, N]`."""
     return contest / total.clamp_min(torch.finfo(total.dtype).tiny) * count

@@ -64,26 +64,25 @@ class Gated(NamedMapAttention):
             raise OptionError(
                 f"shortest must be from 1 token to half_life, which is {half_life:g}, got {shortest:g}"
             )
-        if site.kv_heads is None or site.value_dim is None:
-            raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no gates")
-        self.take(feature_map, front, site)
-        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(site.kv_heads, shortest, half_life)]
-        self.weight = nn.Parameter(torch.zeros(site.kv_heads, site.value_dim))
+        heads, value_dim = site.require("kv_heads", "value_dim", reason="so it can have no gates")
+        self.use_map(feature_map, front, site)
+        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(heads, shortest, half_life)]
+        self.weight = nn.Parameter(torch.zeros(heads, value_dim))
         # log sigmoid(b) is the gate
         self.bias = nn.Parameter(torch.tensor([gate - math.log(-math.expm1(gate)) for gate in gates]))
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
-        """The logarithm of g_t, `[B, Hkv, N]`."""
+        """Return the logarithm of g_t, `[B, Hkv, N]`."""
         weight, bias = self.weight.to(value.dtype), self.bias.to(value.dtype)
         logit = torch.einsum("bhnd,hd->bhn", value, weight) + bias[:, None]
         return nn.functional.logsigmoid(logit) / TEMPERATURE
 
     def gate(self) -> Gate:
-        """The same for kernels."""
+        """Return the weights of g_t for kernels."""
         return Gate(self.weight.float().contiguous(), self.bias.float().contiguous(), TEMPERATURE)
 
 
 def _lives(heads: int, shortest: float | None, longest: float) -> list[float]:
-    """Half-lives from the shortest to the longest in equal ratios."""
+    """Spread half-lives from the shortest to the longest in equal ratios."""
     first = longest if shortest is None or heads == 1 else shortest
     return [first * (longest / first) ** (head / max(1, heads - 1)) for head in range(heads)]

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention import LinearAttention, Site
-from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
-from ._feature_maps import floored
+from ._feature_maps import clamp_floor
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code, so that every query meets every key."""
@@ -33,21 +32,21 @@ class Hedgehog(LinearAttention):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        if site.head_dim is None or site.heads is None or site.kv_heads is None:
-            raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no learned map")
-        self.features = 2 * site.head_dim
-        identity = torch.eye(site.head_dim)
-        self.query_weight = nn.Parameter(identity.repeat(site.heads, 1, 1))
-        self.key_weight = nn.Parameter(identity.repeat(site.kv_heads, 1, 1))
+        sizes = ("head_dim", "heads", "kv_heads")
+        head_dim, heads, kv_heads = site.require(*sizes, reason="so it can have no learned map")
+        self.features = 2 * head_dim
+        identity = torch.eye(head_dim)
+        self.query_weight = nn.Parameter(identity.repeat(heads, 1, 1))
+        self.key_weight = nn.Parameter(identity.repeat(kv_heads, 1, 1))
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
+        """Map queries by phi_q."""
         return self._mapped(query, self.query_weight)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
+        """Map keys by phi_k."""
         return self._mapped(key, self.key_weight)
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))
-        return floored(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)
+        return clamp_floor(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)

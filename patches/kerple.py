@@ -1,13 +1,11 @@
 """kerple: scores lowered by a learned function of the distance."""
 
-import zlib
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention import Modifier, Site
-from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
 LEAST = 0.01
@@ -41,13 +39,9 @@ class Kerple(Modifier):
         self, site: Site, *, kind: Literal["log", "power"] = "log", seed: int = 0, rope: bool = True
     ) -> None:
         super().__init__(site)
-        if not 0 <= seed < 2**31:
-            raise OptionError(f"seed must be from 0 to 2^31 - 1, got {seed}")
-        if site.heads is None:
-            raise OptionError(f"{site.name}: the number of its heads cannot be told, and each has r1 and r2")
+        [heads] = site.require("heads", reason="and each has r1 and r2")
         self.kind, self.rope = kind, rope
-        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(site.name.encode()))
-        first, second = torch.rand((2, site.heads), generator=generator, device="cpu")
+        first, second = torch.rand((2, heads), generator=site.generator(seed), device="cpu")
         if kind == "log":
             self.raw_r1 = nn.Parameter((2 * first).clamp_min(LEAST).log())
             self.raw_r2 = nn.Parameter(second.clamp_min(LEAST).log())
@@ -56,7 +50,7 @@ class Kerple(Modifier):
             self.raw_r2 = nn.Parameter(second.logit(eps=LEAST / 2))
 
     def score_bias(self, distance: Tensor) -> Tensor:
-        """What is below 0 in the formulas."""
+        """Return what is below 0 in the formulas."""
         far = distance.abs()[:, None]
         r1, r2 = (x.to(far.dtype)[:, None, None] for x in (self.raw_r1, self.raw_r2))
         if self.kind == "log":

@@ -14,16 +14,16 @@ from hf_linattn.attention import LinearAttention, Site, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
-from ._feature_maps import feature_maps, fronted, fronts
+from ._feature_maps import feature_maps, input_projections, project
 
 
 def exp(x: Tensor) -> Tensor:
-    """The exponential of x held below 30: above 88 it is infinite, and sums of products sooner."""
+    """Exponentiate x held below 30: above 88 it is infinite, and sums of products sooner."""
     return x.clamp(max=30).exp()
 
 
 def identity(x: Tensor) -> Tensor:
-    """The number itself."""
+    """Return the number itself."""
     return x
 
 
@@ -83,36 +83,36 @@ class Linear(LinearAttention):
         front: bool = False,
     ) -> None:
         super().__init__(site)
-        self.fronts = fronts(site) if front else nn.ParameterDict()
+        self.fronts = input_projections(site) if front else nn.ParameterDict()
         self.normalise, self.summed = normalise, normalise == "sum"
         self.maps = nn.ModuleDict()
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {}
         self.options = {"query_map": "query_map", "key_map": "key_map"}  # side -> option that gives its map
-        for side, given in (("query_map", query_map), ("key_map", key_map)):
-            if given is None:
-                self.options[side], given = "feature_map", feature_map
+        for side, source in (("query_map", query_map), ("key_map", key_map)):
+            if source is None:
+                self.options[side], source = "feature_map", feature_map
             if self.options[side] not in (*self.maps, *self.functions):
-                self._take(self.options[side], given, site)
+                self._take(self.options[side], source, site)
         parameter = next(site.module.parameters(), None)
         if parameter is not None and not parameter.is_meta:
             self._try(site, parameter)
         else:
             self._read_sizes(site)
 
-    def _take(self, option: str, given: Any, site: Site) -> None:
-        if isinstance(given, str) and given in FUNCTIONS:
-            self.functions[option] = FUNCTIONS[given]
-        elif isinstance(given, str):
-            self.maps[option] = _patch(option, given)(site)
-        elif isinstance(given, nn.Module):
-            self.maps[option] = copy.deepcopy(given)
-        elif isinstance(given, type):
-            raise OptionError(f"{option} is the class {given.__name__}: give an object of it")
+    def _take(self, option: str, source: Any, site: Site) -> None:
+        if isinstance(source, str) and source in FUNCTIONS:
+            self.functions[option] = FUNCTIONS[source]
+        elif isinstance(source, str):
+            self.maps[option] = _patch(option, source)(site)
+        elif isinstance(source, nn.Module):
+            self.maps[option] = copy.deepcopy(source)
+        elif isinstance(source, type):
+            raise OptionError(f"{option} is the class {source.__name__}: give an object of it")
         else:
-            self.functions[option] = given
+            self.functions[option] = source
 
     def _read_sizes(self, site: Site) -> None:
-        """Features where nothing can be tried out, on the meta device: those of names are known."""
+        """Count features where nothing can be tried out, on the meta device: those of names are known."""
         sizes = set()
         for option in set(self.options.values()):
             source: Any = self.maps[option] if option in self.maps else self.functions[option]
@@ -122,13 +122,12 @@ class Linear(LinearAttention):
 
     def _try(self, site: Site, parameter: Tensor) -> None:
         """Raise what a few random inputs show."""
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head dimension cannot be told, so no map can be tried out")
+        [head_dim] = site.require("head_dim", reason="so no map can be tried out")
         self.maps.to(parameter.device)
         generator = torch.Generator().manual_seed(0)
         sizes: dict[str, int] = {}
         for side, heads in (("query_map", site.heads), ("key_map", site.kv_heads)):
-            shape = (3, heads or 1, 16, site.head_dim)
+            shape = (3, heads or 1, 16, head_dim)
             x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             x = x * torch.tensor([0.1, 1.0, 5.0], device="cpu").view(3, 1, 1, 1)
             x = upcast(x.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
@@ -163,23 +162,23 @@ class Linear(LinearAttention):
         return features.shape[-1]
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi_q."""
+        """Map queries by phi_q."""
         return self._mapped("query_map", query)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi_k."""
+        """Map keys by phi_k."""
         return self._mapped("key_map", key)
 
     def left_out(self, query: Tensor) -> Tensor | None:
-        """What the map of the query leaves out."""
+        """Return the logarithm of what the map of the query divided by."""
         option = self.options["query_map"]
         source = self.maps[option] if option in self.maps else None  # noqa: SIM401 (ModuleDict has no get)
         if not isinstance(source, LinearAttention):
             return None
-        return source.left_out(fronted(self.fronts, "query_map", query))
+        return source.left_out(project(self.fronts, "query_map", query))
 
     def _mapped(self, side: str, x: Tensor) -> Tensor:
-        x = fronted(self.fronts, side, x)
+        x = project(self.fronts, side, x)
         option = self.options[side]
         if option in self.functions:
             return self.functions[option](x)
@@ -204,7 +203,7 @@ class Linear(LinearAttention):
 
 
 def _patch(option: str, name: str) -> type[LinearAttention]:
-    """The registered patch of this name, if feature maps are all that it is made of."""
+    """Look up the registered patch of this name, if feature maps are all that it is made of."""
     fitting = {known: cls for known, cls in feature_maps().items() if cls is not Linear}
     if name not in fitting:
         raise OptionError(

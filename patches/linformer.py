@@ -58,7 +58,7 @@ class Linformer(Attention):
         self.value_projection = None if shared else nn.Parameter(start.clone())
 
     def attend(self, call: Call) -> Output:
-        """Softmax over the mixtures."""
+        """Compute softmax over the mixtures."""
         if call.output_attentions:
             raise UnsupportedCallError(
                 f"{call.where}: output_attentions=True, and {call.spec!r} weighs mixtures, not tokens. "
@@ -81,13 +81,13 @@ class Linformer(Attention):
         return (weights @ value).to(call.query.dtype), None
 
     def _columns(self, projection: Tensor, place: Tensor, visible: Tensor, call: Call) -> Tensor:
-        """The column of each key, 0 for padding: `[B or 1, rank, S]`."""
+        """Select the column of each key, 0 for padding: `[B or 1, rank, S]`."""
         weight = projection.to(upcast(call.key).dtype)
         columns = weight[:, place.clamp(max=weight.shape[1] - 1)].transpose(0, 1)
         return columns.masked_fill(~visible[:, None], 0)
 
     def _visible(self, call: Call) -> Tensor:
-        """Keys that count, `[B or 1, S]`."""
+        """Find the keys that count, `[B or 1, S]`."""
         mask = call.mask()
         visible = mask.any(2, keepdim=True)
         if call.visibility.dense is not None and bool(((mask != visible) & mask.any(-1, keepdim=True)).any()):

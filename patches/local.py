@@ -43,6 +43,6 @@ class Local(ScoreAttention):
         self.size, self.before = size, before
 
     def select(self, call: Call) -> Tensor:
-        """Keys of near blocks, `[B or 1, 1, N, S]`."""
+        """Choose the keys of near blocks, `[B or 1, 1, N, S]`."""
         query, key = (rank // self.size for rank in call.ranks())
         return ((query[:, :, None] - key[:, None]).abs() <= self.before)[:, None]

@@ -55,11 +55,8 @@ class Logn(Modifier):
         self.clip = clip
         self.factor = 1 / math.log(length)
         if kappa == "learned":
-            if site.heads is None:
-                raise OptionError(
-                    f"{site.name}: the number of its heads cannot be told, and each has a kappa"
-                )
-            self.kappa = nn.Parameter(torch.full((site.heads,), self.factor))
+            [heads] = site.require("heads", reason="and each has a kappa")
+            self.kappa = nn.Parameter(torch.full((heads,), self.factor))
         elif kappa is not None:
             if not (math.isfinite(kappa) and kappa > 0):
                 raise OptionError(f'kappa must be a positive number or "learned", got {kappa}')

@@ -58,17 +58,16 @@ class Lsh(ScoreAttention):
             raise OptionError(f"rounds must be at least 1, got {rounds}")
         if seed < 0:
             raise OptionError(f"seed must be at least 0, got {seed}")
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head_dim cannot be told, so its vectors cannot be hashed")
+        [head_dim] = site.require("head_dim", reason="so its vectors cannot be hashed")
         self.shared = shared
         generator = torch.Generator().manual_seed(seed * 1_000_003 + (site.layer_idx or 0))
-        shape = (rounds, site.head_dim, buckets // 2)
+        shape = (rounds, head_dim, buckets // 2)
         rotations = torch.randn(shape, generator=generator, device="cpu")
         # rounded: models in half precision then hash by the very same rotations
         self.register_buffer("rotations", rotations.bfloat16().float())
 
     def attend(self, call: Call) -> Output:
-        """As softmax, in shared mode with other queries and keys."""
+        """Compute softmax, in shared mode of other queries and keys."""
         return super().attend(self._shared(call) if self.shared else call)
 
     def _shared(self, call: Call) -> Call:
@@ -80,7 +79,7 @@ class Lsh(ScoreAttention):
         return replace(call, query=query.to(call.query.dtype), key=key.to(call.key.dtype))
 
     def _own(self, call: Call, x: Tensor) -> Tensor:
-        """What belongs to the queries' own tokens: `[B, Hkv, S, D]` -> `[B, Hkv, N, D]`."""
+        """Select the queries' own tokens: `[B, Hkv, S, D]` -> `[B, Hkv, N, D]`."""
         if call.query.shape[2] == x.shape[2]:
             return x
         # after a cached past: the last key that a query sees is its own
@@ -89,7 +88,7 @@ class Lsh(ScoreAttention):
         return x.gather(2, column.expand(*x.shape[:2], -1, x.shape[3]))
 
     def select(self, call: Call) -> Tensor:
-        """Keys that share a bucket with the query, `[B, H, N, S]`."""
+        """Choose the keys that share a bucket with the query, `[B, H, N, S]`."""
         key = self._hashes(call.key)
         # rounding the rescaled query to half precision could move it to another bucket than its own key
         query = self._own(call, key) if self.shared else self._hashes(call.query)
@@ -105,7 +104,7 @@ class Lsh(ScoreAttention):
         return others | (itself & ~(others & call.mask()).any(-1, keepdim=True))
 
     def _hashes(self, x: Tensor) -> Tensor:
-        """Bucket of each vector in each round: `[B, H, N, D]` -> `[B, H, N, rounds]`."""
+        """Hash each vector to its bucket in each round: `[B, H, N, D]` -> `[B, H, N, rounds]`."""
         x = upcast(x)
         rotated = torch.einsum("bhnd,rdc->bhnrc", x, self.rotations.to(x.dtype))
         return torch.cat([rotated, -rotated], -1).argmax(-1)

@@ -59,28 +59,27 @@ class Performer(LinearAttention):
             raise OptionError(f"redraw must be 0 or a number of forwards, got {redraw}")
         if seed < 0:
             raise OptionError(f"seed must be 0 or more, got {seed}")
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head dimension cannot be told, so it can have no features")
-        self.features: int = 2 * site.head_dim if features is None else features
+        [head_dim] = site.require("head_dim", reason="so it can have no features")
+        self.features: int = 2 * head_dim if features is None else features
         self.redraw = redraw
         self.seed = f"{seed} {site.name}"
-        self.register_buffer("projection", drawn(self.features, site.head_dim, self.seed))
+        self.register_buffer("projection", drawn(self.features, head_dim, self.seed))
         if redraw:
             self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
-        """As ever; a state keeps the projection that it was summed with."""
+        """Sum over the past; a state keeps the projection that it was summed with."""
         if state is None:
             self._count()
         return super().sums(tokens, state, divide)
 
     def both_ways(self, tokens: Tokens) -> Tensor:
-        """As ever."""
+        """Let every query read the sum of all keys."""
         self._count()
         return super().both_ways(tokens)
 
     def _count(self) -> None:
-        """One more forward in training; a new projection where it is due."""
+        """Count a forward in training, and draw a new projection where it is due."""
         if not (self.redraw and self.training):
             return
         if torch.compiler.is_compiling():
@@ -96,7 +95,7 @@ class Performer(LinearAttention):
             self.projection = new.to(self.projection)
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi(q) over its largest feature."""
+        """Map queries to phi(q) over its largest feature."""
         exponent = self._projected(query)
         features: Tensor = (exponent - exponent.detach().amax(-1, keepdim=True)).exp()
         return features
@@ -108,19 +107,19 @@ class Performer(LinearAttention):
         return factor
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi(k) without the constant 1 / sqrt(m), which divides away."""
+        """Map keys to phi(k) without the constant 1 / sqrt(m), which divides away."""
         norm = key.square().sum(-1, keepdim=True) * (0.5 * key.shape[-1] ** -0.5)
         features: Tensor = F.hardtanh(self._projected(key) - norm, -LIMIT, LIMIT).exp()
         return features
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Exponents w . x', `[B, H, N, m]`."""
+        """Compute the exponents w . x', `[B, H, N, m]`."""
         projected: Tensor = x * x.shape[-1] ** -0.25 @ self.projection.to(x.dtype).mT
         return projected
 
 
 def drawn(features: int, size: int, seed: str) -> Tensor:
-    """Rows `[m, D]` of the lengths of Gaussian vectors, orthogonal within each block of D."""
+    """Draw rows `[m, D]` of the lengths of Gaussian vectors, orthogonal within each block of D."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))  # torch uses 32 bits of a seed
 
     def gaussian(*shape: int) -> Tensor:

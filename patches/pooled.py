@@ -48,13 +48,12 @@ class Pooled(Attention):
         self.size = size
         self.key_pool = self.value_pool = None
         if pool == "conv":
-            if site.kv_heads is None:
-                raise OptionError(f"{site.name}: the number of its heads cannot be told; take pool='mean'")
-            self.key_pool = nn.Parameter(torch.full((site.kv_heads, size), 1 / size))
-            self.value_pool = nn.Parameter(torch.full((site.kv_heads, size), 1 / size))
+            [heads] = site.require("kv_heads", reason="and each pools by itself: take pool='mean'")
+            self.key_pool = nn.Parameter(torch.full((heads, size), 1 / size))
+            self.value_pool = nn.Parameter(torch.full((heads, size), 1 / size))
 
     def attend(self, call: Call) -> Output:
-        """Pools, then attends to summaries and, in causal modules, to the tokens of the own block."""
+        """Pool, then attend to summaries and, in causal modules, to the tokens of the own block."""
         if call.output_attentions:
             raise UnsupportedCallError(
                 f"{call.where}: output_attentions=True, and {call.spec!r} weighs blocks, not tokens. "
@@ -98,13 +97,13 @@ class Pooled(Attention):
         return nn.functional.dropout(weights, call.dropout) if call.dropout else weights
 
     def _blocks(self, x: Tensor, column: Tensor, filled: Tensor) -> Tensor:
-        """`[B, Hkv, S, D]` -> `[B, Hkv, blocks, size, D]`, 0 at places without a token."""
+        """Cut `[B, Hkv, S, D]` into `[B, Hkv, blocks, size, D]`, 0 at places without a token."""
         index = column[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3])
         blocks: Tensor = x.gather(2, index).unflatten(2, filled.shape[1:])
         return blocks.masked_fill(~filled[:, None, ..., None], 0)
 
     def _pool(self, blocks: Tensor, weight: Tensor | None, filled: Tensor) -> Tensor:
-        """Summaries `[B, Hkv, blocks, D]`."""
+        """Pool blocks to summaries `[B, Hkv, blocks, D]`."""
         short = self.size / filled.sum(-1).clamp_min(1).to(blocks.dtype)
         if weight is None:
             weight = blocks.new_full((blocks.shape[1], self.size), 1 / self.size)
@@ -113,11 +112,11 @@ class Pooled(Attention):
 
 
 def _scattered(x: Tensor, slot: Tensor, length: int) -> Tensor:
-    """`[B, S]` -> `[B, length]` by slot; the slot behind the end is dropped."""
+    """Scatter `[B, S]` to `[B, length]` by slot; the slot behind the end is dropped."""
     return x.new_zeros(x.shape[0], length + 1).scatter(1, slot, x)[:, :length]
 
 
 def _rows(blocks: Tensor, index: Tensor) -> Tensor:
-    """`[B, Hkv, blocks, size, D]`, `[B or 1, N]` -> `[B, Hkv, N, size, D]`."""
+    """Select blocks: `[B, Hkv, blocks, size, D]`, `[B or 1, N]` -> `[B, Hkv, N, size, D]`."""
     index = index[:, None, :, None, None].expand(*blocks.shape[:2], -1, *blocks.shape[3:])
     return blocks.gather(2, index)

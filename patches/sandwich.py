@@ -35,11 +35,8 @@ class Sandwich(Modifier):
         super().__init__(site)
         if size < 2 or size % 2:
             raise OptionError(f"size must be an even number of at least 2, got {size}")
-        if site.heads is None:
-            raise OptionError(
-                f"{site.name}: the number of its heads cannot be told, and each has a compression"
-            )
-        self.size, self.rope, self.heads = size, rope, site.heads
+        [self.heads] = site.require("heads", reason="and each has a compression")
+        self.size, self.rope = size, rope
 
     def score_bias(self, distance: Tensor) -> Tensor:
         """Looked up by distance: cosines of every pair would cost size times as much."""

@@ -45,9 +45,8 @@ class Softmax1(ScoreAttention):
             raise OptionError(f"init must be a finite number, got {init}")
         self.sink, self.init = sink, init
         if sink == "learned":
-            if site.heads is None:
-                raise OptionError(f"{site.name}: the number of its heads cannot be told, and each has a sink")
-            self.logit = nn.Parameter(torch.full((site.heads,), float(init)))
+            [heads] = site.require("heads", reason="and each has a sink")
+            self.logit = nn.Parameter(torch.full((heads,), float(init)))
             return
         if not math.isfinite(float(sink)):
             raise OptionError(f'sink must be a finite number or "learned", got {sink}')

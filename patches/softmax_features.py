@@ -5,7 +5,7 @@ from torch import Tensor
 from hf_linattn.attention import LinearAttention
 from hf_linattn.registry import register
 
-from ._feature_maps import floored
+from ._feature_maps import clamp_floor
 
 FLOOR = 1e-12
 """Least feature, so that a query and a key that point to different dimensions still meet in float32."""
@@ -28,4 +28,4 @@ class SoftmaxFeatures(LinearAttention):
 
     def feature_map(self, x: Tensor) -> Tensor:
         """Softmax over D."""
-        return floored(x.softmax(-1), FLOOR)
+        return clamp_floor(x.softmax(-1), FLOOR)

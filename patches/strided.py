@@ -42,6 +42,6 @@ class Strided(ScoreAttention):
         self.stride, self.window = stride, stride if window is None else window
 
     def select(self, call: Call) -> Tensor:
-        """Keys that are near or a multiple of the stride away, `[B or 1, 1, N, S]`."""
+        """Choose the keys that are near or a multiple of the stride away, `[B or 1, 1, N, S]`."""
         distance = call.distance()[:, None]
         return (distance.abs() < self.window) | (distance % self.stride == 0)

@@ -1,7 +1,5 @@
 """t2r: linear attention with a learned feature map relu(W x + b)."""
 
-import zlib
-
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +7,7 @@ from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
-from ._feature_maps import floored
+from ._feature_maps import clamp_floor
 
 FLOOR = 1e-12
 """Least feature, as in LoLCATs' code: a query that shares none with any key averages, in place of 0 / 0."""
@@ -38,11 +36,9 @@ class T2R(LinearAttention):
         super().__init__(site)
         if features is not None and features < 2:
             raise OptionError(f"features must be at least 2, got {features}")
-        if site.head_dim is None or site.kv_heads is None:
-            raise OptionError(f"{site.name}: its sizes cannot be told, so it can have no learned map")
-        self.features = count = site.head_dim if features is None else features
-        generator = torch.Generator().manual_seed(torch.initial_seed() ^ zlib.crc32(site.name.encode()))
-        shape = (site.kv_heads, (count + 1) // 2, site.head_dim)
+        head_dim, heads = site.require("head_dim", "kv_heads", reason="so it can have no learned map")
+        self.features = count = head_dim if features is None else features
+        generator, shape = site.generator(), (heads, (count + 1) // 2, head_dim)
         half = torch.empty(shape, dtype=torch.float32, device="cpu")
         for head in half:
             nn.init.orthogonal_(head, generator=generator)
@@ -50,7 +46,7 @@ class T2R(LinearAttention):
         self.bias: Tensor
         start = {
             "weight": torch.cat([half, -half], 1)[:, :count].contiguous(),
-            "bias": torch.zeros(site.kv_heads, count),
+            "bias": torch.zeros(heads, count),
         }
         for name, tensor in start.items():
             if frozen:
@@ -63,4 +59,4 @@ class T2R(LinearAttention):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         x = x.unflatten(1, (weight.shape[0], -1))
         x = torch.einsum("bhgnd,hfd->bhgnf", x, weight) + bias[:, None, None]
-        return floored(x, FLOOR).flatten(1, 2)
+        return clamp_floor(x, FLOOR).flatten(1, 2)

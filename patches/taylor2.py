@@ -1,7 +1,6 @@
 """taylor2: linear attention with exp to second order, on few dimensions per head."""
 
 import math
-import zlib
 
 import torch
 from torch import Tensor, nn
@@ -36,32 +35,30 @@ class Taylor2(LinearAttention):
         super().__init__(site)
         if features < 1:
             raise OptionError(f"features must be at least 1, got {features}")
-        if site.head_dim is None:
-            raise OptionError(f"{site.name}: its head dimension cannot be told, so it can have no features")
-        size = min(features, site.head_dim)
+        [head_dim] = site.require("head_dim", reason="so it can have no features")
+        size = min(features, head_dim)
         self.features = 1 + size + size * (size + 1) // 2
         self.query_weight: nn.Parameter | None = None
         self.key_weight: nn.Parameter | None = None
-        if site.head_dim > features:
-            self._project(site, features)
+        if head_dim > features:
+            self._project(site, features, head_dim)
 
-    def _project(self, site: Site, size: int) -> None:
-        if site.heads is None or site.kv_heads is None or site.head_dim is None:
-            raise OptionError(f"{site.name}: its heads cannot be told, so it can have no projections")
-        generator = torch.Generator().manual_seed(torch.initial_seed() ^ zlib.crc32(site.name.encode()))
-        weight = torch.empty(site.kv_heads, size, site.head_dim, dtype=torch.float32, device="cpu")
+    def _project(self, site: Site, size: int, head_dim: int) -> None:
+        heads, kv_heads = site.require("heads", "kv_heads", reason="so it can have no projections")
+        weight = torch.empty(kv_heads, size, head_dim, dtype=torch.float32, device="cpu")
+        generator = site.generator()
         for head in weight:
             # orthogonal rows shrink dot products by d / D
-            nn.init.orthogonal_(head, (site.head_dim / size) ** 0.25, generator)
+            nn.init.orthogonal_(head, (head_dim / size) ** 0.25, generator)
         self.key_weight = nn.Parameter(weight)
-        self.query_weight = nn.Parameter(weight.repeat_interleave(site.heads // site.kv_heads, 0))
+        self.query_weight = nn.Parameter(weight.repeat_interleave(heads // kv_heads, 0))
 
     def query_map(self, query: Tensor) -> Tensor:
-        """phi(P_q q)."""
+        """Map queries to phi(P_q q)."""
         return self._mapped(query, self.query_weight)
 
     def key_map(self, key: Tensor) -> Tensor:
-        """phi(P_k k)."""
+        """Map keys to phi(P_k k)."""
         return self._mapped(key, self.key_weight)
 
     def _mapped(self, x: Tensor, weight: Tensor | None) -> Tensor:

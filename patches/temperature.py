@@ -32,12 +32,9 @@ class Temperature(Modifier):
         super().__init__(site)
         if not 0 < init < math.inf:
             raise OptionError(f"init must be a number above 0, got {init}")
-        if site.heads is None:
-            raise OptionError(
-                f"{site.name}: the number of its heads cannot be told, and each has a temperature"
-            )
+        [heads] = site.require("heads", reason="and each has a temperature")
         self.init = init
-        self.log_factor = nn.Parameter(torch.full((site.heads,), math.log(init)))
+        self.log_factor = nn.Parameter(torch.full((heads,), math.log(init)))
 
     def query_scale(self, visible: Tensor) -> Tensor:
         """exp(t_h), `[H, 1]`."""

@@ -40,7 +40,7 @@ class TopK(ScoreAttention):
         self.k = k
 
     def weights(self, scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
-        """Softmax behind a threshold of each row."""
+        """Compute softmax behind a threshold of each row."""
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if self.k < scores.shape[-1]:

@@ -22,24 +22,24 @@ from hf_linattn.errors import CacheError
 
 
 def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
-    """Which of the tokens from `start` count: boolean `[B, N]` -> int64 `[B]`. Pieces add up to the whole."""
+    """Hash which tokens count: boolean `[B, N]` -> int64 `[B]`. Hashes of pieces from `start` add up."""
     index = torch.arange(start + 1, start + valid.shape[1] + 1, device=valid.device)
     return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
 
 
-def everything(batch: int, length: int, device: torch.device) -> Tensor:
-    """The fingerprint of this many tokens, none of them padding: `[B]`."""
+def all_valid_fingerprint(batch: int, length: int, device: torch.device) -> Tensor:
+    """Hash this many tokens, none of them padding: int64 `[B]`."""
     return fingerprint(torch.ones(batch, length, dtype=torch.bool, device=device))
 
 
-def rebuilt(state: Any, tensors: list[Tensor]) -> Any:
-    """A state of the same kind, a tuple or a named one, from other tensors."""
+def state_like(state: Any, tensors: list[Tensor]) -> Any:
+    """Return a state of the same type, a tuple or a named one, of other tensors."""
     make = getattr(type(state), "_make", tuple)
     return make(tensors)
 
 
-def compact(x: Tensor) -> Tensor:
-    """The same numbers, in memory of their own where they are a small part of something larger.
+def own_storage(x: Tensor) -> Tensor:
+    """Give a tensor memory of its own where it is a small part of something larger.
 
     A state is often the last chunk's, and as a view of all chunks it would keep them alive.
     """
@@ -76,7 +76,7 @@ class StateLayer(CacheLayerMixin):
         self.record_past = False
         self.tail: list[Tokens] = []  # while recording: what came since the last crop
         self.base: tuple[Any, Tensor | None] | None = None  # state and fingerprint before the tail
-        self.armed = False
+        self.expecting_update = False
         self.device: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -90,41 +90,41 @@ class StateLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values alone; the attention itself reads and writes the state.
+        """Return the new keys and values alone; the attention itself reads and writes the state.
 
         Raises:
             CacheError: an attention that is not patched asks.
         """
-        if not self.armed:
+        if not self.expecting_update:
             raise CacheError(
                 "this cache holds linear-attention states and cannot serve an attention that is not "
                 "patched: the past keys no longer exist. Start from a new cache."
             )
-        self.armed = False
+        self.expecting_update = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return key_states, value_states
 
     def _summed(self) -> int:
-        """Number of tokens in the state."""
+        """Count the tokens in the state."""
         assert isinstance(self.seen, int)
         return self.seen - (0 if self.pending is None else self.pending.length)
 
-    def spare(self) -> bool:
-        """Whether the next state may be written over this one: nobody goes back to it or has its gradient."""
+    def may_overwrite(self) -> bool:
+        """Tell whether the next state may be written over this one: nobody goes back to it."""
         if self.record_past or torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.state:
             return False
         return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
 
-    def shows(self, valid: Tensor | None) -> bool:
-        """Whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
+    def mask_matches(self, valid: Tensor | None) -> bool:
+        """Tell whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
         if valid is None:
             assert self.visible is not None
             batch, device = self.visible.shape[0], self.visible.device
             valid = torch.ones(batch, self._summed(), dtype=torch.bool, device=device)
         before = self.visible
         if before is None:
-            before = everything(valid.shape[0], self._summed(), valid.device)
+            before = all_valid_fingerprint(valid.shape[0], self._summed(), valid.device)
         return bool((fingerprint(valid) == before).all())
 
     def _advance(self, tokens: Tokens) -> None:
@@ -137,7 +137,7 @@ class StateLayer(CacheLayerMixin):
         if self.visible is None and bool(valid.all()):
             return
         start = self._summed()
-        before = everything(batch, start, device) if self.visible is None else self.visible
+        before = all_valid_fingerprint(batch, start, device) if self.visible is None else self.visible
         self.visible = before + fingerprint(valid, start)
 
     def write(self, state: Any, tokens: Tokens) -> None:
@@ -156,19 +156,19 @@ class StateLayer(CacheLayerMixin):
             self.tail.append(tokens)
         self._advance(tokens)
         if state is not self.state:  # not written over
-            self.state = rebuilt(state, [compact(x) for x in state])
+            self.state = state_like(state, [own_storage(x) for x in state])
         self.seen += tokens.length
 
     def take_pending(self, state: Any) -> None:
-        """The pending tokens are in this state."""
+        """Store the state that the pending tokens are in."""
         assert self.pending is not None
         self._advance(self.pending)
-        self.state, self.pending = rebuilt(state, [compact(x) for x in state]), None
+        self.state, self.pending = state_like(state, [own_storage(x) for x in state]), None
 
     def _write_static(self, state: Any, length: int) -> None:
         assert isinstance(self.seen, Tensor)
         if self.state is None:
-            self.state = rebuilt(state, [torch.zeros_like(x) for x in state])
+            self.state = state_like(state, [torch.zeros_like(x) for x in state])
             self.batch_size = state[0].shape[0]
             if not torch.compiler.is_compiling():
                 for tensor in (*self.state, self.seen):
@@ -178,17 +178,17 @@ class StateLayer(CacheLayerMixin):
         self.seen.add_(length)
 
     def get_seq_length(self) -> int:
-        """Tokens seen; a tensor with a static cache, as transformers' own static layers answer."""
+        """Return the tokens seen; a tensor with a static cache, as transformers' own static layers answer."""
         return self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns, offset) of the mask, past columns included."""
+        """Return (columns, offset) of the mask, past columns included."""
         if self.max_cache_len is not None:
             return self.max_cache_len, 0
         return int(self.seen) + query_length, 0
 
     def get_max_length(self) -> int:
-        """Length of a static cache, -1 for no bound."""
+        """Return the length of a static cache, -1 for no bound."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     @property
@@ -228,7 +228,7 @@ class StateLayer(CacheLayerMixin):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
         def each(state: Any) -> Any:
-            return None if state is None else rebuilt(state, [function(x) for x in state])
+            return None if state is None else state_like(state, [function(x) for x in state])
 
         self.state = each(self.state)
         self.visible = None if self.visible is None else function(self.visible)
@@ -239,19 +239,19 @@ class StateLayer(CacheLayerMixin):
         self.pending = None if self.pending is None else self.pending.map(function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in a new order (beam search)."""
+        """Put rows into a new order (beam search)."""
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times."""
+        """Repeat each row `repeats` times."""
         self._map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows."""
+        """Keep some rows."""
         self._map(lambda x: x[indices, ...])
 
     def reset(self) -> None:
-        """Nothing seen; static tensors stay where compiled code expects them."""
+        """Forget everything; static tensors stay where compiled code expects them."""
         if isinstance(self.seen, Tensor):
             self.seen.zero_()
             for tensor in self.state or ():
@@ -261,16 +261,16 @@ class StateLayer(CacheLayerMixin):
         self.pending, self.tail, self.base, self.visible = None, [], None, None
 
     def offload(self) -> None:
-        """State to the CPU."""
+        """Move the state to the CPU."""
         self._map(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """State back to its device."""
+        """Move the state back to its device."""
         self._map(lambda x: x.to(self.device, non_blocking=True))
 
 
 class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A state beside the convolutional and recurrent states of a layer that has both kinds of mixers.
+    """A state together with the convolutional and recurrent states of a layer that has both kinds of mixers.
 
     Args:
         old: the layer whose place it takes; its convolutional and recurrent states are kept.
@@ -285,7 +285,7 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # typ
             self.__dict__[name] = getattr(old, name, None)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Keys and values come by position, the other states by keyword."""
+        """Remember the device: keys and values come by position, the other states by keyword."""
         if args:
             StateLayer.lazy_initialization(self, *args)
         else:
@@ -293,12 +293,12 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # typ
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Recurrent states cannot be cropped."""
+        """Whether transformers can crop the recurrent states too."""
         own = getattr(LinearAttentionLayer, "is_croppable", None)
         return bool(own.__get__(self)) if isinstance(own, property) else False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Both kinds of states."""
+        """Crop both kinds of states."""
         StateLayer.crop(self, tokens_to_remove)
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
@@ -312,6 +312,6 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # typ
                 setattr(self, name, function(states))
 
     def reset(self) -> None:
-        """Nothing seen."""
+        """Forget everything."""
         StateLayer.reset(self)
         LinearAttentionLayer.reset(self)

@@ -50,15 +50,15 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """Of the query."""
+        """Device of the query."""
         return self.query.device
 
     def mask(self) -> Tensor:
-        """Boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
+        """Return the mask, boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
         return self.visibility.mask(self.device)[..., : self.key.shape[2]]
 
     def ranks(self) -> tuple[Tensor, Tensor]:
-        """Place of each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+        """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
 
         Counted from 0; padding does not count, so a pattern of ranks is the same wherever a row is padded.
         """
@@ -66,10 +66,10 @@ class Call:
         return query, key[:, : self.key.shape[2]]
 
     def distance(self) -> Tensor:
-        """Tokens from key to query, `[B or 1, N, S]`, negative for keys behind the query."""
+        """Count the tokens from key to query, `[B or 1, N, S]`; negative for keys behind the query."""
         query, key = self.ranks()
         return query[:, :, None] - key[:, None]
 
     def add_bias(self, bias: Tensor) -> None:
-        """Add to the scores."""
+        """Add a bias, broadcast to `[B, H, N, S]`, to the scores."""
         self.bias = bias if self.bias is None else self.bias + bias

@@ -2,9 +2,9 @@
 
 For plain patterns it returns a *compact mask*, an integer tensor `[B, 1, R, S]` over the S keys with rows
 
-    0  index of the key minus index of the first query (the offset would be lost with a static cache
-    otherwise) 1  document of the key, counted from 1; 0 for padding        (absent: nothing is padded or
-    packed) 2  size of the sliding window, 0 for none                    (rows 2 and 3 come together)
+    0  index of the key minus index of the first query: with a static cache nothing else tells the offset
+    1  document of the key, counted from 1; 0 for padding; absent where nothing is padded or packed
+    2  size of the sliding window, 0 for none; rows 2 and 3 come together
     3  chunk of the key, for chunked attention
 
 int32 says causal, int64 bidirectional. Every other pattern becomes the ordinary boolean mask of transformers,
@@ -26,7 +26,7 @@ DENSE_MASKS, WHOLE_MASKS = FLAGS = ("_linattn_dense_masks", "_linattn_whole_mask
 
 
 def is_compact(mask: Tensor | None) -> bool:
-    """Whether a mask was written by `compact_mask`."""
+    """Tell whether a mask was written by `compact_mask`."""
     return mask is not None and mask.dtype in (CAUSAL, BIDIRECTIONAL)
 
 
@@ -78,7 +78,9 @@ def _traced_pattern(
     length: int | None,
     device: Any,
 ) -> Pattern:
-    """While tracing, closures cannot be read, and transformers wraps every mask as if documents were packed.
+    """Recognise a mask function while tracing, when closures cannot be read.
+
+    Transformers then wraps every mask as if documents were packed.
 
     By elimination (custom parts set `use_vmap`, islands are an `or_mask`) an `and_mask` is causal with
     documents, a window or chunks. Documents and chunks end where a key no longer sees the one before it.
@@ -113,7 +115,7 @@ def compact_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The registered mask function; arguments as transformers passes them.
+    """Encode a mask: the function registered with transformers, which passes the arguments.
 
     Returns:
         A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.

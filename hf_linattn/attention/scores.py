@@ -1,58 +1,93 @@
-"""An attention over scores in one call of a model: masks, caps, biases and sinks put together."""
+"""Attention over scores: masks, caps, biases and sinks put together."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_linattn.attention.base import SCORE_EXTRAS, SINKS, Attention, Output
 from hf_linattn.attention.call import Call
-from hf_linattn.ops.softmax import capped, sink_column, softmax_attention
+from hf_linattn.ops.softmax import capped, scores_of, sink_column, softmax_attention, softmax_weights
 
 
-def attend(attention: Any, call: Call, fused: bool) -> tuple[Tensor, Tensor | None]:
-    """Output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` where they were computed.
+class ScoreAttention(Attention):
+    """o_i = sum_j w_ij v_j with weights from the scores s_ij = scaling q_i . k_j of the visible keys.
 
-    Args:
-        attention: a `ScoreAttention`.
-        call: what the model asks.
-        fused: weights and scores are softmax's, so torch's fused kernels may compute them.
+    Softmax as it stands. Override `sink_logit` to add a key of value 0, or `select` to see fewer keys (fused
+    kernels stay in use); `weights` for any other function of the scores, `scores` for other scores
+    (quadratic).
     """
-    query, key, value, visibility = call.query, call.key, call.value, call.visibility
-    sink = _joined(attention.sink_logit(query), call.sink)
-    bias = None if call.bias is None else call.bias[..., : key.shape[2]]
-    chosen = attention.select(call)
-    fused = fused and call.softcap is None and not call.output_attentions
-    causal = visibility.plain and visibility.causal and query.shape[2] > 1
-    mask: Tensor | None = None
-    whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
-    if not whole or (causal and (bias is not None or chosen is not None or not fused)):
-        mask, causal = call.mask(), False
-    if chosen is not None:
-        mask = chosen if mask is None else mask & chosen
-    if fused:
-        output = softmax_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            is_causal=causal,
-            scaling=call.scaling,
-            sink=sink,
-            dropout=call.dropout,
-        )
-        return output, None
-    scores = capped(attention.scores(query, key, call.scaling), call.softcap, bias)
-    weights = attention.weights(scores, mask, sink)
-    dropped = nn.functional.dropout(weights, call.dropout) if call.dropout else weights
-    values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
-    return dropped.to(values.dtype) @ values, weights.to(query.dtype)
+
+    windowed = True
+    expresses = SCORE_EXTRAS | SINKS
+
+    def sink_logit(self, query: Tensor) -> Tensor | None:
+        """Return the logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""
+        return None
+
+    def select(self, call: Call) -> Tensor | None:
+        """Choose the keys to see among the visible ones: boolean, broadcast to `[B, H, N, S]`; None for all.
+
+        Patterns are made of `call.ranks()` or `call.distance()`, so that padding does not move them.
+        """
+        return None
+
+    def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """Score `[B, H, N, D]` by `[B, Hkv, S, D]`: `[B, H, N, S]`, float32 (float64 in float64 models)."""
+        return scores_of(query, key, scaling)
+
+    def weights(self, scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
+        """Turn scores `[B, H, N, S]` into weights of the same shape.
+
+        Args:
+            scores: scaled, capped and biased, float32 (float64 in float64 models).
+            mask: True where visible, broadcast to the scores; None where all is.
+            sink: from `sink_logit`, joined with the model's own sinks.
+        """
+        return softmax_weights(scores, mask, sink)
+
+    def attend(self, call: Call) -> Output:
+        """Compute a call, through torch's fused kernels where weights and scores are softmax's.
+
+        Returns:
+            Output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` where they were computed.
+        """
+        cls = type(self)
+        query, key, value, visibility = call.query, call.key, call.value, call.visibility
+        sink = _joined(self.sink_logit(query), call.sink)
+        bias = None if call.bias is None else call.bias[..., : key.shape[2]]
+        chosen = self.select(call)
+        fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
+        fused = fused and call.softcap is None and not call.output_attentions
+        causal = visibility.plain and visibility.causal and query.shape[2] > 1
+        mask: Tensor | None = None
+        whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
+        if not whole or (causal and (bias is not None or chosen is not None or not fused)):
+            mask, causal = call.mask(), False
+        if chosen is not None:
+            mask = chosen if mask is None else mask & chosen
+        if fused:
+            output = softmax_attention(
+                query,
+                key,
+                value,
+                mask=mask,
+                bias=bias,
+                is_causal=causal,
+                scaling=call.scaling,
+                sink=sink,
+                dropout=call.dropout,
+            )
+            return output, None
+        scores = capped(self.scores(query, key, call.scaling), call.softcap, bias)
+        weights = self.weights(scores, mask, sink)
+        dropped = nn.functional.dropout(weights, call.dropout) if call.dropout else weights
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return dropped.to(values.dtype) @ values, weights.to(query.dtype)
 
 
 def _joined(sink: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """The patch's sink and the model's own as one key."""
+    """Join the patch's sink and the model's own into one key."""
     if own is None:
         return sink
     own = own.to(torch.promote_types(own.dtype, torch.float32))

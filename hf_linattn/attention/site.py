@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
+
+from hf_linattn.errors import OptionError
 
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
 
@@ -24,6 +28,15 @@ EXTRAS = {
     "attention_mask": "makes a mask of its own from its inputs",
 }
 """Keywords of the interface call that change the mathematics, and what each does."""
+
+
+SIZES = {
+    "heads": "the number of its heads",
+    "kv_heads": "the number of its key heads",
+    "head_dim": "its head_dim",
+    "value_dim": "the size of its values",
+}
+"""Sizes of a `Site`, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,36 @@ class Site:
     max_positions: int | None
     causal: bool | None
     rotary: nn.Module | None = None
+
+    def require(self, *sizes: str, reason: str) -> list[int]:
+        """Return sizes of the module, as a patch needs them.
+
+        Args:
+            sizes: names out of `SIZES`.
+            reason: what they are needed for, as the end of the error's sentence.
+
+        Raises:
+            OptionError: one of them cannot be told.
+        """
+        for size in sizes:
+            if getattr(self, size) is None:
+                raise OptionError(f"{self.name}: {SIZES[size]} cannot be told, {reason}")
+        return [getattr(self, size) for size in sizes]
+
+    def generator(self, seed: int | None = None) -> torch.Generator:
+        """Return random numbers of this module's own, the same whenever a model is patched.
+
+        Args:
+            seed: from 0 to 2^31 - 1; None for that of torch.
+
+        Raises:
+            OptionError: a seed out of range.
+        """
+        if seed is None:
+            seed = torch.initial_seed()
+        elif not 0 <= seed < 2**31:
+            raise OptionError(f"seed must be from 0 to 2^31 - 1, got {seed}")
+        return torch.Generator().manual_seed(seed ^ zlib.crc32(self.name.encode()))
 
     @cached_property
     def extras(self) -> dict[str, str]:

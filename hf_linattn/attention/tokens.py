@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def upcast(x: Tensor) -> Tensor:
-    """To float32; float64 stays."""
+    """Convert to float32; float64 stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -46,14 +46,14 @@ class Tokens:
         return self.key.shape[2]
 
     def hide(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """`[B, H, S, ...]` with this value at padded tokens. Not a product: padded rows may hold NaN."""
+        """Fill `[B, H, S, ...]` at padded tokens. Not by a product: padded rows may hold NaN."""
         if self.valid is None:
             return x
         hidden = ~self.valid[:, None, :]
         return x.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 3)), fill)
 
     def slice(self, start: int, stop: int, row: int | None = None) -> Tokens:
-        """Tokens `start` to `stop`, of all rows or one; without documents."""
+        """Return tokens `start` to `stop`, of all rows or one; without documents."""
         rows = slice(None) if row is None else slice(row, row + 1)
 
         def cut(x: Tensor | None, axis: int) -> Tensor | None:
@@ -76,7 +76,7 @@ class Tokens:
         )
 
     def map(self, function: Any) -> Tokens:
-        """A function of tensors with rows first, on each."""
+        """Apply a function of tensors with rows first to each."""
         batch = self.key.shape[0]
 
         def each(x: Tensor | None) -> Tensor | None:
@@ -93,7 +93,7 @@ class Tokens:
 
 
 def joined(parts: list[Tokens]) -> Tokens:
-    """Consecutive tokens as one; where one part has no padding and another has, all are spelled out."""
+    """Join consecutive tokens; where any part has padding, `valid` is spelled out for all."""
     first = parts[0]
     batch = first.key.shape[0]
 

@@ -49,16 +49,16 @@ class Visibility:
         return compact and (not self.causal or self.queries == self.keys)
 
     def sees_all(self) -> bool:
-        """Whether a single query sees all keys, as in decoding; False where telling would take long."""
+        """Tell whether a single query sees all keys, as in decoding; False where telling would take long."""
         if self.queries != 1 or self.documents is not None or self.window is not None:
             return False
-        given = self.relative
-        if given is None or given.device.type != "cpu" or torch.compiler.is_compiling():
+        relative = self.relative
+        if relative is None or relative.device.type != "cpu" or torch.compiler.is_compiling():
             return False
-        return int(given[-1]) <= 0  # a static cache has keys that are still to come
+        return int(relative[-1]) <= 0  # a static cache has keys that are still to come
 
     def without_window(self) -> Visibility:
-        """The same with windows and chunks dropped."""
+        """Drop windows and chunks."""
         if self.dense is not None and self.window is None:
             return self
         return Visibility(
@@ -72,7 +72,7 @@ class Visibility:
         )
 
     def packed(self, borders: Tensor, device: torch.device) -> Visibility:
-        """The same inside documents alone, whose borders come as flash attention takes them."""
+        """Restrict to documents, whose borders `[documents + 1]` come as flash attention takes them."""
         row = (
             torch.bucketize(torch.arange(self.queries, device=device), borders[1:].long(), right=True)[None]
             + 1
@@ -84,7 +84,7 @@ class Visibility:
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
     def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Place of each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+        """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
 
         Args:
             causal: the queries are the last of the keys; else both are the same tokens.
@@ -111,7 +111,7 @@ class Visibility:
         return seen[:, own], seen
 
     def selected(self, indices: Tensor, keys: int) -> Visibility:
-        """Only the keys that an indexer selects, `[B, N, top k]`, among the visible ones."""
+        """Restrict to the keys that an indexer selects, `[B, N, top k]`, among the visible ones."""
         chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
         chosen = chosen.scatter(-1, indices.long(), True)[:, None]
         dense = self.mask(indices.device)[..., :keys] & chosen
@@ -119,7 +119,7 @@ class Visibility:
         return Visibility(self.causal, self.queries, keys, dense=dense, bias=bias)
 
     def mask(self, device: torch.device) -> Tensor:
-        """Boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
+        """Return the mask, boolean `[B or 1, 1 or H, N, S]`, True where the key is visible."""
         if self.dense is not None:
             return self.dense
         row = torch.arange(self.queries, device=device)[:, None]
@@ -144,12 +144,12 @@ class Visibility:
         return (mine == documents[:, None, None]) | (mine == 0)
 
     def _relative(self, device: torch.device) -> Tensor:
-        if (given := self.relative) is not None:
-            return given
+        if (relative := self.relative) is not None:
+            return relative
         return torch.arange(self.keys, device=device) - (self.keys - self.queries if self.causal else 0)
 
     def count(self, device: torch.device) -> Tensor:
-        """Number of keys that each query sees, n_i = |V(i)|, float32 `[B or 1, 1 or H, N]`.
+        """Count the keys that each query sees, n_i = |V(i)|: float32 `[B or 1, 1 or H, N]`.
 
         Linear in N for compact masks.
         """
@@ -210,7 +210,7 @@ def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: boo
 
 
 def analyse(visibility: Visibility, past: int) -> Visibility:
-    """The compact form of a dense mask that is plain causal or bidirectional, with padding or documents.
+    """Find the compact form of a dense mask: plain causal or bidirectional, with padding or documents.
 
     Args:
         visibility: the mask as read; compact ones come back unchanged.

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from hf_linattn.attention.site import Site
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.patching.interface import NAME, own_attention
-from hf_linattn.patching.module import PatchedAttention
+from hf_linattn.patching.module import CallContext, PatchedAttention
 from hf_linattn.patching.plan import sites_of, transformers_model
 from hf_linattn.training.objectives import CACHELESS
 
@@ -169,7 +169,7 @@ def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator
     """While this lasts, the child compares weights, by one-hot values, and gives an output of zeros."""
 
     def forward(
-        layer: Any,
+        context: CallContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -185,7 +185,7 @@ def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator
         with torch.no_grad():
             target = own_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
         weights = PatchedAttention.forward(
-            child, None, query, key, one_hot, mask, scaling, 0.0, causal, extras
+            child, context._replace(layer=None), query, key, one_hot, mask, scaling, 0.0, causal, extras
         )[0]
         note(weights_divergence(weights.transpose(1, 2), target.transpose(1, 2)))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_linattn.ops.cpp import build
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.types import Inputs, OpConfig
+from hf_linattn.ops.types import Inputs, OpConfig, State
 
 SHORT = 192
 """Up to so many tokens all scores at once, unless something comes before, decays or ends."""
@@ -30,39 +30,56 @@ TRITON = "HF_LINATTN_TRITON"
 run on a GPU yet."""
 
 
-def has_kernels(query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bool) -> bool:
-    """Tell whether `ops.linear_attention` runs where these are; else vectorised torch operations do.
+Backend = Literal["vectorised", "eager", "cpp", "triton"]
+"""Who computes a call: torch operations alone, the forms in `ops/eager` with a backward of their own, the
+kernels in C++, or those in Triton. Decided once, for the backward too."""
+
+
+def choose_backend(
+    query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bool, state: State | None = None
+) -> Backend:
+    """Decide who computes a call of linear attention.
 
     Args:
-        query: `[B, H, N, D]`.
+        query: `[B, H, N, D]`, as the model gives it.
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
         kind: the map inside the kernel, "none" for features.
         linked: there are documents or decay.
+        state: of the tokens before, None for nothing.
     """
     if torch.compiler.is_exporting():  # an exported program runs without this package
-        return False
+        return "vectorised"
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them
-        return key.shape[2] > 1 or (not torch.compiler.is_compiling() and native.reads(query, key, value))
-    if not query.is_cuda:
-        return False
-    allowed = os.environ.get(TRITON) == "1" and launch.available(query.device)
-    return allowed and kind == "elu1" and not linked and launch.supports(query, key, value)
+        single = key.shape[2] == 1
+        if not (single and torch.compiler.is_compiling()) and native.takes(query, key, value, state):
+            return "cpp"
+        return "vectorised" if single else "eager"
+    allowed = query.is_cuda and os.environ.get(TRITON) == "1" and launch.available(query.device)
+    if allowed and kind == "elu1" and not linked and launch.supports(query, key, value):
+        return "triton"
+    return "vectorised"
 
 
-def form(inputs: Inputs, how: OpConfig) -> Literal["triton", "native", "quadratic", "loop", "both ways"]:
-    """Choose one of the forms that `ops.linear_attention` has."""
+def kernel_backend(inputs: Inputs) -> Backend:
+    """Decide which kernels compute these inputs, whatever torch operations alone would take."""
     if inputs.query.is_cuda:
         return "triton"
-    if native.takes(inputs):
-        return "native"
+    query, key, value, _, S, z, log_decay, _ = inputs
+    state = None if S is None or z is None else State(S, z)
+    decays = log_decay is None or log_decay.dtype == native.SUMS
+    return "cpp" if decays and native.takes(query, key, value, state) else "eager"
+
+
+def form(inputs: Inputs, how: OpConfig) -> Literal["quadratic", "chunked", "bidirectional"]:
+    """Choose among the forms of `ops/eager`, by sizes alone: forward and backward find the same."""
     if not how.causal:
         longest = max(inputs.query.shape[2], inputs.key.shape[2])
-        return "quadratic" if longest <= SHORT_BOTH_WAYS else "both ways"
+        return "quadratic" if longest <= SHORT_BOTH_WAYS else "bidirectional"
     short = SHORT_AND_SMALL if _small(inputs) else SHORT
     plain = all(x is None for x in inputs[4:])
-    return "quadratic" if plain and inputs.key.shape[2] <= short else "loop"
+    return "quadratic" if plain and inputs.key.shape[2] <= short else "chunked"
 
 
 def _small(inputs: Inputs) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_linattn.ops import dispatch
 from hf_linattn.ops.cpp import linear
+from hf_linattn.ops.dispatch import Backend
 from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadratic
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
@@ -17,51 +18,57 @@ INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
 DEVICES = ("cpu", "cuda")
 
 
-def attention(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
-    """Compute linear attention, with gradients, in the form that `dispatch` chooses.
+def attention(inputs: Inputs, how: OpConfig, keep: bool, backend: Backend | None = None) -> Outputs:
+    """Compute linear attention, causal or over all keys, with gradients.
 
     Args:
         inputs: queries, keys, values, and what came before.
         how: which features, over which keys, and whether to divide.
         keep: the state after is wanted; causal only.
+        backend: who computes, forward and backward; None decides by `dispatch.kernel_backend`.
 
     Raises:
         RuntimeError: from torch, for gradients of gradients.
     """
+    if backend is None:
+        backend = dispatch.kernel_backend(inputs)
     if torch.compiler.is_compiling():
-        found = Outputs(*torch.ops.hf_linattn.linear_attention(*inputs, *how, keep or not how.causal))
-        return found if keep else Outputs(*found[:2])
+        arguments = (*inputs, *how, keep or not how.causal, backend)
+        outputs = Outputs(*torch.ops.hf_linattn.linear_attention(*arguments))
+        return outputs if keep else Outputs(*outputs[:2])
     if not torch.is_grad_enabled():
-        return _forward(inputs, how, keep)
+        return _forward(inputs, how, keep, backend)
     # the backward of forms over all keys reads the sums, that of all scores at once does not
-    keep = keep or (not how.causal and dispatch.form(inputs, how) != "quadratic")
+    keep = keep or not (how.causal or (backend == "eager" and dispatch.form(inputs, how) == "quadratic"))
     # an operator would cost more
-    return Outputs(*_Attention.apply(*inputs, how, keep))  # type: ignore[no-untyped-call]
+    return Outputs(*_Attention.apply(*inputs, how, keep, backend))  # type: ignore[no-untyped-call]
 
 
-def _forward(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
-    form = dispatch.form(inputs, how)
-    if form == "triton":
+def _forward(inputs: Inputs, how: OpConfig, keep: bool, backend: str) -> Outputs:
+    if backend == "triton":
         return _triton(inputs, how, keep)
-    if form == "native":
+    if backend == "cpp":
         return linear.forward(inputs, how, keep, dispatch.CHUNK)
+    form = dispatch.form(inputs, how)
     if form == "quadratic":
         return quadratic.forward(inputs, how, keep)
-    if form == "both ways":
+    if form == "bidirectional":
         return bidirectional.forward(inputs, how, keep, dispatch.NUMBERS)
     return chunked.forward(inputs, how, keep, dispatch.chunk(inputs))
 
 
-def _backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig) -> InputGrads:
-    form = dispatch.form(inputs, how)
-    if form == "triton":
+def _backward(
+    inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig, backend: str
+) -> InputGrads:
+    if backend == "triton":
         return _triton_backward(inputs, outputs, given, how)
-    if form == "native":
+    if backend == "cpp":
         found = linear.backward(inputs, outputs, given, how, dispatch.CHUNK)
         return chunked_backward.through_running_sum(found, outputs, given)
+    form = dispatch.form(inputs, how)
     if form == "quadratic":
         return quadratic.backward(inputs, outputs, given, how)
-    if form == "both ways":
+    if form == "bidirectional":
         return bidirectional.backward(inputs, outputs, given, how, dispatch.NUMBERS)
     return chunked_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
 
@@ -84,9 +91,9 @@ def _triton_backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: 
     return InputGrads(*found[:3])
 
 
-def _remember(ctx: Any, inputs: Inputs, how: OpConfig, outputs: Outputs) -> None:
-    """Save what the backward needs; the state after only where the decay has gradients, or over all keys."""
-    ctx.how = how
+def _remember(ctx: Any, inputs: Inputs, how: OpConfig, backend: str, outputs: Outputs) -> None:
+    """Keep what the backward needs; the state after only where decay has gradients, or all keys are seen."""
+    ctx.how, ctx.backend = how, backend
     after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
 
@@ -113,7 +120,7 @@ def _by_inputs(found: InputGrads) -> tuple[Tensor | None, ...]:
 
 
 def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_by_inputs(_backward(*_given(ctx, *grads), ctx.how)), None, None)
+    return (*_by_inputs(_backward(*_given(ctx, *grads), ctx.how, ctx.backend)), None, None, None)
 
 
 _backward_refusing_another = torch.autograd.function.once_differentiable(_backward_once)
@@ -123,11 +130,11 @@ _backward_refusing_another = torch.autograd.function.once_differentiable(_backwa
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *given, how, keep = args
+        *given, how, keep, backend = args
         inputs = Inputs(*given)
-        outputs = _forward(inputs, how, keep)
+        outputs = _forward(inputs, how, keep, backend)
         ctx.set_materialize_grads(False)
-        _remember(ctx, inputs, how, outputs)
+        _remember(ctx, inputs, how, backend, outputs)
         return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs
 
     @staticmethod
@@ -152,9 +159,10 @@ def _operator(
     normalise: bool,
     causal: bool,
     keep: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
-    output, total, *after = _forward(inputs, OpConfig(kind, eps, normalise, causal), keep)
+    output, total, *after = _forward(inputs, OpConfig(kind, eps, normalise, causal), keep, backend)
     return output, total, *(total.new_empty(0) if x is None else x for x in after)  # type: ignore[return-value]
 
 
@@ -164,7 +172,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
     output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
     total = output.new_empty(batch, heads, length, dtype=accumulator_dtype(query, key, value))
-    if not args[-1]:
+    if not args[-2]:  # keep
         return output, total, total.new_empty(0), total.new_empty(0)
     state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)
     return output, total, *state
@@ -192,12 +200,13 @@ def _backward_operator(
     eps: float,
     normalise: bool,
     causal: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute gradients, without elements where there are none: an operator has no optional results."""
     inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
     given = OutputGrads(d_output, d_total, d_S, d_z)
-    found = _backward(inputs, Outputs(*outputs), given, OpConfig(kind, eps, normalise, causal))
+    found = _backward(inputs, Outputs(*outputs), given, OpConfig(kind, eps, normalise, causal), backend)
     return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
 
 
@@ -210,13 +219,15 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     inputs, outputs, given = _given(ctx, *grads)
-    found = torch.ops.hf_linattn.linear_attention_backward(*inputs, *outputs, *given, *ctx.how)
+    arguments = (*inputs, *outputs, *given, *ctx.how, ctx.backend)
+    found = torch.ops.hf_linattn.linear_attention_backward(*arguments)
     parts: Any = (None if x is None else y for x, y in zip(inputs.differentiable, found, strict=True))
-    return (*_by_inputs(InputGrads(*parts)), *(None,) * (HOW + 1))
+    return (*_by_inputs(InputGrads(*parts)), *(None,) * (HOW + 2))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _remember(ctx, Inputs(*inputs[:INPUTS]), OpConfig(*inputs[INPUTS:-1]), Outputs(*output))
+    *how, _, backend = inputs[INPUTS:]
+    _remember(ctx, Inputs(*inputs[:INPUTS]), OpConfig(*how), backend, Outputs(*output))
 
 
 _operator.register_autograd(_autograd_backward, setup_context=_setup)

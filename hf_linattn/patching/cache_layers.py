@@ -1,4 +1,4 @@
-"""A patched layer's place in transformers' cache: found, and filled with the kind of layer that it needs."""
+"""The cache layer that a patched attention needs, put at its place in transformers' cache."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_linattn.attention.cache import HybridStateLayer, StateLayer
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.errors import CacheError
 
-STILL = "_linattn_still"
+UNROTATED = "_linattn_still"
 """Attribute of a cache layer whose keys came without rotation."""
 
 
 def self_attention_cache(cache: Any) -> Any:
-    """The cache of the decoder's self-attention; encoder-decoder caches hold two."""
+    """Return the cache of the decoder's self-attention; encoder-decoder caches hold two."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
@@ -47,25 +47,25 @@ def _static_length(cache: Any, where: str) -> int:
     return int(cache.get_max_length())
 
 
-def refuse_turned(cache: Any, index: int, where: str) -> None:
-    """Of a layer without rotary embedding: its cache must not hold keys that another attention has turned.
+def refuse_rotated_keys(cache: Any, index: int, where: str) -> None:
+    """Refuse a cache whose keys another attention has rotated, at a layer without rotary embedding.
 
     Raises:
         CacheError: it does.
     """
     layer: Any = _layer_at(cache, index, where)
-    if getattr(layer, STILL, False) or isinstance(layer, StateLayer):
+    if getattr(layer, UNROTATED, False) or isinstance(layer, StateLayer):
         return
     if layer.is_initialized and int(layer.get_seq_length()) > 0:
         raise CacheError(
             f"{where}: the keys in this cache were turned by a rotary embedding, which is switched off here: "
             "start from a new cache"
         )
-    setattr(layer, STILL, True)
+    setattr(layer, UNROTATED, True)
 
 
 def install_full(cache: Any, index: int, where: str) -> None:
-    """Have all keys kept at `index` of the cache, where transformers would keep those of a window.
+    """Keep all keys at `index` of the cache, where transformers would keep those of a window.
 
     Raises:
         CacheError: keys were dropped already, or the layer is of another kind.
@@ -84,7 +84,7 @@ def install_full(cache: Any, index: int, where: str) -> None:
         new = StaticLayer(max_cache_len=_static_length(cache, where))
     else:
         raise CacheError(f"{where}: a cache layer of type {type(old).__name__} cannot keep all keys")
-    setattr(new, STILL, getattr(old, STILL, False))
+    setattr(new, UNROTATED, getattr(old, UNROTATED, False))
     cache.layers[index] = new
 
 

@@ -14,7 +14,8 @@ from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_com
 from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.patching.cache_layers import install, install_full, refuse_turned, self_attention_cache
+from hf_linattn.patching.cache_layers import install, install_full, refuse_rotated_keys, self_attention_cache
+from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
@@ -24,9 +25,6 @@ KEPT = "_linattn_kept"
 """Attribute of attention modules that keep their own implementation in a patched model: its name."""
 CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
-USED = "used"
-_note = object.__setattr__
-"""What a call leaves in a child: nn.Module's own way of setting attributes takes as long as an operation."""
 
 
 def attention(
@@ -72,17 +70,15 @@ def attention(
         return own_attention(
             module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
         )
-    layer = child.layer
-    if layer is not None:
-        if layer == USED:
-            raise UnsupportedCallError(
-                f"{type(module).__name__} calls its attention more than once per forward"
-            )
-        _note(child, "layer", USED)
+    context: CallContext = getattr(child.calls, "context", NO_CONTEXT)
+    if context.used:
+        raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
+    if context.layer is not None:
+        child.calls.context = USED
     own = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(own) and not child.cross
+    causal = bool(own) and not context.cross
     # never the module itself: offloading moves every argument of a call to the device
-    return child(layer, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
+    return child(context, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
 
 
 def own_attention(
@@ -94,7 +90,20 @@ def own_attention(
     kept: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention of a module that stays as it was inside a patched model."""
+    """Compute the attention of a module that stays as it was inside a patched model.
+
+    Args:
+        module: the attention module.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
+        mask: see `masks`; given to the implementation in the form that it reads.
+        kept: its name, "sdpa" or "eager".
+        **kwargs: what else the module passes.
+
+    Returns:
+        Output `[B, N, H, Dv]` and attention weights or None.
+    """
     if is_compact(mask):
         assert mask is not None
         causal = mask.dtype == CAUSAL
@@ -146,7 +155,9 @@ def check_kept(site: Site, kept: str) -> None:
 def find_state(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: put a state layer into the cache at this module's place, and hand it to the child.
+    """Put a state layer into the cache at this module's place, and note it for the call: a forward pre-hook.
+
+    Notes are kept by thread, so that several threads can use one model.
 
     Returns:
         The arguments, without the rotary embedding where a modifier switches that off.
@@ -161,7 +172,7 @@ def find_state(
             f"the attention implementation was set to {implementation!r} after patch_model, which would "
             "undo half of it: call unpatch_model first, or set it back to 'linattn'."
         )
-    _note(child, "layer", None)
+    child.calls.context = NO_CONTEXT  # whatever a call before left behind
     if child.bypass is not None:
         return args, kwargs
     if child.drops_rope:
@@ -170,8 +181,10 @@ def find_state(
         not CROSS_ARGUMENTS.isdisjoint(kwargs)
         and any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS)
     )
-    _note(child, "cross", cross)
-    if cross or not (child.keeps_state or child.drops_window or child.drops_rope):
+    if cross:
+        child.calls.context = CallContext(cross=True)
+        return args, kwargs
+    if not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.source
     if not source.updates:
@@ -192,19 +205,22 @@ def find_state(
         index = index + kwargs.get(source.slot, 0)
     where = f"{type(module).__name__} {index}"
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
-        refuse_turned(self_attention_cache(cache), index, where)
+        refuse_rotated_keys(self_attention_cache(cache), index, where)
     if child.drops_window and not child.keeps_state:
         install_full(self_attention_cache(cache), index, where)
     if not child.keeps_state:
         return args, kwargs
     layer: StateLayer = install(self_attention_cache(cache), index, where)
-    layer.armed = True
-    _note(child, "layer", layer)
+    layer.expecting_update = True
+    child.calls.context = CallContext(layer)
     return args, kwargs
 
 
 def _implementation(config: Any) -> Any:
-    """What a config names, past `__getattribute__` of configs, which takes as long as an operation."""
+    """Read the attention implementation that a config names.
+
+    Past `__getattribute__` of configs, which takes as long as an operation.
+    """
     if not torch.compiler.is_compiling():  # which cannot follow that
         try:
             return object.__getattribute__(config, "_attn_implementation_internal")
@@ -214,21 +230,21 @@ def _implementation(config: Any) -> Any:
 
 
 def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Cosines of 1 and sines of 0: no rotation."""
+    """Put cosines of 1 and sines of 0, no rotation, into a module's arguments."""
     place = child.source.parameters.index(ROTARY_ARGUMENT)
-    given: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
-    if given is None:  # a layer without positions
+    rotary: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
+    if rotary is None:  # a layer without positions
         return args, kwargs
-    pair = isinstance(given, tuple | list) and len(given) == 2
-    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in given):
+    pair = isinstance(rotary, tuple | list) and len(rotary) == 2
+    if not pair or any(not isinstance(x, Tensor) or x.is_complex() for x in rotary):
         raise UnsupportedCallError(
             f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not "
-            f"{type(given).__name__}; leave rope=True"
+            f"{type(rotary).__name__}; leave rope=True"
         )
-    still = (torch.ones_like(given[0]), torch.zeros_like(given[1]))
+    unrotated = (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
     if ROTARY_ARGUMENT in kwargs:
-        return args, {**kwargs, ROTARY_ARGUMENT: still}
-    return (*args[:place], still, *args[place + 1 :]), kwargs
+        return args, {**kwargs, ROTARY_ARGUMENT: unrotated}
+    return (*args[:place], unrotated, *args[place + 1 :]), kwargs
 
 
 AttentionInterface.register(NAME, attention)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,15 +11,33 @@ from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, Sc
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, Site
-from hf_linattn.attention.visibility import read_visibility
+from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.registry import Recipe
 
 SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
 
 
+class CallContext(NamedTuple):
+    """The running call of an attention module, as its pre-hook sees it.
+
+    Attributes:
+        layer: the state to read and write; None without a cache.
+        cross: keys come from another sequence.
+        used: the state was handed out in this call already.
+    """
+
+    layer: StateLayer | None = None
+    cross: bool = False
+    used: bool = False
+
+
+NO_CONTEXT = CallContext()
+USED = CallContext(used=True)
+
+
 class PatchedAttention(nn.Module):
-    """What a recipe becomes at one site.
+    """A recipe built at one site: an attention and its modifiers, as a child of the attention module.
 
     Args:
         recipe: what to build.
@@ -35,9 +54,8 @@ class PatchedAttention(nn.Module):
         )
         self.drops_window = site.window is not None and not keep_window
         self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
-        self.layer: StateLayer | str | None = None  # the cache layer of the running call, set by the pre-hook
+        self.calls = threading.local()  # .context: of the running call, set by the pre-hook
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
-        self.cross = False
         self.base = ""
         self.modifiers: list[str] = []
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
@@ -57,7 +75,7 @@ class PatchedAttention(nn.Module):
             raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
 
     def _compose(self, parts: list[Patch], site: Site) -> None:
-        """Modifiers and the attention side by side; an attention that another one holds goes inside that."""
+        """Put modifiers and the attention side by side; an attention that another holds goes inside it."""
         attentions = [part for part in parts if isinstance(part, Attention)]
         host = next((part for part in attentions if part.hosts), None)
         for part in parts:
@@ -74,7 +92,7 @@ class PatchedAttention(nn.Module):
             self.add_module(self.base, ScoreAttention(site))
 
     def _check_saved(self) -> None:
-        """Loading makes modules without data and fills in what was saved; other tensors would stay empty."""
+        """Refuse tensors that are not saved: loading builds modules without data, and leaves them empty."""
         for name, module in self.named_modules():
             loose = [key for key, value in module.__dict__.items() if isinstance(value, Tensor)]
             if unsaved := sorted(module._non_persistent_buffers_set) + loose:
@@ -84,7 +102,11 @@ class PatchedAttention(nn.Module):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "layer": None}
+        return {name: value for name, value in self.__dict__.items() if name != "calls"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.calls = threading.local()
 
     @property
     def attention(self) -> Attention:
@@ -167,7 +189,7 @@ class PatchedAttention(nn.Module):
 
     def forward(
         self,
-        layer: StateLayer | None,
+        context: CallContext,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -177,35 +199,61 @@ class PatchedAttention(nn.Module):
         causal: bool,
         extras: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One attention call, as `seam.attention`: `[B, N, H, Dv]`, and the weights where asked for."""
-        call = self._call(layer, query, key, value, mask, scaling, dropout, causal, extras)
+        """Compute one attention call.
+
+        Args:
+            context: from the pre-hook.
+            query: `[B, H, N, D]`.
+            key: `[B, Hkv, S, D]`.
+            value: `[B, Hkv, S, Dv]`.
+            mask: see `masks`.
+            scaling: of the scores; None for D^-0.5.
+            dropout: probability, on the weights.
+            causal: a query sees no later keys.
+            extras: the other keywords of the interface call.
+
+        Returns:
+            Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
+        """
+        self._refuse_call(context.cross, dropout, causal, extras)
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+        if not self.keep_window:
+            visibility = visibility.without_window()
+            if self.drops_window and not self.keeps_state:
+                # a static layer in place of a window is longer than the mask
+                key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
+        visibility = self._restricted(visibility, query, key.shape[2], extras)
+        bias = visibility.bias
+        if (position_bias := extras.get("position_bias")) is not None:
+            bias = position_bias if bias is None else bias + position_bias
+        call = Call(
+            query,
+            key,
+            value,
+            visibility,
+            causal,
+            context.cross,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            self.where,
+            self.spec,
+            context.layer,
+            dropout,
+            bias,
+            extras.get("softcap"),
+            extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
+            bool(extras.get("output_attentions")),
+        )
         for name in self.modifiers:
             self.get_submodule(name)(call)
         output, weights = self.attention(call)
         return output.transpose(1, 2).contiguous(), weights
 
-    def _call(
-        self,
-        layer: StateLayer | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        dropout: float,
-        causal: bool,
-        extras: dict[str, Any],
-    ) -> Call:
-        self._refuse_call(dropout, causal, extras)
-        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
-        if not self.keep_window:
-            visibility = visibility.without_window()
-        if (
-            self.drops_window and not self.keeps_state
-        ):  # a static layer in place of a window is longer than the mask
-            key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
+    def _restricted(
+        self, visibility: Visibility, query: Tensor, keys: int, extras: dict[str, Any]
+    ) -> Visibility:
+        """Leave only the keys that an indexer selects, and those of a query's own document."""
         if extras.get("indices") is not None:
-            visibility = visibility.selected(extras["indices"], key.shape[2])
+            visibility = visibility.selected(extras["indices"], keys)
         if extras.get("cu_seq_lens_q") is not None:
             if query.shape[0] != 1:
                 raise UnsupportedCallError(
@@ -213,42 +261,22 @@ class PatchedAttention(nn.Module):
                     f"{query.shape[0]}"
                 )
             visibility = visibility.packed(extras["cu_seq_lens_q"], query.device)
-        bias = visibility.bias
-        if extras.get("position_bias") is not None:
-            given = extras["position_bias"]
-            bias = given if bias is None else bias + given
-        return Call(
-            query,
-            key,
-            value,
-            visibility,
-            causal,
-            self.cross,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            self.where,
-            self.spec,
-            layer,
-            dropout,
-            bias,
-            extras.get("softcap"),
-            extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
-            bool(extras.get("output_attentions")),
-        )
+        return visibility
 
-    def _refuse_call(self, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
+    def _refuse_call(self, cross: bool, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
         attention = self.attention
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
         for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
             if keyword not in attention.expresses and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
-        if self.cross and not attention.cross:
+        if cross and not attention.cross:
             raise UnsupportedCallError(
                 f"{self.where}: {self.base!r} needs queries and keys of one sequence, and this is "
                 "cross-attention. Leave it out of the plan, e.g. patch_model(model, "
                 f"{{'*.self_attn': {self.spec!r}}})"
             )
-        if not self.cross:
+        if not cross:
             self._refuse_direction(causal)
         if attention.linear and dropout:
             raise UnsupportedCallError(
@@ -262,5 +290,5 @@ class PatchedAttention(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Composition in `print(model)`."""
+        """Show the composition in `print(model)`."""
         return self.spec

@@ -10,108 +10,156 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import Tokens
+from hf_linattn.ops.types import State
 
 
-class Kept(NamedTuple):
-    """Keys `[B, Hkv, N, D]`, values `[B, Hkv, N, Dv]`, and a mark `[B, N]` for each that counts.
+class KeyValues(NamedTuple):
+    """Keys `[B, Hkv, N, D]`, values `[B, Hkv, N, Dv]`, and which of them count, boolean `[B, N]`.
 
-    Where padding is not marked there may be anything finite, and it has no influence; NaN is not kept.
+    Where padding does not count there may be anything finite, and it has no influence; NaN is not kept.
     """
 
     key: Tensor
     value: Tensor
-    marks: Tensor
+    valid: Tensor
 
-    def columns(self, place: Tensor) -> Kept:
-        """Those at these places `[K]`."""
-        key, value = (x.index_select(2, place) for x in self[:2])
-        return Kept(key, value, self.marks.index_select(1, place))
+    def columns(self, index: Tensor) -> KeyValues:
+        """Select those at these columns `[K]`."""
+        key, value = (x.index_select(2, index) for x in self[:2])
+        return KeyValues(key, value, self.valid.index_select(1, index))
 
-    def put(self, place: Tensor, new: Kept, in_place: bool) -> Kept:
-        """With other columns at these places."""
+    def put(self, index: Tensor, new: KeyValues, in_place: bool) -> KeyValues:
+        """Replace those at these columns."""
         put = Tensor.index_copy_ if in_place else Tensor.index_copy
-        return Kept(*(put(old, axis, place, x) for axis, old, x in zip((2, 2, 1), self, new, strict=True)))
+        parts = zip((2, 2, 1), self, new, strict=True)
+        return KeyValues(*(put(old, axis, index, x) for axis, old, x in parts))
 
 
-class Recent(NamedTuple):
-    """The state: the window's tokens, the first ones ("sinks"), and where the next token goes.
+class WindowState(NamedTuple):
+    """The window's tokens, the first tokens ("sinks"), where the next one goes, and what has left.
 
     The window is a ring: a single token takes the place of the oldest, and nothing else is moved.
 
     Attributes:
-        window: `size` columns.
-        sinks: one column each.
-        turn: column of the oldest token of the window, `[B]`, the same in all rows.
+        key, value, valid: of the window, `size` columns, see `KeyValues`.
+        sink_key, sink_value, sink_valid: of the sinks, one column each.
+        oldest: column of the oldest token of the window, int64 `[B]`, the same in all rows.
+        S, z: state of the linear attention; without elements for a window alone.
     """
 
-    window: Kept
-    sinks: Kept
-    turn: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    sink_valid: Tensor
+    oldest: Tensor
+    S: Tensor
+    z: Tensor
+
+    @property
+    def window(self) -> KeyValues:
+        """The window's tokens, in the order of the ring."""
+        return KeyValues(*self[:3])
+
+    @property
+    def sinks(self) -> KeyValues:
+        """The first tokens."""
+        return KeyValues(*self[3:6])
+
+    @property
+    def linear(self) -> State | None:
+        """The state of the linear attention; None at the start, and for a window alone."""
+        return State(self.S, self.z) if self.z.numel() else None
+
+    def with_linear(self, state: State | None) -> WindowState:
+        """Replace the state of the linear attention; None keeps it."""
+        return self if state is None else self._replace(S=state.S, z=state.z)
 
     @classmethod
-    def of(cls, state: tuple[Tensor, ...]) -> Recent:
-        """From the first tensors of a flat state."""
-        return cls(Kept(*state[:3]), Kept(*state[3:6]), state[6])
+    def empty(cls, like: Tokens, size: int, sinks: int) -> WindowState:
+        """Return the state before the first token."""
+        batch, heads = like.key.shape[:2]
+        nothing = like.key.new_empty(batch, 0)
 
-    @classmethod
-    def nothing(cls, like: Tokens, size: int, sinks: int) -> Recent:
-        """Before the first token."""
-        (batch, heads), device = like.key.shape[:2], like.key.device
-
-        def empty(length: int) -> Kept:
-            return Kept(
+        def columns(length: int) -> KeyValues:
+            return KeyValues(
                 like.key.new_zeros(batch, heads, length, like.key.shape[3]),
                 like.value.new_zeros(batch, heads, length, like.value.shape[3]),
-                torch.zeros(batch, length, dtype=torch.bool, device=device),
+                like.key.new_zeros(batch, length, dtype=torch.bool),
             )
 
-        return cls(empty(size), empty(sinks), torch.zeros(batch, dtype=torch.int64, device=device))
+        oldest = like.key.new_zeros(batch, dtype=torch.int64)
+        return cls(*columns(size), *columns(sinks), oldest, nothing, nothing)
 
-    def flat(self) -> tuple[Tensor, ...]:
-        """As a state."""
-        return (*self.window, *self.sinks, self.turn)
-
-    def in_order(self) -> Kept:
-        """The window, the oldest token first."""
-        if not torch.compiler.is_compiling() and int(self.turn[0]) == 0:
+    def in_order(self) -> KeyValues:
+        """Return the window, the oldest token first."""
+        if not torch.compiler.is_compiling() and int(self.oldest[0]) == 0:
             return self.window
-        size = self.window.marks.shape[1]
-        return self.window.columns((torch.arange(size, device=self.turn.device) + self.turn[0]) % size)
+        size = self.valid.shape[1]
+        return self.window.columns((torch.arange(size, device=self.oldest.device) + self.oldest[0]) % size)
 
 
-def begun(tokens: Tokens, size: int, sinks: int) -> Recent:
-    """After the first tokens of a text, at most `size`: in the first columns, where `step` can tell them."""
-    nothing = Recent.nothing(tokens, 0, sinks)
-    marks, ranks = ranked(tokens, sinks, causal=True)
-    new = own(tokens, marks)
-    turn = nothing.turn.fill_(tokens.length % size)
-    return Recent(padded(new, 0, size - tokens.length), with_sinks(new, ranks, nothing.sinks), turn)
+class Seen(NamedTuple):
+    """What new queries see.
 
-
-def longer(tokens: Tokens, size: int, sinks: int) -> tuple[Kept, Tensor | None, Tokens, Recent]:
-    """After the first tokens of a text, more than `size`: nothing is before them, so nothing is moved.
-
-    Returns:
-        As `advance`, but what the queries see are the tokens themselves, `[B, Hkv, N, D]`; and the tokens
-        that leave are one for each query from `size` on.
+    Attributes:
+        key, value, valid: columns `[B, Hkv, M, D]`; `valid` is None where all count. Behind an earlier state
+            M is size + N, and token i sees the columns i < c <= i + size; from the start they are the tokens
+            themselves; for a single token the window.
+        sinks: the first tokens.
+        ranks: place of each token among the visible ones, `[B, N]`, -1 for padding: a query sees sinks up to
+            its own. None without sinks, and where all are seen.
     """
-    marks, ranks = ranked(tokens, sinks, causal=True)
-    seen, cut = own(tokens, marks), tokens.length - size
-    leaving = tokens.slice(0, cut)
-    leaving = replace(leaving, query=None, count=None, valid=marks[:, :cut] if sinks else leaving.valid)
-    first = with_sinks(seen, ranks, Recent.nothing(tokens, 0, sinks).sinks)
-    window = Kept(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.marks[:, cut:])
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+    sinks: KeyValues
+    ranks: Tensor | None
+
+
+class Pushed(NamedTuple):
+    """New tokens put into a window.
+
+    Attributes:
+        seen: by their queries.
+        evicted: the tokens that leave the window, one for each new one, or for each of the last new ones;
+            None where there is none, or nobody asked.
+        after: what is kept; the very state from before where its tensors were written over.
+    """
+
+    seen: Seen
+    evicted: Tokens | None
+    after: WindowState
+
+
+def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
+    """Keep the first tokens of a text, at most `size`: in the first columns, as `push_one` wants them."""
+    before = WindowState.empty(tokens, 0, sinks)
+    valid, ranks = ranked(tokens, sinks, causal=True)
+    new = masked(tokens, valid)
+    window, first = padded(new, 0, size - tokens.length), with_sinks(new, ranks, before.sinks)
+    return WindowState(*window, *first, before.oldest.fill_(tokens.length % size), before.S, before.z)
+
+
+def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:
+    """Keep the last of the first tokens of a text, more than `size`: nothing is before them to be moved."""
+    before = WindowState.empty(tokens, 0, sinks)
+    valid, ranks = ranked(tokens, sinks, causal=True)
+    seen, cut = masked(tokens, valid), tokens.length - size
+    evicted = tokens.slice(0, cut)
+    evicted = replace(evicted, query=None, count=None, valid=valid[:, :cut] if sinks else evicted.valid)
+    first = with_sinks(seen, ranks, before.sinks)
+    window = KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:])
     if tokens.keep:  # in memory of its own, which may be written over
-        window = Kept(*(x.clone(memory_format=torch.contiguous_format) for x in window))
-    return seen, ranks, leaving, Recent(window, first, torch.zeros_like(marks[:, 0], dtype=torch.int64))
-
-
-TENSORS = 7
-"""Of a flat state."""
+        window = KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in window))
+    after = WindowState(*window, *first, *before[6:])
+    return Pushed(Seen(*seen, first, ranks), evicted, after)
 
 
 def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor | None]:
-    """Marks of tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each.
+    """Find the tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each.
 
     Without sinks nobody wants ranks.
     """
@@ -127,124 +175,105 @@ def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor | N
     return valid & (rank >= sinks), rank
 
 
-def own(tokens: Tokens, marks: Tensor) -> Kept:
-    """The tokens themselves, with zeros in place of padding."""
-    return Kept(tokens.hide(tokens.key), tokens.hide(tokens.value), marks)
+def masked(tokens: Tokens, valid: Tensor) -> KeyValues:
+    """Return the tokens with zeros in place of padding."""
+    return KeyValues(tokens.hide(tokens.key), tokens.hide(tokens.value), valid)
 
 
-def with_sinks(new: Kept, rank: Tensor | None, before: Kept) -> Kept:
-    """The first tokens, those among the new ones put in their places."""
-    slots = before.marks.shape[1]
+def with_sinks(new: KeyValues, rank: Tensor | None, before: KeyValues) -> KeyValues:
+    """Put those of the new tokens that are sinks in their places."""
     if rank is None:
         return before
+    slots = before.valid.shape[1]
     hit = rank[:, None] == torch.arange(slots, device=rank.device)[:, None]  # [B, slots, N]
-    place, found = hit.int().argmax(-1)[:, None, :, None], hit.any(-1)
+    index, is_new = hit.int().argmax(-1)[:, None, :, None], hit.any(-1)
 
     def put(x: Tensor, old: Tensor) -> Tensor:
-        first = x.gather(2, place.expand(-1, x.shape[1], -1, x.shape[3]))
-        return torch.where(found[:, None, :, None], first, old)
+        first = x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+        return torch.where(is_new[:, None, :, None], first, old)
 
-    return Kept(put(new.key, before.key), put(new.value, before.value), before.marks | found)
+    return KeyValues(put(new.key, before.key), put(new.value, before.value), before.valid | is_new)
 
 
-def advance(tokens: Tokens, before: Recent) -> tuple[Kept, Tensor | None, Tokens, Recent]:
-    """Move the window over new tokens.
-
-    Returns:
-        What the new queries see, `[B, Hkv, size + N, D]`, token i the columns i < c <= i + size; their ranks
-        `[B, N]`, if there are sinks; the tokens that leave the window, one as each comes; and what is kept
-        after the last.
-    """
-    marks, ranks = ranked(tokens, before.sinks.marks.shape[1], causal=True)
-    new, old = own(tokens, marks), before.in_order()
-    seen = Kept(
+def push(tokens: Tokens, before: WindowState) -> Pushed:
+    """Move the window over new tokens; every one of them evicts one."""
+    valid, ranks = ranked(tokens, before.sink_valid.shape[1], causal=True)
+    new, old = masked(tokens, valid), before.in_order()
+    seen = KeyValues(
         torch.cat([old.key, new.key], 2),
         torch.cat([old.value, new.value], 2),
-        torch.cat([old.marks, marks], 1),
+        torch.cat([old.valid, valid], 1),
     )
     cut = tokens.length
-    leaving = Kept(seen.key[:, :, :cut], seen.value[:, :, :cut], seen.marks[:, :cut])
-    window = Kept(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.marks[:, cut:])
+    evicted = KeyValues(seen.key[:, :, :cut], seen.value[:, :, :cut], seen.valid[:, :cut])
+    window = KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:])
     sinks = with_sinks(new, ranks, before.sinks)
-    after = Recent(window, sinks, torch.zeros_like(before.turn))
-    return seen, ranks, _as_tokens(leaving, tokens), after
+    after = WindowState(*window, *sinks, torch.zeros_like(before.oldest), before.S, before.z)
+    return Pushed(Seen(*seen, sinks, ranks), _as_tokens(evicted, tokens), after)
 
 
-def steps(tokens: Tokens, before: Recent) -> bool:
-    """Whether `step` can take them: one token, of the kind that is kept, and no gradients."""
-    alike = tokens.key.dtype == before.window.key.dtype and tokens.value.dtype == before.window.value.dtype
+def is_step(tokens: Tokens, before: WindowState) -> bool:
+    """Whether `push_one` can take them: one token, of the dtype that is kept, and no gradients."""
+    alike = tokens.key.dtype == before.key.dtype and tokens.value.dtype == before.value.dtype
     return tokens.length == 1 and alike and not torch.is_grad_enabled()
 
 
-class Step(NamedTuple):
-    """One token more.
-
-    Attributes:
-        seen: what its query sees; marks are None where all of it counts.
-        rank: of the token, `[B, 1]`, if there are sinks.
-        leaving: the token whose place it takes; None where there is none, or nobody asked.
-        after: what is kept, in the tensors from before where `tokens.in_place`.
-    """
-
-    seen: tuple[Tensor, Tensor, Tensor | None]
-    rank: Tensor | None
-    leaving: Tokens | None
-    after: Recent
-
-
-def step(tokens: Tokens, before: Recent, wants_leaving: bool) -> Step:
-    """`advance` by one token, which takes the place of the oldest."""
-    count = _first_columns(tokens, before)
+def push_one(tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed:
+    """Put one token in the place of the oldest."""
+    count = _leading_columns(tokens, before)
     if count is not None:
-        return _step_behind(count, tokens, before, wants_leaving)
-    marks, rank = ranked(tokens, before.sinks.marks.shape[1], causal=True)
-    new, place = own(tokens, marks), before.turn[:1]
-    leaving = _as_tokens(before.window.columns(place), tokens) if wants_leaving else None
-    window = before.window.put(place, new, tokens.in_place)
-    turn = (before.turn + 1) % before.window.marks.shape[1]
-    return Step(window, rank, leaving, Recent(window, with_sinks(new, rank, before.sinks), turn))
+        return _push_behind(count, tokens, before, wants_evicted)
+    valid, rank = ranked(tokens, before.sink_valid.shape[1], causal=True)
+    new, index = masked(tokens, valid), before.oldest[:1]
+    evicted = _as_tokens(before.window.columns(index), tokens) if wants_evicted else None
+    window = before.window.put(index, new, tokens.in_place)
+    oldest = (before.oldest + 1) % before.valid.shape[1]
+    sinks = with_sinks(new, rank, before.sinks)
+    after = WindowState(*window, *sinks, oldest, before.S, before.z)
+    return Pushed(Seen(*window, sinks, rank), evicted, after)
 
 
-def _first_columns(tokens: Tokens, before: Recent) -> int | None:
-    """How many columns count, where these are the first ones or all, and it takes no time to ask."""
-    marks = before.window.marks
-    if tokens.valid is not None or marks.device.type != "cpu" or torch.compiler.is_compiling():
+def _leading_columns(tokens: Tokens, before: WindowState) -> int | None:
+    """Count the columns that count, where these are the first ones or all, and it takes no time to ask."""
+    valid = before.valid
+    if tokens.valid is not None or valid.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if marks.all():
-        return marks.shape[1]
-    place = int(before.turn[0])
-    first = marks[:, :place].all() and not marks[:, place:].any()
-    return place if first and not before.sinks.marks.shape[1] else None
+    if valid.all():
+        return valid.shape[1]
+    column = int(before.oldest[0])
+    first = valid[:, :column].all() and not valid[:, column:].any()
+    return column if first and not before.sink_valid.shape[1] else None
 
 
-def _step_behind(count: int, tokens: Tokens, before: Recent, wants_leaving: bool) -> Step:
-    """Where the first columns count: sinks are full, and no mark changes but that of the token's place."""
-    (key, value, marks), sinks, turn = before
-    size, place = marks.shape[1], int(turn[0])
-    slots, leaving = sinks.marks.shape[1], None
+def _push_behind(count: int, tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed:
+    """Put one token behind `count` columns: sinks are full, and `valid` changes in its own column alone."""
+    size, column = before.valid.shape[1], int(before.oldest[0])
+    slots, evicted = before.sink_valid.shape[1], None
     rank = ranked(tokens, slots, causal=True)[1] if slots else None
-    if wants_leaving and count == size:
-        old_key, old_value = (x.narrow(2, place, 1).clone() for x in (key, value))
-        leaving = Tokens(None, old_key, old_value, tokens.scaling, in_place=tokens.in_place)
+    if wants_evicted and count == size:
+        old_key, old_value = (x.narrow(2, column, 1).clone() for x in (before.key, before.value))
+        evicted = Tokens(None, old_key, old_value, tokens.scaling, in_place=tokens.in_place)
+    after = before
     if not tokens.in_place:
-        key, value, marks, turn = (x.clone() for x in (key, value, marks, turn))
-    key.narrow(2, place, 1).copy_(tokens.key)
-    value.narrow(2, place, 1).copy_(tokens.value)
-    turn.fill_((place + 1) % size)
-    seen = key, value, None
+        key, value, valid, oldest = (x.clone() for x in (*before[:3], before.oldest))
+        after = before._replace(key=key, value=value, valid=valid, oldest=oldest)
+    key, value = after.key, after.value
+    key.narrow(2, column, 1).copy_(tokens.key)
+    value.narrow(2, column, 1).copy_(tokens.value)
+    after.oldest.fill_((column + 1) % size)
     if count < size:
-        marks.narrow(1, place, 1).fill_(True)
-        seen = key.narrow(2, 0, count + 1), value.narrow(2, 0, count + 1), None
-    return Step(seen, rank, leaving, Recent(Kept(key, value, marks), sinks, turn))
+        after.valid.narrow(1, column, 1).fill_(True)
+        key, value = key.narrow(2, 0, count + 1), value.narrow(2, 0, count + 1)
+    return Pushed(Seen(key, value, None, after.sinks, rank), evicted, after)
 
 
-def _as_tokens(kept: Kept, like: Tokens) -> Tokens:
-    return Tokens(None, kept.key, kept.value, like.scaling, kept.marks, in_place=like.in_place)
+def _as_tokens(kept: KeyValues, like: Tokens) -> Tokens:
+    return Tokens(None, kept.key, kept.value, like.scaling, kept.valid, in_place=like.in_place)
 
 
-def padded(kept: Kept, before: int, behind: int) -> Kept:
-    """With columns that do not count on both sides."""
+def padded(kept: KeyValues, before: int, behind: int) -> KeyValues:
+    """Add columns that do not count on both sides."""
     sides, whole = (0, 0, before, behind), torch.contiguous_format
     if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
-        return Kept(*(x.clone(memory_format=whole) for x in kept))
-    return Kept(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.marks, (before, behind)))
+        return KeyValues(*(x.clone(memory_format=whole) for x in kept))
+    return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.valid, (before, behind)))

@@ -1,4 +1,4 @@
-"""Turning queries to other positions with a model's own rotary embedding."""
+"""Rotating queries to other positions with a model's own rotary embedding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rotary:
         self.module, self.apply = (module,), apply  # in a tuple: no submodule of ours
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
-        """Queries as they would be so many positions earlier.
+        """Rotate queries to where they would be so many positions earlier.
 
         Args:
             query: `[B, H, N, D]`, rotated.
@@ -58,5 +58,5 @@ class Rotary:
 
 
 def is_rotated(site: Site) -> bool:
-    """Whether the module is given a rotary embedding."""
+    """Tell whether the module is given a rotary embedding."""
     return ROTARY_ARGUMENT in site.source.parameters

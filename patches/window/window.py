@@ -1,6 +1,5 @@
 """window: softmax over the last tokens and the first ones; alone, or with a linear attention for the rest."""
 
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site, StatefulAttention, Tokens, upcast
+from hf_linattn.attention import Attention, LinearAttention, Site, StatefulAttention, Tokens, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import types, window_attention
+from hf_linattn.ops.cpp import linear as native
+from hf_linattn.ops.cpp import window_decode
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
@@ -20,8 +21,8 @@ from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
-from . import fused_decode, ring
-from .ring import Kept, Recent
+from . import ring
+from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
 
 
@@ -80,9 +81,9 @@ class Window(StatefulAttention):
         self.inner = ""
         self.heads = site.heads
 
-    def host(self, inner: LinearAttention) -> None:
+    def host(self, inner: Attention) -> None:
         """Take in the linear attention of the tokens outside."""
-        if not inner.summed:
+        if not isinstance(inner, LinearAttention) or not inner.summed:
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
@@ -99,62 +100,60 @@ class Window(StatefulAttention):
         rest: Any = self._modules["rest"]  # not by its own name, which may be one of our attributes
         return rest  # type: ignore[no-any-return]
 
-    def causal(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Window and sinks exactly; what leaves the window goes to the linear attention's state."""
+    def causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
+        """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
         if state is None and self._holds(tokens):
-            return self._softmax(tokens, causal=True), self._begun(tokens) if tokens.keep else ()
-        before = self._before(tokens, state)
-        if state is not None and ring.steps(tokens, before):
-            return self._step(tokens, state, before)
+            after = self._begun(tokens) if tokens.keep else None
+            return self._softmax(tokens, causal=True), after
+        if state is not None and ring.is_step(tokens, state):
+            return self._step(tokens, state)
         if state is None and tokens.length > self.size and not torch.compiler.is_compiling():
-            seen, ranks, leaving, after = ring.longer(tokens, self.size, self.sinks)
+            pushed = ring.push_long_prompt(tokens, self.size, self.sinks)
         else:
-            seen, ranks, leaving, after = ring.advance(tokens, before)
-        inside = partial(self._inside, tokens, seen, ranks, after.sinks, self.size)
+            pushed = ring.push(tokens, state or self._empty(tokens))
+        inside = partial(self._inside, tokens, pushed.seen, self.size)
         if not self.inner:
-            return inside(None), after.flat()
-        output, inner = self._with_rest(tokens, leaving, self._inner_state(state), inside)
-        return output, (*after.flat(), *inner)
+            return inside(None), pushed.after
+        assert pushed.evicted is not None
+        linear_state = None if state is None else state.linear
+        output, linear_state = self._with_rest(tokens, pushed.evicted, linear_state, inside)
+        return output, pushed.after.with_linear(linear_state)
 
-    def _step(
-        self, tokens: Tokens, state: tuple[Tensor, ...], before: Recent
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One token."""
+    def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
+        """Compute one token."""
         if not self.sinks and self.mix == "shared" and self.branches in (None, "both"):
-            made = fused_decode.step(self._linear() if self.inner else None, tokens, state)
-            if made is not None:
-                return made
-        seen, rank, leaving, after = ring.step(tokens, before, wants_leaving=bool(self.inner))
-        inside = partial(self._inside, tokens, seen, rank, after.sinks, None)
-        inner = self._inner_state(state)
-        if inner is None or self._nothing_left(leaving, inner):
-            output = inside(None)
-        else:
-            output, inner = self._with_rest(tokens, leaving or _nobody(tokens), inner, inside)
-        found = (*after.flat(), *(inner or ()))
-        return output, state if all(map(operator.is_, found, state)) else found
+            fused = fused_step(self._linear() if self.inner else None, tokens, state)
+            if fused is not None:
+                return fused
+        pushed = ring.push_one(tokens, state, wants_evicted=bool(self.inner))
+        inside = partial(self._inside, tokens, pushed.seen, None)
+        before = state.linear if self.inner else None
+        if before is None or self._nothing_left(pushed.evicted, before):
+            return inside(None), pushed.after
+        output, after = self._with_rest(tokens, pushed.evicted or _nobody(tokens), before, inside)
+        return output, pushed.after if after is before else pushed.after.with_linear(after)
 
-    def _nothing_left(self, leaving: Tokens | None, inner: State) -> bool:
+    def _nothing_left(self, evicted: Tokens | None, before: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
-        return leaving is None and self.branches == "both" and not inner.z.any()
+        return evicted is None and self.branches == "both" and not before.z.any()
 
     def _with_rest(
         self,
         tokens: Tokens,
-        leaving: Tokens,
-        inner: State | None,
+        evicted: Tokens,
+        before: State | None,
         inside: Callable[[ScaledSums | None], Tensor],
     ) -> tuple[Tensor, State]:
-        """The window and the linear attention, whose state goes on."""
+        """Compute the window and the linear attention, whose state goes on."""
         assert tokens.query is not None
-        inside_all = tokens.length - leaving.length  # queries that see all before them inside the window
-        summed = replace(leaving, query=tokens.query[:, :, inside_all:])
+        inside_all = tokens.length - evicted.length  # queries that see all before them inside the window
+        summed = replace(evicted, query=tokens.query[:, :, inside_all:])
         if self.branches == "linear":
             summed, inside_all = tokens, 0
-        numerator, total, inner = self._linear().sums(summed, inner)
+        numerator, total, after = self._linear().sums(summed, before)
         if inside_all:
             numerator, total = F.pad(numerator, (0, 0, inside_all, 0)), F.pad(total, (inside_all, 0))
-        return self._mixed(tokens, inside, numerator, total), inner
+        return self._mixed(tokens, inside, numerator, total), after
 
     def _holds(self, tokens: Tokens) -> bool:
         """Whether a text begins that stays inside the window, so that torch's own kernel can take it."""
@@ -166,7 +165,7 @@ class Window(StatefulAttention):
         return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype
 
     def _softmax(self, tokens: Tokens, causal: bool) -> Tensor:
-        """Of a text inside the window: none of its tokens has left."""
+        """Compute a text inside the window: none of its tokens has left."""
         assert tokens.query is not None
         key, value, mask = tokens.hide(tokens.key), tokens.hide(tokens.value), None
         if tokens.valid is not None:
@@ -180,84 +179,78 @@ class Window(StatefulAttention):
         own = [weight for weight in self.parameters() if weight.requires_grad]
         if not own or not torch.is_grad_enabled():
             return output
-        beside: Tensor = _Beside.apply(output, *own)  # type: ignore[no-untyped-call]
-        return beside
+        output_of_all: Tensor = _ZeroGradients.apply(output, *own)  # type: ignore[no-untyped-call]
+        return output_of_all
 
-    def _begun(self, tokens: Tokens) -> tuple[Tensor, ...]:
-        """The state after such a text."""
-        after = ring.begun(tokens, self.size, self.sinks).flat()
-        return (*after, *self._linear().absorb(_nobody(tokens), None)) if self.inner else after
+    def _begun(self, tokens: Tokens) -> WindowState:
+        """Return the state after such a text."""
+        after = ring.from_prompt(tokens, self.size, self.sinks)
+        return after.with_linear(self._linear().absorb(_nobody(tokens), None)) if self.inner else after
 
-    def absorb(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """No queries are needed."""
-        _, _, leaving, after = ring.advance(tokens, self._before(tokens, state))
+    def absorb(self, tokens: Tokens, state: WindowState | None) -> WindowState:
+        """Return the state after tokens of which no queries are needed."""
+        pushed = ring.push(tokens, state or self._empty(tokens))
         if not self.inner:
-            return after.flat()
-        summed = tokens if self.branches == "linear" else leaving
-        return *after.flat(), *self._linear().absorb(summed, self._inner_state(state))
+            return pushed.after
+        summed = tokens if self.branches == "linear" else pushed.evicted
+        assert summed is not None
+        before = None if state is None else state.linear
+        return pushed.after.with_linear(self._linear().absorb(summed, before))
 
-    def _before(self, tokens: Tokens, state: tuple[Tensor, ...] | None) -> Recent:
-        return Recent.nothing(tokens, self.size, self.sinks) if state is None else Recent.of(state)
-
-    def _inner_state(self, state: tuple[Tensor, ...] | None) -> State | None:
-        return None if state is None or not self.inner else State(*state[ring.TENSORS :])
+    def _empty(self, tokens: Tokens) -> WindowState:
+        return WindowState.empty(tokens, self.size, self.sinks)
 
     def both_ways(self, tokens: Tokens) -> Tensor:
-        """A window to both sides; the rest in two streams, one from each end."""
+        """Compute a window to both sides; the rest in two streams, one from each end."""
         assert tokens.query is not None
         if self._holds(tokens):
             return self._softmax(tokens, causal=False)
-        marks, ranks = ring.ranked(tokens, self.sinks, causal=False)
-        own = ring.own(tokens, marks)
-        first = ring.with_sinks(own, ranks, self._before(tokens, None).sinks)
-        reach = 2 * self.size - 1
-        seen = ring.padded(own, self.size, self.size - 1)
-        inside = partial(self._inside, tokens, seen, None, first, reach)
+        valid, ranks = ring.ranked(tokens, self.sinks, causal=False)
+        own = ring.masked(tokens, valid)
+        sinks = ring.with_sinks(own, ranks, WindowState.empty(tokens, 0, self.sinks).sinks)
+        seen = Seen(*ring.padded(own, self.size, self.size - 1), sinks, None)
+        inside = partial(self._inside, tokens, seen, 2 * self.size - 1)
         if not self.inner:
             return inside(None)
         if self.branches == "linear":
             return self._linear().both_ways(tokens)
         numerator, total = self._outside(tokens, own)
-        mirrored = Kept(own.key.flip(2), own.value.flip(2), marks.flip(1))
+        mirrored = KeyValues(own.key.flip(2), own.value.flip(2), valid.flip(1))
         back, behind = self._outside(replace(tokens, query=tokens.query.flip(2)), mirrored)
         return self._mixed(tokens, inside, numerator + back.flip(2), total + behind.flip(2))
 
-    def _outside(self, tokens: Tokens, own: Kept) -> tuple[Tensor, Tensor]:
-        """Sums over the tokens that lie `size` or more before each query."""
-        key, value, marks = ring.padded(own, self.size, 0)
+    def _outside(self, tokens: Tokens, own: KeyValues) -> tuple[Tensor, Tensor]:
+        """Sum over the tokens that lie `size` or more before each query."""
+        key, value, valid = ring.padded(own, self.size, 0)
         cut = tokens.length
-        key, value, marks = key[:, :, :cut], value[:, :, :cut], marks[:, :cut]
-        stream = Tokens(tokens.query, key, value, tokens.scaling, marks, keep=False)
+        key, value, valid = key[:, :, :cut], value[:, :, :cut], valid[:, :cut]
+        stream = Tokens(tokens.query, key, value, tokens.scaling, valid, keep=False)
         return self._linear().sums(stream, None)[:2]
 
-    def _inside(
-        self,
-        tokens: Tokens,
-        seen: tuple[Tensor, Tensor, Tensor | None],
-        ranks: Tensor | None,
-        first: Kept,
-        reach: int | None,
-        other: ScaledSums | None,
-    ) -> Tensor:
-        """Softmax over the window, the sinks and other tokens; a causal query sees sinks up to its rank.
+    def _inside(self, tokens: Tokens, seen: Seen, span: int | None, other: ScaledSums | None) -> Tensor:
+        """Compute softmax over the window, the sinks and other tokens.
 
-        Without a reach a single query sees all of `seen`.
+        Args:
+            tokens: whose queries.
+            seen: what they see.
+            span: query i sees the columns i < c <= i + span; None for a single query that sees all.
+            other: sums over tokens elsewhere that share the normaliser.
         """
         assert tokens.query is not None
-        query, key, value = map(upcast, (tokens.query, *seen[:2]))
+        query, key, value = upcast(tokens.query), upcast(seen.key), upcast(seen.value)
         if self.sinks:
-            sinks = self._sink_sums(tokens.scaling, query, ranks, first)
+            sinks = self._sink_sums(tokens.scaling, query, seen)
             other = sinks if other is None else band.add_sums(sinks, other)
-        if reach is None:
-            return window_attention.decode(query, key, value, seen[2], tokens.scaling, other)
-        assert seen[2] is not None
+        if span is None:
+            return window_attention.decode(query, key, value, seen.valid, tokens.scaling, other)
+        assert seen.valid is not None
         return window_attention.attention(
-            types.Window(query, key, value, seen[2], reach, tokens.scaling), other
+            types.Window(query, key, value, seen.valid, span, tokens.scaling), other
         )
 
-    def _sink_sums(self, scaling: float, query: Tensor, ranks: Tensor | None, first: Kept) -> ScaledSums:
-        key, value = upcast(first.key), upcast(first.value)
-        visible = first.marks[:, None].expand(-1, query.shape[2], -1)
+    def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> ScaledSums:
+        key, value, ranks = upcast(seen.sinks.key), upcast(seen.sinks.value), seen.ranks
+        visible = seen.sinks.valid[:, None].expand(-1, query.shape[2], -1)
         if ranks is not None:
             visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
             if self.rotary is not None:
@@ -268,7 +261,7 @@ class Window(StatefulAttention):
     def _mixed(
         self, tokens: Tokens, inside: Callable[[ScaledSums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
-        """Window and rest as one, or one of them."""
+        """Join window and rest, or compute one of them."""
         if self.branches == "none":
             return torch.zeros_like(numerator)
         if self.branches in ("rest", "linear"):
@@ -284,7 +277,7 @@ class Window(StatefulAttention):
         return inside(ScaledSums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
 
     def state_bytes(self, site: Site, size: int) -> int | None:
-        """Window and sinks in the model's dtype, a mark for each token; and the linear attention's state."""
+        """Count window and sinks in the model's dtype, a flag a token, and the linear attention's state."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
         own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1) + 8
@@ -292,14 +285,58 @@ class Window(StatefulAttention):
         return None if inner is None else own + inner
 
 
+def fused_step(
+    rest: LinearAttention | None, tokens: Tokens, state: WindowState
+) -> tuple[Tensor, WindowState] | None:
+    """Compute one token behind a window without sinks, and the rest under one normaliser, in one call of C++.
+
+    Args:
+        rest: for what has left the window; None for a window alone.
+        tokens: one token, as `ring.is_step` has it.
+        state: written over where `tokens.in_place`.
+
+    Returns:
+        Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
+    """
+    query = tokens.query
+    assert query is not None
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not native.takes(query, tokens.key, tokens.value, None if rest is None else state.linear):
+        return None
+    if not (tokens.in_place and all(x.is_contiguous() for x in state)):
+        state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
+    buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
+    outside = None if rest is None else _evicting(rest, query, state)
+    output = window_decode.decode(
+        query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside
+    )
+    return output, state
+
+
+def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> window_decode.LinearTail | None:
+    """Have the linear attention's state take in the window's oldest token; None where both are empty."""
+    kind, eps, gate = rest.fused, rest.eps, rest.gate()
+    before = State(state.S, state.z)
+    if kind != "none" and (gate is not None or not rest.fades):
+        return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
+    column = int(state.oldest[0])
+    if not state.valid[:, column].any() and not before.z.any():
+        return None
+    key, value = state.key.narrow(2, column, 1), state.value.narrow(2, column, 1)
+    phi_q, phi_k, value, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, before, gate)
+    left_out = rest.left_out(upcast(query)) if kind == "none" else None
+    return window_decode.LinearTail(phi_q, (phi_k, value), *before, decay, gate, kind, eps, left_out)
+
+
 def _nobody(tokens: Tokens) -> Tokens:
-    """A single one of these tokens, which does not count."""
+    """Return a single one of these tokens, which does not count."""
     unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
     return replace(tokens.slice(0, 1), query=None, valid=unseen)
 
 
 def _seen(valid: Tensor, causal: bool) -> Tensor:
-    """`[B, N]` -> `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is hidden."""
+    """Spread `[B, N]` to `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is 0."""
     length = valid.shape[1]
     seen = valid[:, None, None].expand(-1, 1, length, -1)
     seen = seen.tril() if causal else seen
@@ -307,8 +344,8 @@ def _seen(valid: Tensor, causal: bool) -> Tensor:
     return seen | (alone & torch.eye(length, dtype=torch.bool, device=valid.device))
 
 
-class _Beside(torch.autograd.Function):
-    """A result that these weights have no part in, though they are asked for a gradient: zeros.
+class _ZeroGradients(torch.autograd.Function):
+    """A result that some weights have no part in, though they are asked for a gradient: zeros.
 
     Without one, processes that train together wait for each other's in vain.
     """

@@ -131,9 +131,7 @@ def test_keys_of_the_unpatched_model_are_absorbed(padding):
     phi = torch.nn.functional.elu(keys) + 1
     stored = torch.einsum("bhsd,bhse,bs->bhde", phi, values, mask[:, :50].double())
     layer = StateLayer(pending=Tokens(None, keys, values, 1.0), seen=50)
-    from hf_linattn.attention.recurrent import _absorb
-
-    _absorb(layer, model.model.layers[1].self_attn.linattn.attention, mask[:, :50].bool())
+    model.model.layers[1].self_attn.linattn.attention._absorb_pending(layer, mask[:, :50].bool())
     assert distance(layer.state.S, stored) < EXACT
 
 

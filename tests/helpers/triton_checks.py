@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hf_linattn.attention import Tokens, sums
+from hf_linattn.attention import Tokens, linear
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import dispatch, linear_attention
+from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig
@@ -270,18 +270,15 @@ def check_the_operator():
     """`ops.kernels` with the Triton form, beside its loop: outputs and gradients."""
     case = Case(kv_heads=1, heads=2, state=True, masked=True, length=40)
     runs = []
-    for form in ("triton", "loop"):
+    for backend in ("triton", "eager"):
         given = inputs_of(case)
         query, key, value, S, z = (
             x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
-            found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid, S, z), OpConfig("elu1"), keep=True
-            )
-            loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
-            runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
+        operands = Operands(query, key, value, ~given.valid, S, z)
+        found = linear_attention.attention(operands, OpConfig("elu1"), True, backend)
+        loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
+        runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
     assert_near(*runs)
 
 
@@ -289,16 +286,13 @@ def check_the_operator_over_all_keys():
     """The same, with fewer queries than keys."""
     case = Case(kv_heads=1, heads=2, masked=True, length=30, keys=40, causal=False)
     runs = []
-    for form in ("triton", "both ways"):
+    for backend in ("triton", "eager"):
         given = inputs_of(case)
         query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "form", lambda inputs, config, form=form: form)
-            found = linear_attention.attention(
-                Operands(query, key, value, ~given.valid), OpConfig("elu1", causal=False), keep=False
-            )
-            loss = found.output.square().sum()
-            runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
+        operands = Operands(query, key, value, ~given.valid)
+        found = linear_attention.attention(operands, OpConfig("elu1", causal=False), False, backend)
+        loss = found.output.square().sum()
+        runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))
     assert_near(*runs)
 
 
@@ -309,8 +303,7 @@ def check_one_token_of_a_patch():
         given = inputs_of(Case(kv_heads=1, heads=2, length=20))
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if triton:
-                patch.setattr(sums, "has_kernels", lambda *inputs: True)
-                patch.setattr(dispatch, "form", lambda inputs, config: "triton")
+                patch.setattr(linear, "choose_backend", lambda *inputs: "triton")
             elu1, state, outputs = Elu1(None), None, []
             for start, stop in ((0, 18), (18, 19), (19, 20)):
                 tokens = Tokens(*given[:3], 1.0).slice(start, stop)

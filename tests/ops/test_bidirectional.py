@@ -104,7 +104,7 @@ def test_the_operator_keeps_the_rules_of_torch(length):
     given = random_inputs((1, 4, 2, length, 3, 2), config)._replace(hidden=torch.rand(1, length) < 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.hf_linattn.linear_attention.default, (*given, *config, True), test_utils=utils
+        torch.ops.hf_linattn.linear_attention.default, (*given, *config, True, "eager"), test_utils=utils
     )
 
 
@@ -142,6 +142,6 @@ def test_other_devices_take_torch_operations(monkeypatch):
     plain = linear.read
     monkeypatch.setattr(linear, "read", lambda *inputs: called.append(1) or plain(*inputs))
     assert not called
-    monkeypatch.setattr("hf_linattn.attention.sums.has_kernels", lambda *inputs, **packed: False)
+    monkeypatch.setattr("hf_linattn.attention.linear.choose_backend", lambda *inputs, **linked: "vectorised")
     assert distance(attention.both_ways(tokens), wanted) < 1e-6
     assert called

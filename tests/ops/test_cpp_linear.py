@@ -53,7 +53,7 @@ def everything(outputs, weights, inputs):
 
 def compare(inputs, config, dtype=torch.float32, tolerance=1e-5):
     fewer, more = single(inputs, dtype)
-    assert dispatch.form(fewer, config) == "native"
+    assert dispatch.kernel_backend(fewer) == "cpp"
     got = linear_attention.attention(fewer, config, keep=config.causal)
     want = definition(more, config)
     got, want = (got, want) if config.causal else (got[:2], want[:2])
@@ -93,15 +93,19 @@ def test_over_all_keys_too(config, shape, compiled):
         compare(fewer_queries(given, 21) if few else given, config)
 
 
-def test_switched_on_between_forward_and_backward_is_one_clear_error(compiled, monkeypatch):
-    monkeypatch.setenv(build.CPP, "0")
-    query, key, value = torch.randn(3, 1, 2, 9, 8, requires_grad=True)
-    output = linear_attention.attention(
-        linear_attention.Inputs(query, key, value), OpConfig("elu1", causal=False), False
-    ).output
-    monkeypatch.setenv(build.CPP, "1")
-    with pytest.raises(UnsupportedCallError, match="between forward and backward"):
-        output.sum().backward()
+@pytest.mark.parametrize("asked", ["0", "1"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_backward_goes_where_its_forward_went(asked, causal, compiled, monkeypatch):
+    """Also where the variable is changed between them."""
+    inputs = torch.randn(3, 1, 2, 9, 8, requires_grad=True)
+    gradients = []
+    for later in (asked, "10"[int(asked)]):
+        monkeypatch.setenv(build.CPP, asked)
+        given = linear_attention.Inputs(*inputs)
+        output = linear_attention.attention(given, OpConfig("elu1", causal=causal), False).output
+        monkeypatch.setenv(build.CPP, later)
+        gradients.append(torch.autograd.grad(output.square().sum(), inputs)[0])
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
@@ -148,11 +152,10 @@ def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypa
 
 
 def test_what_they_do_not_take_goes_to_torch(compiled):
-    config = OpConfig("elu1")
-    double = random_inputs((1, 2, 2, 8, 4, 4), config)
-    assert dispatch.form(double, config) == "quadratic"
+    double = random_inputs((1, 2, 2, 8, 4, 4), OpConfig("elu1"))
+    assert dispatch.kernel_backend(double) == "eager"
     fewer, _ = single(double)
-    assert not linear.takes(fewer._replace(key=fewer.key[:, :, :0]))
+    assert not linear.takes(fewer.query, fewer.key[:, :, :0], fewer.value)
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.ops.cpp import build, linear, window_decode
 from hf_linattn.ops.types import Gate, Inputs, OpConfig
-from hf_linattn.patches.window import fused_decode
+from hf_linattn.patches.window.ring import WindowState
+from hf_linattn.patches.window.window import fused_step
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 SHAPES = {
@@ -270,5 +271,8 @@ def test_a_compiled_graph_holds_operators_of_torch(spec, compiled):
 def test_a_batch_of_nobody_goes_to_torch(compiled):
     (query, key, value), _, ring, _ = given((1, 2, 2, 9, 16, 24), 3, False)
     tokens = Tokens(query[:0], key[:0], value[:0], 0.3, in_place=True)
-    state = (*(x[:0] for x in ring[:3]), *(x[:0, :0] for x in ring[:3]), ring.head_index[:0])
-    assert fused_decode.step(None, tokens, state) is None
+    nothing = query.new_empty(0, 0)
+    state = WindowState(
+        *(x[:0] for x in ring[:3]), *(x[:0, :0] for x in ring[:3]), ring.head_index[:0], *2 * [nothing]
+    )
+    assert fused_step(None, tokens, state) is None

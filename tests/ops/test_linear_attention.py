@@ -114,7 +114,7 @@ def test_the_operator_keeps_the_rules_of_torch(length, linked):
     given = given._replace(hidden=torch.rand(1, length) < 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.hf_linattn.linear_attention.default, (*given, *config, True), test_utils=utils
+        torch.ops.hf_linattn.linear_attention.default, (*given, *config, True, "eager"), test_utils=utils
     )
 
 

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from helpers.properties import patch
 from transformers import DynamicCache
 
 from hf_linattn import describe, is_linear, patch_model
+from hf_linattn.attention import Tokens
+from hf_linattn.attention.site import Site, Source
 from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.ops.eager import gated as gates
 from hf_linattn.ops.eager import linear
@@ -190,7 +191,19 @@ class TestGated:
             patch_model(tiny_models.llama(), "gated", options={"half_life": 0.5})
 
 
-SITE = SimpleNamespace(name="alone", heads=2, kv_heads=2, head_dim=8, value_dim=8)
+SITE = Site(
+    name="alone",
+    module=torch.nn.Module(),
+    source=Source(1, (), "self", True, None, ()),
+    layer_idx=0,
+    window=None,
+    head_dim=8,
+    value_dim=8,
+    heads=2,
+    kv_heads=2,
+    max_positions=None,
+    causal=True,
+)
 
 
 def module_of(spec, **options):
@@ -199,8 +212,6 @@ def module_of(spec, **options):
 
 
 def tokens_of(query, key, value):
-    from hf_linattn.attention import Tokens
-
     return Tokens(query, key, value, 0.5)
 
 

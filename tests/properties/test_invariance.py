@@ -29,7 +29,7 @@ from helpers.properties import (
 )
 
 from hf_linattn import available_patches, patch_model
-from hf_linattn.attention.recurrent import attend
+from hf_linattn.attention import StatefulAttention
 from hf_linattn.attention.visibility import Visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedModelError
 from hf_linattn.ops import linear_attention
@@ -107,18 +107,18 @@ def broken_map(monkeypatch):
 def broken_kernel(monkeypatch):
     plain = linear_attention.attention
 
-    def late(inputs, how, keep):
-        return plain(inputs._replace(key=inputs.key + 0.01), how, keep)
+    def late(inputs, how, keep, backend):
+        return plain(inputs._replace(key=inputs.key + 0.01), how, keep, backend)
 
     monkeypatch.setattr(linear_attention, "attention", late)
 
 
 def lost_padding(monkeypatch):
-    monkeypatch.setattr("hf_linattn.attention.recurrent._new_columns", lambda documents, past, length: None)
+    monkeypatch.setattr("hf_linattn.attention.stateful._new_columns", lambda documents, past, length: None)
 
 
 def lost_documents(monkeypatch):
-    monkeypatch.setattr("hf_linattn.attention.recurrent._is_packed", lambda new, past: False)
+    monkeypatch.setattr("hf_linattn.attention.stateful._is_packed", lambda new, past: False)
 
 
 def backwards(monkeypatch):
@@ -127,7 +127,7 @@ def backwards(monkeypatch):
         return *linear.read(phi_q, state), state
 
     monkeypatch.setattr(linear, "causal", whole)
-    monkeypatch.setattr("hf_linattn.attention.sums.has_kernels", lambda *inputs: False)
+    monkeypatch.setattr("hf_linattn.attention.linear.choose_backend", lambda *inputs: "vectorised")
 
 
 def mixed_rows(monkeypatch):
@@ -135,7 +135,7 @@ def mixed_rows(monkeypatch):
     monkeypatch.setattr(
         linear, "state_of", lambda k, v: linear.State(*(x.mean(0, True).expand_as(x) for x in plain(k, v)))
     )
-    monkeypatch.setattr("hf_linattn.attention.sums.has_kernels", lambda *inputs, **packed: False)
+    monkeypatch.setattr("hf_linattn.attention.linear.choose_backend", lambda *inputs, **linked: "vectorised")
 
 
 def lost_state(monkeypatch):
@@ -146,10 +146,13 @@ def lost_state(monkeypatch):
 
 
 def half_state(monkeypatch):
-    def coarse(attention, call):
-        return attend(attention, call).mul(16).round().div(16)
+    plain = StatefulAttention.attend
 
-    monkeypatch.setattr("hf_linattn.attention.recurrent.attend", coarse)
+    def coarse(attention, call):
+        output, weights = plain(attention, call)
+        return output.mul(16).round().div(16), weights
+
+    monkeypatch.setattr(StatefulAttention, "attend", coarse)
 
 
 def left_behind(monkeypatch):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops.cpp import build, layout
 from hf_linattn.ops.cpp.layout import DTYPES, address, array
-from hf_linattn.ops.types import FEATURE_MAPS, Gate, InputGrads, Inputs, OpConfig, OutputGrads, Outputs
+from hf_linattn.ops.types import FEATURE_MAPS, Gate, InputGrads, Inputs, OpConfig, OutputGrads, Outputs, State
 
 SUMS = torch.float32
 
@@ -20,15 +19,18 @@ def reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES
 
 
-def takes(inputs: Inputs) -> bool:
-    """Tell whether the kernels take these: as `reads`, sums in float32, and nothing empty."""
-    query, key, value, _, S, z, log_decay, _ = inputs
+def takes(query: Tensor, key: Tensor, value: Tensor, state: State | None = None) -> bool:
+    """Tell whether the kernels were asked for and take these: as `reads`, sums in float32, nothing empty."""
     if not reads(query, key, value):
         return False
-    summed = (S is None or S.dtype == SUMS) and (z is None or z.dtype == SUMS)
-    if not summed or not (log_decay is None or log_decay.dtype == SUMS):
+    if state is not None and not (state.S.dtype == SUMS and state.z.dtype == SUMS):
         return False
     return bool(query.numel() and key.numel() and value.numel())
+
+
+def may_overwrite(state: State) -> bool:
+    """Tell whether one token can be written over it: dense, as the kernels read it."""
+    return state.S.is_contiguous() and state.z.is_contiguous()
 
 
 def forward(inputs: Inputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
@@ -73,8 +75,6 @@ def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig
         chunk: tokens per step.
     """
     if not how.causal:
-        if outputs.S is None or not outputs.S.numel():
-            raise UnsupportedCallError(f"{build.CPP} was set between forward and backward")
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = dense(inputs)
     d_output, d_total, d_S, d_z = rows(given.output), *map(_whole, given[1:])

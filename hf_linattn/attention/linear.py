@@ -1,0 +1,207 @@
+"""Linear attention by feature maps, computed in kernels where there are any, with their own maps or ours."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention.site import Site
+from hf_linattn.attention.stateful import StatefulAttention
+from hf_linattn.attention.tokens import Tokens, upcast
+from hf_linattn.ops import linear_attention
+from hf_linattn.ops.cpp import linear as native
+from hf_linattn.ops.dispatch import CHUNK, choose_backend
+from hf_linattn.ops.eager import linear
+from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
+
+
+class LinearAttention(StatefulAttention):
+    """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
+
+    Give `feature_map`, or `query_map` and `key_map` apart. Unless `denominator` says otherwise, features must
+    not be negative, and the query's may be scaled by any positive factor per row: the sum divides it away.
+
+    Attributes:
+        features: number F of features; None for D. Set it in the constructor where it differs.
+        summed: divided by the sum of its weights, so that it can share that with a window; False
+            where `denominator` is another.
+        fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
+            "relu", what it adds.
+        fades: there is a `log_decay`.
+    """
+
+    packs = True
+    group = "feature map"
+    fused: str = "none"
+    eps: float = 0.0
+    fades: ClassVar[bool] = False
+    features: int | None = None
+    summed: bool = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = vars(cls)
+        maps = {"feature_map", "query_map", "key_map", "left_out", "log_decay", "mapped"}
+        if maps & own.keys() and "fused" not in own:
+            cls.fused = "none"  # not the maps of the class that it derives from
+        if {"log_decay", "mapped"} & own.keys() and "gate" not in own:
+            cls.gate = LinearAttention.gate  # type: ignore[method-assign]
+        cls.fades = cls.log_decay is not LinearAttention.log_decay
+        if "denominator" in own and "summed" not in own:
+            cls.summed = False
+
+    def feature_map(self, x: Tensor) -> Tensor:
+        """Map queries and keys, `[B, H, N, D]` -> `[B, H, N, F]`, in float32 (float64 in float64 models)."""
+        raise NotImplementedError(f"{type(self).__name__} has neither feature_map nor query_map and key_map")
+
+    def query_map(self, query: Tensor) -> Tensor:
+        """Map queries by phi_q; they come after rotary embedding, without 1/sqrt(D)."""
+        return self.feature_map(query)
+
+    def key_map(self, key: Tensor) -> Tensor:
+        """Map keys by phi_k; they come after rotary embedding."""
+        return self.feature_map(key)
+
+    def left_out(self, query: Tensor) -> Tensor | None:
+        """Return the logarithm of what `query_map` divided by, `[B, H, N]`; None for 1.
+
+        An attention that shares the normaliser needs it.
+        """
+        return None
+
+    def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return the logarithm, at most 0, of the factor on all before each token; None for 1.
+
+        Args:
+            key: `[B, Hkv, N, D]`, float32 (float64 in float64 models).
+            value: `[B, Hkv, N, Dv]`, likewise.
+
+        Returns:
+            `[B or 1, Hkv, N]`.
+        """
+        return None
+
+    def gate(self) -> Gate | None:
+        """Return the weights of `log_decay`, where kernels can compute it; None where they cannot."""
+        return None
+
+    def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
+        """Return what the numerator is divided by, `[B, H, N]`: the total, likewise, or another.
+
+        `count` is n_i, `[B or 1, 1, N]`, where the class asks by `counts`.
+        """
+        return total
+
+    def mapped(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return features of keys and values, zero at padded tokens; and the logarithm of the decay."""
+        key, value = self.key_map(upcast(tokens.key)), upcast(tokens.value)
+        return tokens.hide(key), tokens.hide(value), self._log_decays(tokens)
+
+    def sums(self, tokens: Tokens, state: State | None, divide: bool = False) -> tuple[Tensor, Tensor, State]:
+        """Sum over the past.
+
+        Args:
+            tokens: the new ones.
+            state: that of the tokens before, None for nothing; written over where `tokens.in_place`.
+            divide: return the output, numerator over total, in place of the numerator.
+
+        Returns:
+            Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state after where `tokens.keep`: the
+            very object that was passed if it was written over.
+        """
+        query, documents = tokens.query, tokens.documents
+        assert query is not None
+        linked = documents is not None or self.fades
+        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked, state)
+        if backend == "vectorised":
+            phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
+            numerator, total, after = linear.causal(
+                phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
+            )
+            return linear.normalised(numerator, total) if divide else numerator, total, after
+        how = OpConfig(self.fused, self.eps, divide)
+        if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gate = self.gate()
+            inputs = self.kernel_inputs(tokens, divide, state, gate)
+            if state is not None and tokens.in_place and tokens.length == 1 and native.may_overwrite(state):
+                output, total = native.step(inputs, how, gate)[:2]
+                return output, total, state
+            outputs = native.forward(inputs, how, tokens.keep, CHUNK, gate)
+        else:
+            inputs = self.kernel_inputs(tokens, divide, state)
+            outputs = linear_attention.attention(inputs, how, tokens.keep, backend)
+        return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
+
+    def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
+        """Compute the causal form in chunks."""
+        output, total, after = self.sums(tokens, state, divide=self.summed)
+        return output if self.summed else self._divided(output, total, tokens), after
+
+    def both_ways(self, tokens: Tokens) -> Tensor:
+        """Let every query read the sum of all keys."""
+        output, total = self._sums_over_all(tokens)
+        return output if self.summed else self._divided(output, total, tokens)
+
+    def _sums_over_all(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
+        query, divide = tokens.query, self.summed
+        assert query is not None
+        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked=False)
+        if backend == "vectorised":
+            phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
+            numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
+            return linear.normalised(numerator, total) if divide else numerator, total
+        inputs = self.kernel_inputs(tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+        how = OpConfig(self.fused, self.eps, divide, causal=False)
+        outputs = linear_attention.attention(inputs, how, keep=False, backend=backend)
+        return outputs.output, outputs.total
+
+    def kernel_inputs(
+        self, tokens: Tokens, divide: bool, state: State | None = None, gate: Gate | None = None
+    ) -> Inputs:
+        """Collect what kernels read: queries and keys where the map is in the kernel, else features.
+
+        Args:
+            tokens: the new ones.
+            divide: outputs are wanted; numerators are never rounded to 16 bits.
+            state: of the tokens before.
+            gate: in place of the logarithm of the decay.
+        """
+        assert tokens.query is not None
+        S, z = state or (None, None)
+        if self.fused == "none" and gate is None:
+            phi_q, (phi_k, value, decay) = self.query_map(upcast(tokens.query)), self.mapped(tokens)
+            return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
+        hidden = None if tokens.valid is None else ~tokens.valid
+        if self.fused != "none":
+            query, key = tokens.query, tokens.key
+            value = tokens.value if divide else upcast(tokens.value)
+            decay = None if gate is not None else self._log_decays(tokens)
+        else:
+            query, key = self.query_map(upcast(tokens.query)), self.key_map(upcast(tokens.key))
+            value, decay = upcast(tokens.value), None
+        return Inputs(query, key, value, hidden, S, z, decay, tokens.documents)
+
+    def _log_decays(self, tokens: Tokens) -> Tensor | None:
+        """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
+        if not self.fades:
+            return None
+        decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
+        return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
+
+    def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
+        count = None if tokens.count is None else tokens.count[:, None]
+        return linear.normalised(numerator, self.denominator(total, count))
+
+    def absorb(self, tokens: Tokens, state: State | None) -> State:
+        """Sum without queries."""
+        return linear.after(*self.mapped(tokens), state)
+
+    def state_bytes(self, site: Site, size: int) -> int | None:
+        """Count S and z in float32 (float64 in float64 models)."""
+        features = self.features or site.head_dim
+        if site.kv_heads is None or features is None or site.value_dim is None:
+            return None
+        return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)

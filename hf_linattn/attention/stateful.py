@@ -1,0 +1,207 @@
+"""Attention whose past is a state of constant size: masks read, documents separated, the state carried."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention.base import Attention, Output
+from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.call import Call
+from hf_linattn.attention.site import Site
+from hf_linattn.attention.tokens import Tokens
+from hf_linattn.attention.visibility import Visibility, analyse
+from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
+
+
+class StatefulAttention(Attention):
+    """An attention whose past is a state of constant size: a tuple of tensors with rows first.
+
+    Tensors of zeros mean that nothing was seen. Sums and denominators belong in float32 (`upcast`).
+
+    Class attributes:
+        counts: `Tokens.count` is wanted.
+        packs: `causal` honours `Tokens.documents`; else documents come one by one.
+    """
+
+    linear = True
+    time = "O(n)"
+    counts: bool = False
+    packs: ClassVar[bool] = False
+
+    def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
+        """Compute the causal form.
+
+        Args:
+            tokens: the new ones.
+            state: of all tokens before them; None at the start. Where `tokens.in_place`, its tensors may be
+                written over.
+
+        Returns:
+            Output `[B, H, N, Dv]`, and the state after the last token: the very object that was passed if its
+            tensors were written over, else a new one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no causal form")
+
+    def both_ways(self, tokens: Tokens) -> Tensor:
+        """Let every query see all keys: `[B, H, N, Dv]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no bidirectional form")
+
+    def absorb(self, tokens: Tokens, state: Any) -> Any:
+        """Return the state after tokens whose output nobody needs; `tokens.query` may be None."""
+        if tokens.query is None:
+            raise CacheError(
+                f"{self.name!r} needs the queries of past tokens too, and a cache of the unpatched model "
+                "holds none: start from a new cache"
+            )
+        return self.causal(tokens, state)[1]
+
+    def state_bytes(self, site: Site, size: int) -> int | None:
+        """Count the bytes of one sequence's state; `size` is that of a number in the model's dtype."""
+        return None
+
+    def attend(self, call: Call) -> Output:
+        """Read and write the state of one call; `[B, H, N, Dv]` in the dtype of the query, no weights."""
+        device = call.query.device.type
+        if not torch.is_autocast_enabled(device):
+            return self._attend(call), None
+        with torch.autocast(device, enabled=False):  # sums stay in float32
+            return self._attend(call), None
+
+    def _attend(self, call: Call) -> Tensor:
+        layer, query = call.layer, call.query
+        past = 0 if layer is None else layer.seen
+        visibility = _compact(call, past)
+        documents = visibility.documents
+        if documents is not None:
+            documents = documents.expand(query.shape[0], -1)
+        new = _new_columns(documents, past, call.key.shape[2])
+        count = visibility.count(query.device)[:, 0] if self.counts else None
+        valid = None if new is None else new > 0
+        tokens = Tokens(query, call.key, call.value, call.scaling, valid, count, keep=layer is not None)
+        if not visibility.causal:
+            if layer is not None:
+                raise UnsupportedCallError(
+                    "a bidirectional attention with a growing cache has no constant-size state"
+                )
+            return self.both_ways(tokens).to(query.dtype)
+        state = None
+        if layer is not None:
+            state = self._state_before(layer, documents)
+            tokens.in_place = layer.may_overwrite()
+        if new is not None and _is_packed(new, past):
+            tokens.documents = new.long().cummax(1).values
+            if self._take_apart(tokens, layer):
+                return self._one_by_one(tokens).to(query.dtype)
+        output, state = self.causal(tokens, state)
+        if layer is not None:
+            layer.write(state, tokens)
+        return output if output.dtype == query.dtype else output.to(query.dtype)
+
+    def _take_apart(self, tokens: Tokens, layer: StateLayer | None) -> bool:
+        """Whether packed documents must be computed one by one; drops labels that nobody needs.
+
+        Raises:
+            UnsupportedCallError: documents that would go on from a cache, or must be separated in a graph.
+        """
+        assert tokens.documents is not None
+        if layer is not None and _holds_many(tokens.documents):
+            raise UnsupportedCallError(
+                "packed documents cannot be continued from a cache: pass use_cache=False"
+            )
+        if self.packs:
+            return False
+        if torch.compiler.is_compiling():
+            raise UnsupportedCallError(
+                f"{self.name!r} takes packed documents one by one, and a compiled graph cannot "
+                "tell them from padding: run padded or packed batches eagerly"
+            )
+        if _holds_many(tokens.documents):
+            return True
+        tokens.documents = None
+        return False
+
+    def _one_by_one(self, tokens: Tokens) -> Tensor:
+        """Compute each document of each row by itself."""
+        assert tokens.documents is not None
+        rows = []
+        for row, labels in enumerate(tokens.documents):
+            lengths = torch.unique_consecutive(labels, return_counts=True)[1].tolist()
+            starts = [sum(lengths[:index]) for index in range(len(lengths))]
+            parts = [
+                self.causal(tokens.slice(start, start + length, row), None)[0]
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+            rows.append(torch.cat(parts, 2))
+        return torch.cat(rows)
+
+    def _state_before(self, layer: StateLayer, documents: Tensor | None) -> Any:
+        """Return the state of all earlier tokens, once the mask still shows them as they were summed.
+
+        Raises:
+            UnsupportedMaskError: it shows others.
+        """
+        if isinstance(layer.seen, int) and layer.seen and not torch.compiler.is_compiling():
+            valid = None if documents is None else documents[:, : layer.seen] > 0
+            if layer.pending is not None:
+                self._absorb_pending(layer, valid)
+            if (layer.visible is not None or valid is not None) and not layer.mask_matches(valid):
+                raise UnsupportedMaskError(
+                    "the attention mask shows other past tokens than those already summed into the "
+                    "state: pass the mask of all tokens so far, unchanged"
+                )
+        return layer.state
+
+    def _absorb_pending(self, layer: StateLayer, valid: Tensor | None) -> None:
+        """Sum tokens that another attention stored, or that were left when others were taken back."""
+        tokens = layer.pending
+        assert tokens is not None
+        if tokens.query is None:  # all of an unpatched model's past
+            tokens.valid = valid
+            if self.counts:
+                key = tokens.key
+                ones = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)
+                tokens.count = (ones if valid is None else valid).cumsum(1).float()
+        layer.take_pending(self.absorb(tokens, layer.state))
+
+
+def _compact(call: Call, past: int | Tensor) -> Visibility:
+    """Return the mask of a call in its compact form.
+
+    Raises:
+        UnsupportedMaskError: it has none, or limits the window. CacheError: past keys without a state.
+    """
+    visibility = call.visibility
+    if visibility.dense is not None:
+        visibility = analyse(visibility, int(past))
+    if visibility.window is not None:
+        raise UnsupportedMaskError(
+            "a sliding or chunked window: a linear attention sees all keys. Use sliding='global'"
+        )
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.layer is None and visibility.causal and queries != keys:
+        raise CacheError(f"causal attention of {queries} queries over {keys} keys without a state")
+    return visibility
+
+
+def _new_columns(documents: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+    """Return the documents of the new tokens alone, `[B, N]`."""
+    if documents is None or documents.shape[-1] == length:
+        return documents
+    if isinstance(past, int):
+        return documents[:, past : past + length]
+    return documents.index_select(1, past + torch.arange(length, device=documents.device))
+
+
+def _is_packed(new: Tensor, past: int | Tensor) -> bool:
+    """Whether the new tokens may be of several documents."""
+    if not isinstance(past, int) or past:
+        return False
+    return torch.compiler.is_compiling() or bool((new > 1).any())
+
+
+def _holds_many(labels: Tensor) -> bool:
+    """Whether any row holds more than one document; False while compiling, when values are not known."""
+    return not torch.compiler.is_compiling() and bool((labels[:, -1] > 1).any())
