@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 16
-MAX_SPAN = 64 * CHUNK
+SPAN = 64 * CHUNK
 """Tokens within which chunks look at each other pair by pair; longer inputs go span by span."""
 
 
@@ -36,8 +36,8 @@ def causal(
     if state is None:
         state = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
     outputs = []
-    for start in range(0, key.shape[2], MAX_SPAN):
-        span = slice(start, start + MAX_SPAN)
+    for start in range(0, key.shape[2], SPAN):
+        span = slice(start, start + SPAN)
         parts = (query[:, :, span], key[:, :, span], value[:, :, span], gates[:, :, span])
         output, state = _span(*parts, state)
         outputs.append(output)
