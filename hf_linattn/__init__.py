@@ -1,6 +1,7 @@
 """Change the attention of pretrained Hugging Face models: `patch_model(model, "elu1")`."""
 
 from hf_linattn.errors import LinattnError
+from hf_linattn.patching.auto import install
 from hf_linattn.patching.checkpoint import from_pretrained
 from hf_linattn.patching.contexts import bypassed, patched, use_branches
 from hf_linattn.patching.describe import describe, is_linear
@@ -21,3 +22,5 @@ __all__ = [
     "unpatch_model",
     "use_branches",
 ]
+
+install()

@@ -68,7 +68,8 @@ class Pooled(Attention):
         valid = mask.any(1)
         block = (valid & (key_place % self.size == 0)).cumsum(1) - 1  # [B or 1, S]
         packed = causal and queries == keys and not visibility.plain  # then short blocks may be many
-        count = int(block.max()) + 1 if packed else -(-keys // self.size)
+        # at least one, which stays empty, where no token of any row is visible
+        count = max(int(block.max()) + 1, 1) if packed else -(-keys // self.size)
         slot = torch.where(valid, block * self.size + key_place % self.size, count * self.size)
         filled = _scattered(valid, slot, count * self.size).unflatten(1, (count, self.size))
         column = _scattered(torch.arange(keys, device=slot.device).expand_as(slot), slot, count * self.size)

@@ -1,14 +1,12 @@
 """relu: linear attention whose feature map is relu(x), held a little above 0."""
 
-import math
-
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
-LEAST = 1e-12
+LEAST, MOST = 1e-12, 1e6
 """Of eps: sums of its square are still far from where float32 ends."""
 
 
@@ -22,7 +20,7 @@ class Relu(LinearAttention):
     theirs. With eps = 0 a query that shares none with any visible key would be 0 / 0.
 
     Options:
-        eps: added to every feature; at least 1e-12, default 0.001 as in Performer's ReLU kernel.
+        eps: added to every feature; from 1e-12 to 1e6, default 0.001 as in Performer's ReLU kernel.
 
     Use: as elu1, where sparser and so more selective weights are wanted; the cheapest map there is.
 
@@ -34,8 +32,8 @@ class Relu(LinearAttention):
 
     def __init__(self, site: Site, *, eps: float = 1e-3) -> None:
         super().__init__(site)
-        if not LEAST <= eps < math.inf:
-            raise OptionError(f"eps must be at least {LEAST}, got {eps}")
+        if not LEAST <= eps <= MOST:
+            raise OptionError(f"eps must be between {LEAST:g} and {MOST:g}, got {eps}")
         self.eps = eps
 
     def feature_map(self, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """sigmoid_n: sigmoid of the scores, held down by the number of visible keys."""
 
-import math
 from typing import Literal
 
 from torch import Tensor
@@ -9,6 +8,9 @@ from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import visible_count
 from hf_linattn.registry import register
+
+MOST = 10000
+"""Of the bias: a sigmoid that is 0 or 1 everywhere long before, in numbers that no dtype overflows at."""
 
 
 @register("sigmoid_n")
@@ -21,7 +23,7 @@ class SigmoidN(ScoreAttention):
     At s = 0 the weight is 1 / (1 + n_i), as softmax gives. The paper takes the length of the sequence for n.
 
     Options:
-        bias: "-log n" (default), or any finite number for b.
+        bias: "-log n" (default), or a number from -10000 to 10000 for b.
         over_n: divide by n_i instead (default false); `bias` must then be a number.
 
     Use: a drop-in that competes with softmax after training; heads may attend to nothing. A pretrained model
@@ -37,8 +39,8 @@ class SigmoidN(ScoreAttention):
         self, site: Site, *, bias: float | Literal["-log n"] = "-log n", over_n: bool = False
     ) -> None:
         super().__init__(site)
-        if not isinstance(bias, str) and not math.isfinite(bias):
-            raise OptionError(f'bias must be "-log n" or a finite number, got {bias}')
+        if not isinstance(bias, str) and not abs(bias) <= MOST:
+            raise OptionError(f'bias must be "-log n" or a number between -{MOST} and {MOST}, got {bias}')
         if over_n and isinstance(bias, str):
             raise OptionError(
                 "over_n divides by n, and bias '-log n' does so too: give bias a number, e.g. 0.0"

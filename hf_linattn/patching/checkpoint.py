@@ -61,22 +61,44 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
         raise OptionError(
             f"{where} holds a patched model: pass attributes of its config by name, not config="
         )
-    groups = check_entry(raw[NAME], where)
+    check_entry(raw[NAME], where)
     weights = {key: kwargs.pop(key) for key in WEIGHTS if key in kwargs}
-    wanted = bool(kwargs.pop("output_loading_info", False))
     implementation = kwargs.pop("attn_implementation", None)
     config, kwargs = _config(raw, where, kwargs)
     config._attn_implementation = implementation
     base = _class_for(auto_class or _saved_class(raw), config, where)
-    subclass = _patching_class(base, groups, raw[NAME]["sliding"], where)
+    return load_weights(base, config, raw[NAME], where, **weights, **kwargs)
+
+
+def load_weights(
+    base: Any, config: PreTrainedConfig, entry: dict[str, Any], where: str, **kwargs: Any
+) -> Any:
+    """Make a model of a class, patched as an entry of config.json says, and load its weights.
+
+    Args:
+        base: a model class of transformers.
+        config: without the marks of this package.
+        entry: the `linattn` entry.
+        where: the folder or hub name.
+        kwargs: for the class's `from_pretrained`.
+
+    Returns:
+        As `from_pretrained`.
+
+    Raises:
+        CheckpointError: the entry or the weights do not fit.
+    """
+    subclass = patching_class(base, check_entry(entry, where), entry["sliding"], where)
+    wanted = bool(kwargs.pop("output_loading_info", False))
     lenient = bool(kwargs.pop("ignore_mismatched_sizes", False))
-    weights |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, info = subclass.from_pretrained(where, config=config, **weights, **kwargs)
+        model, info = subclass.from_pretrained(where, config=config, **kwargs)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{where}: the weights cannot be read: {error}") from error
     model.__class__ = base  # an ordinary model again: deepcopy, pickle and type checks see the class itself
-    _check_weights(info, where, same_class=base is _saved_class(raw), lenient=lenient)
+    saved_class = base.__name__ in (config.architectures or ())
+    _check_weights(info, where, same_class=saved_class, lenient=lenient)
     return (model, info) if wanted else model
 
 
@@ -198,7 +220,7 @@ def _class_for(cls: Any, config: PreTrainedConfig, where: str) -> Any:
     return cls
 
 
-def _patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
+def patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where: str) -> Any:
     """Make a subclass that is patched before its weights arrive: sharded and offloaded loads just work."""
 
     def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import reprlib
 from collections.abc import Callable, Iterator
@@ -112,6 +113,15 @@ def _by_key(plan: dict[Any, Any], sites: list[Site]) -> dict[str, Any]:
 
 
 def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[Site]) -> dict[str, Any]:
+    try:
+        inspect.signature(plan).bind("name", None)
+    except TypeError:
+        raise PlanError(
+            f"a callable as a plan must take (name, module) of an attention module, and "
+            f"{getattr(plan, '__qualname__', reprlib.repr(plan))} does not"
+        ) from None
+    except ValueError:  # a builtin without a signature: the call itself will tell
+        pass
     answers = {site.name: plan(site.name, site.module) for site in sites}
     chosen = {name: spec for name, spec in answers.items() if spec is not None}
     if not chosen:

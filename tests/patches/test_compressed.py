@@ -95,6 +95,28 @@ class TestPooled:
             assert tiny_models.distance(part, part.mean(-1, keepdim=True).expand_as(part)) < 1e-12
         assert tiny_models.distance(got.sum(-1), torch.ones(2, 4, 10)) < 1e-12
 
+    @pytest.mark.parametrize("pool", ["mean", "conv"])
+    def test_a_chunk_of_padding_alone_changes_nothing(self, pool):
+        model = patch_model(model_of("llama"), "pooled", options={"size": 4, "pool": pool})
+        ids = tiny_models.tokens(1, 24)
+        mask = torch.ones_like(ids)
+        mask[:, :9] = 0
+        cache = DynamicCache(config=model.config)
+        places = tiny_models.positions(mask)
+        for chunk in (slice(0, 5), slice(5, 14), slice(14, 24)):
+            output = model(
+                ids[:, chunk], attention_mask=mask[:, : chunk.stop], position_ids=places[:, chunk],
+                past_key_values=cache,
+            )  # fmt: skip
+        want = model(ids[:, 9:]).logits[:, 5:]
+        assert tiny_models.distance(output.logits, want) < 1e-12
+
+    @pytest.mark.parametrize("length", [1, 3, 11])
+    def test_shapes_can_be_asked_on_the_meta_device(self, length):
+        model = patch_model(model_of("llama").to("meta"), "pooled", options={"size": 4, "pool": "conv"})
+        ids = torch.ones(2, length, dtype=torch.long, device="meta")
+        assert model(ids).logits.shape == (2, length, 97)
+
     @pytest.mark.parametrize("causal", [True, False])
     def test_conv_starts_as_the_mean(self, causal):
         mean, conv = made("pooled", size=4), made("pooled", size=4, pool="conv")

@@ -116,10 +116,11 @@ def test_described_state_is_the_cache(case, dtype):
 
 
 WRONG = [
-    ("relu", {"eps": 0.0}, "eps must be at least 1e-12, got 0.0"),
+    ("relu", {"eps": 0.0}, "eps must be between 1e-12 and 1e\\+06, got 0.0"),
     ("relu", {"eps": -1.0}, "eps"),
     ("relu", {"eps": math.inf}, "eps"),
     ("relu", {"eps": math.nan}, "eps"),
+    ("relu", {"eps": 1e29}, "eps must be between 1e-12 and 1e"),
     ("taylor2", {"features": 0}, "features must be at least 1, got 0"),
     ("cosine", {"power": -0.1}, "power must be between 0 and 1, got -0.1"),
     ("cosine", {"power": 1.5}, "power"),

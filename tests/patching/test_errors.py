@@ -29,6 +29,8 @@ CALLS = [
     (("elu1+softmax1",), {}, OptionError, "holds 2 attentions"),
     (("logn + logn",), {}, OptionError, "twice"),
     ((None,), {}, PlanError, "a name, a dict or a callable|got None"),
+    ((lambda name: "elu1",), {}, PlanError, r"must take \(name, module\)"),
+    ((lambda: "elu1",), {}, PlanError, r"must take \(name, module\)"),
     ((["elu1"],), {}, PlanError, "got .'elu1'"),
     ((Elu1,), {}, PlanError, "got <class"),
     (({},), {}, PlanError, "the plan is empty"),
