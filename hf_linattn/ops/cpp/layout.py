@@ -59,8 +59,10 @@ class Struct:
     @classmethod
     def declaration(cls) -> str:
         """Write the struct in C++."""
-        parts = [kind for _, _, kind in cls.fields() if kind in _PARTS]
-        own = [f"    {kind} {name};\n" for name, _, kind in cls.fields() if kind not in _PARTS]
+        fields = [(name, kind) for name, _, kind in cls.fields()]
+        parts = [kind for _, kind in fields if kind in _PARTS]
+        assert parts == [kind for _, kind in fields[: len(parts)]], f"{cls.__name__}: parts come first"
+        own = [f"    {kind} {name};\n" for name, kind in fields[len(parts) :]]
         bases = f" : {', '.join(parts)}" if parts else ""
         size = f'static_assert(sizeof({cls.__name__}) == {cls.size}, "layout of {cls.__name__}");\n'
         return f"struct {cls.__name__}{bases} {{\n{''.join(own)}}};\n{size}"
