@@ -1,6 +1,6 @@
 """Measure the package's own share of evaluation, fine-tuning, import and patching.
 
-python tools/end_to_end.py --data $HF_LINATTN_DATA --output docs/performance/end-to-end.md
+python studies/end_to_end.py --data $HF_LINATTN_DATA --output docs/performance/end-to-end.md
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_linattn.eval.common.windows import encode, plan_windows
 from hf_linattn.eval.perplexity.measure import score_length
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
-MARKS = "<!-- end to end: written by tools/end_to_end.py -->", "<!-- end of end to end -->"
+MARKS = "<!-- end to end: written by studies/end_to_end.py -->", "<!-- end of end to end -->"
 HEAD = "# From end to end: evaluation, fine-tuning, import and patching\n\n"
 LENGTHS = (512, 2048, 8192)
 TOKENS = 16384
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     clock = Clock(args.device)
     parts = [
-        f"`python tools/end_to_end.py --data $HF_LINATTN_DATA`, on `books-1m`; {args.device}, medians of "
+        f"`python studies/end_to_end.py --data $HF_LINATTN_DATA`, on `books-1m`; {args.device}, medians of "
         f"{args.rounds} rounds, ratios of {clock.basis}.\n",
         "**Perplexity**, tokens per second over those of a plain loop of `model(ids, labels=ids)` with "
         "torch's fused attention:\n",
