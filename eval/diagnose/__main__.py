@@ -31,7 +31,7 @@ examples (`diagnose` stands for `python -m hf_linattn.eval.diagnose`):
   diagnose --model DIR --data book.txt --bos window --heads 0:0,5:3 --output-dir out
 
   # all of them on one page
-  python -m hf_linattn.eval.report --diagnose out --output report.html
+  python -m hf_linattn.eval.report out --output report.html
 
 From Python, for a model in memory: from hf_linattn.eval.diagnose import diagnose
 

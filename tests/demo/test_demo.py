@@ -57,14 +57,15 @@ def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
     for name in ("control", "elu1"):
         assert (folder / "runs" / name / "model.safetensors").exists()
         assert json.loads((folder / "runs" / name / "results.json").read_text())["tokens"] == 2 * 2 * 32
-    rows = {row["run"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
+    rows = {row["row"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
     assert rows["elu1"]["patch"] == "elu1"
     assert rows["elu1"]["state_bytes"] == 2 * 4 * 2 * 8 * 9  # layers, float32, heads, features, values and 1
     assert rows["control"]["bytes_per_token"] == 2 * 4 * 2 * (8 + 8)
     assert all(row["perplexity_64"] > 1 for row in rows.values())
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "accelerate launch" in page
-    assert "What they write" in page
+    for part in ("What was found", "What they write", "Equal tokens, not equal care", "were kept back"):
+        assert part in page
     commands = json.loads((folder / "commands.json").read_text())
     assert commands["elu1"][0].startswith("accelerate launch")
     assert "--patch elu1" in commands["elu1"][0]

@@ -13,14 +13,14 @@ from hf_linattn.errors import DataError
 from hf_linattn.eval.cost import __main__ as cost
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.report.__main__ import main
-from hf_linattn.eval.report.discover import walk
+from hf_linattn.eval.report.discover import discover
 from hf_linattn.eval.report.rows import compare
 from hf_linattn.eval.report.table import columns
 from hf_linattn.finetune import __main__ as finetune
 
 
 def compared(*folders, **names):
-    return compare(walk(list(folders)), **names)
+    return compare(discover(list(folders)), **names)
 
 
 def row(found, name):
@@ -133,7 +133,7 @@ def test_a_fine_tuning_of_a_patched_folder_is_no_control(tmp_path):
     made.model(second, patched=True)
     found = compared(tmp_path / "out")
     assert found.role("control") is None
-    assert row(found, "second").own is False
+    assert row(found, "second").own_attention is False
 
 
 def test_patches_put_on_at_measuring_are_rows_of_their_own(tmp_path):
@@ -175,12 +175,12 @@ def test_other_questions_get_letters_and_no_ratio(tmp_path):
     made.recall(out / "measured" / "recall-other", {"other": (other, None, 0.5)}, samples=99)
     found = compared(out)
     shown = cells(found, "other")["perplexity", "at 512"]
-    assert (shown.mark, shown.small, shown.best) == ("b", ["\u00b1 0.500"], False)
-    assert cells(found, "elu1")["perplexity", "at 512"].mark == "a"
+    assert (shown.letter, shown.small, shown.best) == ("b", ["\u00b1 0.500"], False)
+    assert cells(found, "elu1")["perplexity", "at 512"].letter == "a"
     assert cells(found, "control")["perplexity", "at 512"].best  # of its own question
-    assert dict(found.groups["perplexity"].told())["b"] == "stride 128 where a has 256"
-    assert dict(found.groups["recall"].told())["b"] == "samples 99 where a has 10"
-    assert "machine M3 where a has EPYC" in dict(found.groups["cost"].told())["b"]
+    assert dict(found.groups["perplexity"].describe())["b"] == "stride 128 where a has 256"
+    assert dict(found.groups["recall"].describe())["b"] == "samples 99 where a has 10"
+    assert "machine M3 where a has EPYC" in dict(found.groups["cost"].describe())["b"]
     assert cells(found, "other")["state", "at 512"].text == "4.0 KiB"  # of one sequence, not of four
     output = tmp_path / "report.html"
     assert main([str(out), "--output", str(output)]) == 0
@@ -188,7 +188,7 @@ def test_other_questions_get_letters_and_no_ratio(tmp_path):
     curves = [alt for alt in page.alts if alt.startswith("Perplexity against")]
     assert ["other" in alt for alt in curves] == [False, True]
     assert len([alt for alt in page.alts if alt.startswith("Recall of mqar")]) == 2
-    assert "b was not asked the same: stride 128 where a has 256" in page.text
+    assert "b was not measured alike: stride 128 where a has 256" in page.text
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,6 @@ def test_refuses_with_one_line_and_writes_nothing(tmp_path, capsys):
     write(strange / "results.json", {**perplexity_results(base, {512: 2.0}), "models": [{}]})
     refused(capsys, [strange], "holds no whole results of hf_linattn.eval.perplexity: KeyError 'source'")
     good = made.perplexity(tmp_path / "good", base, {512: 2.0})
-    refused(capsys, [good], "give folders, or --runs", "--runs", str(tmp_path))
     refused(capsys, [good], "both name base", "--original", "base", "--control", "base")
 
 
@@ -330,8 +329,8 @@ def test_what_the_commands_really_leave_is_understood(tmp_path):
     assert [(each.name, each.role) for each in found.rows] == [("base", "original"), ("tuned", "patch")]
     assert found.notes == []
     tuned = row(found, "tuned")
-    assert set(tuned.found) == {"finetune", "perplexity", "cost"}
+    assert set(tuned.results) == {"finetune", "perplexity", "cost"}
     assert tuned.tokens == 2 * 2 * 32
     assert found.ratio(tuned, "original", 32) > 0
     assert [line["cache_bytes"] for line in tuned.cost] == [2 * 2 * (8 * 8 + 8) * 4] * 2
-    assert {line["model"] for line in tuned.beside} == {"unpatched"}
+    assert {line["model"] for line in tuned.unpatched_cost} == {"unpatched"}
