@@ -11,12 +11,12 @@ import base64
 import json
 from pathlib import Path
 
-from helpers.paths import ROOT
 from hf_linattn.eval.report.discover import discover
 from hf_linattn.eval.report.figures import length_curves
 from hf_linattn.eval.report.rows import compare
 from hf_linattn.registry import patches
 
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 TEXT = """
 <picture>
