@@ -14,7 +14,7 @@ from typing import Any
 from hf_linattn.cli.main import exit_status
 
 from ..common.cli import checked, whole
-from ..common.entries import parse_entries
+from ..common.model_specs import parse_specs
 from .comparison import Comparison
 from .measure import compare_generation
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     original_help = "folder or name of the unpatched model (default: the patched one, its patch switched off)"
     add("--original", help=original_help)
     compare_help = "patches of the unpatched model, by comma, as in hf_linattn.eval.perplexity; repeatable"
-    add("--compare", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
+    add("--compare", type=checked(parse_specs), action="extend", metavar="ENTRIES", help=compare_help)
     add("--tokenizer", help="folder or name of the tokenizer (default: the original's)")
     add("--prompts", type=Path, help="text file with one prompt per line")
     add("--data", help="text to cut into prompts: file, folder, .jsonl/.json/.parquet/.csv, dataset's name")

@@ -18,7 +18,7 @@ from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
 from ..common import results as files
-from ..common.entries import check_entries, entry_curves, named
+from ..common.model_specs import SharedWeights, error_prefix, specs_of
 from ..common.models import Curve, load_model, load_tokenizer
 from ..common.windows import encode, plan_windows
 from .comparison import ORIGINAL, Comparison
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = str(accelerator or "cpu")
     if args.compare:
-        check_entries([curve for curve in others if curve.patch is not None], dtype=args.dtype, device=device)
+        SharedWeights(source, dtype=args.dtype, device=device).check(
+            [curve for curve in others if curve.patch is not None]
+        )
     own, note = _original(args, others, device)
     found = Comparison(prompts, continuations_of(earlier["continuations"]) if earlier else [])
     seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
@@ -103,7 +105,7 @@ def curves(args: argparse.Namespace) -> list[Curve]:
     if args.compare and args.original is None:
         if len(folders) != 1:
             raise OptionError("entries of --compare are patches of one model: name it with --original")
-        return entry_curves(args.compare, folders[0])
+        return specs_of(args.compare, folders[0])
     if len(folders) > 1 and args.original is None:
         raise OptionError("several folders of --model need the model that they came from: --original")
     if args.original in folders:
@@ -111,7 +113,7 @@ def curves(args: argparse.Namespace) -> list[Curve]:
     names = [source_name(folder) for folder in folders]
     labels = [name if names.count(name) == 1 else folder for name, folder in zip(names, folders, strict=True)]
     found = [Curve(label, folder) for label, folder in zip(labels, folders, strict=True)]
-    found += entry_curves(args.compare or [], args.original or "")
+    found += specs_of(args.compare or [], args.original or "")
     labels = [curve.label for curve in found]
     if not found:
         raise OptionError("nothing to compare: name folders with --model, or patches with --compare")
@@ -178,7 +180,7 @@ def _original(args: argparse.Namespace, others: Sequence[Curve], device: str) ->
     if is_patched(model) and args.original is not None:
         patches = ", ".join(dict.fromkeys(row.patch for row in describe(model)))
         raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
-    if is_patched(model):  # `check_entries` has seen that its patch has no weights
+    if is_patched(model):  # `SharedWeights` has seen that its patch has no weights
         unpatch_model(model)
     return itself(model), f"{source_name(source)}, unpatched"
 
@@ -210,7 +212,7 @@ def _measure(
     if curve is None:
         found.continuations.extend(continue_all(own, ORIGINAL, found.prompts, args.new_tokens, **settings))
         return
-    with named(curve.label):
+    with error_prefix(curve.label):
         other = itself(_load(args, curve, device))
         first = found.of(ORIGINAL)
         parts = compare_with(own, other, curve.label, found.prompts, first, args.new_tokens, **settings)

@@ -14,7 +14,7 @@ from typing import Any
 from hf_linattn.cli.main import exit_status
 
 from ..common.cli import checked, doubling, whole
-from ..common.entries import parse_entries
+from ..common.model_specs import parse_specs
 from .measure import Row, measure_recall
 from .tasks import TASKS
 
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "patches to try on the first model, by comma: PATCH[:OPTION=VALUE...][@KIND:FACTOR] as in "
         "`perplexity --compare`; repeatable"
     )
-    add("--patch", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=patch_help)
+    add("--patch", type=checked(parse_specs), action="extend", metavar="ENTRIES", help=patch_help)
     add("--tokenizer", help="folder or name of the tokenizer (default: the first model's)")
     add("--tasks", type=_tasks, help=f"by comma (default: {','.join(TASKS)}; with --cases only those)")
     add("--cases", type=Path, metavar="FILE.jsonl", help="questions of your own")

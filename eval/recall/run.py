@@ -22,7 +22,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.interface import NAME
 
 from ..common import results as files
-from ..common.entries import check_entries, entry_curves, is_reference, named
+from ..common.model_specs import SharedWeights, error_prefix, is_reference, specs_of
 from ..common.models import UNPATCHED, Curve, load_config, load_model, load_tokenizer, train_length
 from .custom import grouped, load_cases
 from .measure import check_fit, embedding_rows, make_row, require_decoder, score
@@ -58,7 +58,7 @@ def curves(args: argparse.Namespace) -> list[Curve]:
     if patched:
         found.append(Curve(name, source))
     with _as_patch():
-        entries = entry_curves(args.patch or [], source)
+        entries = specs_of(args.patch or [], source)
     for entry in entries:
         if is_reference(entry):
             raise OptionError(
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     device = accelerator or torch.device("cpu")
     if entries := [curve for curve in measured if curve.label in (args.patch or [])]:
         with _as_patch():
-            check_entries(entries, dtype=args.dtype, device=device)
+            SharedWeights(args.model[0], dtype=args.dtype, device=device).check(entries)
     results = {
         "format": FORMAT,
         "complete": False,
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         },
     }
     for index, curve in enumerate(measured):
-        with named(curve.label):
+        with error_prefix(curve.label):
             _measure(args, curve, vocabulary, found, results, device)
         if index == 0:
             results["verdicts"] = [asdict(verdict) for verdict in judge(results["rows"], curve.label)]

@@ -14,7 +14,7 @@ from typing import Any
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError
 
-from ..common.hardware import machine
+from ..common.results import machine
 
 EPILOG = """\
 examples (`report` stands for `python -m hf_linattn.eval.report`):

@@ -140,7 +140,7 @@ def branches(folder, source):
         for length in (512, 1024)
     ]
     content = {
-        "format": "hf_linattn.patching.branches/1",
+        "format": "hf_linattn.branches/1",
         "complete": True,
         "command": "python -m hf_linattn.eval.branches",
         "arguments": {"model": str(source), "patch": None, "options": {}},
