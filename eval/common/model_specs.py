@@ -194,6 +194,59 @@ class SharedWeights:
                     refuse_growing_cache(model)
 
 
+class ModelLoader:
+    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
+
+    Args:
+        compared: specs of --compare, all of one model; each is checked here.
+        dtype: as for `load_model`.
+        device: where the models are used.
+        seed: of random parameters.
+        stream: whether every compared one must have a constant state.
+
+    Raises:
+        OptionError: the model has a patch with weights of its own, which the compared specs would lose.
+        LinattnError: a compared spec does not suit the model; the message begins with its label.
+    """
+
+    def __init__(
+        self,
+        compared: Sequence[Curve],
+        *,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        stream: bool = False,
+    ) -> None:
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self._labels = {spec.label for spec in compared}
+        if compared:
+            self._shared = SharedWeights(compared[0].source, dtype=dtype, device=device, seed=seed)
+            self._shared.check(compared, stream=stream)
+
+    @contextmanager
+    def use(self, spec: Curve) -> Iterator[nn.Module]:
+        """Give the model of a spec.
+
+        Raises:
+            LinattnError: the model cannot be had, or the patch does not suit it.
+        """
+        if spec.label in self._labels:
+            with self._shared.under(spec) as model:
+                yield model
+        else:
+            yield self.load(spec)
+
+    def load(self, spec: Curve) -> nn.Module:
+        """Load the model of a spec, to stay.
+
+        Raises:
+            LinattnError: see `use`.
+        """
+        set_seed(self.seed)
+        return load_model(spec, dtype=self.dtype, device=self.device)
+
+
 def refuse_growing_cache(model: nn.Module) -> None:
     """Raise unless every layer has a constant state, as a stream needs it.
 

@@ -105,17 +105,20 @@ class ResumableRun:
 
         Args:
             facts: keys of this command.
-            where: what is said of the machine; None for the device and the threads.
+            where: what is said of the machine, beside the device and the threads.
         """
-        if where is None:
-            where = {"device": str(self.device), "threads": torch.get_num_threads()}
         self.results = {
             **self._head,
             "seed": self._head["arguments"]["seed"],
             "versions": versions(),
             **facts,
             "rows": self.rows,
-            "run": {**where, "seconds": self.seconds},
+            "run": {
+                "device": str(self.device),
+                "threads": torch.get_num_threads(),
+                **(where or {}),
+                "seconds": self.seconds,
+            },
         }
 
     @contextmanager

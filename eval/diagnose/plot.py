@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.plotting import THEMES, Picture
+from ..common.plotting import MAP, THEMES, Picture, write_cells
 from .results import Diagnosis
 
 Matrices = Mapping[str, NDArray[np.float32]]
 Draw = Callable[[Figure, Diagnosis, Matrices, str], None]
 """Draws on an empty figure of the right size; the string is the colour of grey lines."""
 
-MAP = "viridis"
 FAINTEST = 1e-4
 """Weights below this look like it: the dark end of the colours in pictures of matrices."""
-WORDY = 120
-"""Cells up to which a heatmap also shows its numbers."""
 PANEL, PANELS_IN_A_ROW = 2.3, 4
 """Inches of a picture of one matrix."""
 
@@ -50,15 +48,15 @@ def heads(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> No
         ax.set(title=title, xlabel="head")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
-        if values.size <= WORDY:
-            for (row, column), value in np.ndenumerate(values):
-                if math.isfinite(value):
-                    # the upper end of the colours is light
-                    colour = "black" if norm(value) > 0.6 else "white"
-                    text = form.format(value).removeprefix("0") or "0"
-                    ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
+        # a share as .12 instead of 0.12; the upper end of the colours is light
+        words = partial(_short, form)
+        write_cells(ax, values, words, lambda value, norm=norm: norm(value) > 0.6, 7)
         figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03)
     axes[0].set_ylabel("layer")
+
+
+def _short(form: str, value: float) -> str:
+    return form.format(value).removeprefix("0") or "0"
 
 
 def entropy(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> None:

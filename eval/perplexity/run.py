@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import set_seed
 
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError
 from hf_linattn.patching.causality import require_causal
 
-from ..common.model_specs import SharedWeights, error_prefix, is_reference, refuse_growing_cache
-from ..common.models import Curve, load_model, load_texts, load_tokenizer, train_length
+from ..common.model_specs import ModelLoader, error_prefix, is_reference, refuse_growing_cache
+from ..common.models import Curve, load_texts, load_tokenizer, train_length
 from ..common.results import ResumableRun
 from ..common.windows import Plan, Texts, encode, plan_windows
 from .arguments import PerplexityArguments
@@ -81,31 +80,20 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     specs = arguments.model_specs()
     length = arguments.train_length or train_length(arguments.model)
     if arguments.branches:  # a model without hybrids is refused before the text is read
-        hybrid = _load(specs[0], arguments, run.device)
+        hybrid = _models(arguments, [], run.device).load(specs[0])
+        require_causal(hybrid)
         sizes = window_sizes(hybrid)
         measured = [Measured(name, partial(use_each, hybrid, name)) for name in arguments.branches]
     documents, texts = load_texts(arguments, load_tokenizer(arguments.tokenizer or arguments.model))
     plan = texts if arguments.stream else _plan(arguments, texts)
     if arguments.branches:
-        run.begin(
-            {"train_length": length, "windows": sizes, "sentences": []},
-            {"device": str(run.device), "threads": torch.get_num_threads()},
-        )
+        run.begin({"train_length": length, "windows": sizes, "sentences": []})
     else:
         _check_tokenizers(arguments, specs, documents, texts)
-        measured = _curves(arguments, specs, run.device)
-        run.begin(
-            {
-                "data": describe_data(texts, plan),
-                "train_length": length,
-                "models": [asdict(spec) for spec in specs],
-            },
-            {
-                "processes": state.num_processes,
-                "device": str(run.device),
-                "threads": torch.get_num_threads(),
-            },
-        )
+        models = _models(arguments, specs[: len(arguments.compare or [])], run.device)
+        measured = [Measured(spec.label, partial(_use_causal, models, spec)) for spec in specs]
+        facts = {"data": describe_data(texts, plan), "train_length": length}
+        run.begin({**facts, "models": [asdict(spec) for spec in specs]}, {"processes": state.num_processes})
     for index, curve in enumerate(measured, 1):
         if state.is_main_process and len(measured) > 1:
             print(f"{curve.label} ({index} of {len(measured)})", file=sys.stderr)
@@ -122,36 +110,16 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     return run.results
 
 
-def _load(spec: Curve, arguments: PerplexityArguments, device: torch.device) -> nn.Module:
-    set_seed(arguments.seed)
-    model = load_model(spec, dtype=arguments.dtype, device=device)
-    require_causal(model)
-    return model
+def _models(arguments: PerplexityArguments, compared: list[Curve], device: torch.device) -> ModelLoader:
+    settings: dict[str, Any] = {"dtype": arguments.dtype, "seed": arguments.seed}
+    return ModelLoader(compared, device=device, stream=arguments.stream, **settings)
 
 
-def _curves(arguments: PerplexityArguments, specs: list[Curve], device: torch.device) -> list[Measured]:
-    """Name what is measured; weights are loaded when they are used, those of --compare once and for all."""
-
-    @contextmanager
-    def load(spec: Curve) -> Iterator[nn.Module]:
-        yield _load(spec, arguments, device)
-
-    if not arguments.compare:
-        return [Measured(spec.label, partial(load, spec)) for spec in specs]
-    entries, baselines = specs[: len(arguments.compare)], specs[len(arguments.compare) :]
-    shared = SharedWeights(arguments.model, dtype=arguments.dtype, device=device, seed=arguments.seed)
-    shared.check(entries, stream=arguments.stream)
-
-    @contextmanager
-    def put(spec: Curve) -> Iterator[nn.Module]:
-        with shared.under(spec) as model:
-            require_causal(model)
-            yield model
-
-    return [
-        *(Measured(spec.label, partial(put, spec)) for spec in entries),
-        *(Measured(spec.label, partial(load, spec)) for spec in baselines),
-    ]
+@contextmanager
+def _use_causal(models: ModelLoader, spec: Curve) -> Iterator[nn.Module]:
+    with models.use(spec) as model:
+        require_causal(model)
+        yield model
 
 
 def _plan(arguments: PerplexityArguments, texts: Texts) -> Plan:
