@@ -93,14 +93,15 @@ def add_output_arguments(
     parser.add_argument("--output-dir", type=Path, required=required, help=what)
 
 
-def check_options_have_patch(args: Any) -> None:
-    """Refuse --options without --patch.
+def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse --options without --patch; the arguments come back.
 
     Raises:
         OptionError: there are options and no patch.
     """
     if args.options is not None and args.patch is None:
         raise OptionError("--options belongs to --patch")
+    return args
 
 
 def run_command(
