@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.eval.common.entries import is_reference
 from hf_linattn.eval.common.markdown import write_between
+from hf_linattn.eval.common.model_specs import is_reference
 from hf_linattn.eval.common.models import Curve
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.perplexity.plot import save_plot

@@ -20,8 +20,8 @@ from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
 
 from ..common import results as files
-from ..common.hardware import machine
 from ..common.models import Curve, load_config, load_model
+from ..common.results import machine
 from . import memory
 from .answers import sentences
 from .candidates import check, made, own_options

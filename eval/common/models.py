@@ -15,6 +15,7 @@ from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 
 from .cli import parse_rope_scaling
+from .windows import Texts, encode
 
 UNPATCHED = "unpatched"
 
@@ -60,8 +61,13 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
     return model.to(device)  # type: ignore[no-any-return]
 
 
+def name_of(source: str) -> str:
+    """Name a model by its folder without the way to it."""
+    return Path(source).name or source
+
+
 def load_config(source: str) -> Any:
-    """The model's configuration.
+    """Read the model's configuration.
 
     Raises:
         CheckpointError: there is none.
@@ -74,8 +80,24 @@ def load_config(source: str) -> Any:
         raise CheckpointError(f"no model at {source!r}: {_first_line(error)}") from error
 
 
+def load_texts(args: Any, tokenizer: Any) -> tuple[list[str], Texts]:
+    """Read --data and cut it into tokens, as --column, --split, --bos and --join say.
+
+    Raises:
+        DataError: the text is missing or empty.
+        OptionError: --bos asks for a BOS that the tokenizer has not.
+    """
+    import datasets
+
+    from hf_linattn.data import load_documents
+
+    datasets.disable_progress_bars()
+    documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
+    return documents, encode(tokenizer, documents, bos=args.bos, join=args.join)
+
+
 def load_tokenizer(source: str) -> Any:
-    """The tokenizer of a folder.
+    """Load the tokenizer of a folder.
 
     Raises:
         DataError: there is none.
@@ -90,7 +112,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def train_length(source: str) -> int | None:
-    """Tokens of context the model was pretrained on, as far as its configuration says."""
+    """Tell how many tokens of context the model was pretrained on, as far as its configuration says."""
     config = load_config(source).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     length = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
@@ -111,7 +133,7 @@ def scale_rope(model: nn.Module, rope_scaling: str) -> None:
 
 
 def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
-    """What `scale_rope` puts into the model, by dotted name; the model stays as it is.
+    """Build what `scale_rope` puts into the model, by dotted name; the model stays as it is.
 
     Raises:
         OptionError: see `scale_rope`.

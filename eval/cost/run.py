@@ -20,8 +20,8 @@ from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
 
 from ..common import results as files
-from ..common.hardware import machine
 from ..common.models import Curve, load_config, load_model
+from ..common.results import machine
 from .measure import PATCHED, UNPATCHED, Cost, Growth, computed, measure, sides
 
 FORMAT = "hf_linattn.cost/1"

@@ -23,7 +23,7 @@ examples (`report` stands for `python -m hf_linattn.eval.report`):
   # which rows the others are compared with, where that is not clear
   report out/ --original books-1m --control control --output report.html
 
-  # with texts that the models wrote, from hf_linattn.eval.sample
+  # with texts that the models wrote, from hf_linattn.eval.generation --prompt
   report out/ --samples out/samples.json --output report.html
 
 Folders are recognised by what lies in them: results of hf_linattn.finetune, hf_linattn.convert and, of
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name in OTHER_NAMES:
         other_help = "another name of FOLDER, for this release"
         add(f"--{name}", type=Path, action="append", default=[], metavar="DIR", help=other_help)
-    add("--samples", type=Path, help="file of hf_linattn.eval.sample")
+    add("--samples", type=Path, help="texts that hf_linattn.eval.generation --prompt wrote")
     commands_help = "JSON object: row, or folder of its results, which it is then called -> its commands"
     add("--commands", type=Path, help=f"{commands_help} (default: those in the results)")
     add("--note", action="append", default=[], help="sentence to show below the heading; repeatable")

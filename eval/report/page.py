@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_linattn.errors import DataError
 
-from ..common.hardware import machine
+from ..common.results import machine
 from .rows import Comparison
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")

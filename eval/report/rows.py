@@ -57,7 +57,7 @@ class ModelRow:
         base, training: key of the model that training began with; how it was trained.
         role: the original, the control, or a model that is compared with them.
         own_attention: it has the attention that its model came with; None where that cannot be known.
-        state: `sample.state_of` the model, may be empty.
+        state: `generation.samples.state_of` the model, may be empty.
         commands: those that made the numbers.
     """
 
@@ -220,7 +220,7 @@ def compare(
         discovery: the result folders.
         original: name of its row; None: derived where just one row can be it.
         control: likewise.
-        samples: file of `eval.sample`.
+        samples: file of `eval.generation --prompt`.
         commands: JSON object, name -> commands. A name is that of a row or of a folder of its results, and
             the row then goes by it.
 
@@ -392,7 +392,9 @@ def _prompts(path: Path, rows: Sequence[ModelRow], models: Models) -> list[Promp
             name = sample["model"] if row is None else row.name
             prompts[sample["prompt"]].samples.append((row, name, sample["text"]))
     except (KeyError, IndexError, TypeError) as error:
-        raise DataError(f"{path} is no file of hf_linattn.eval.sample: {type(error).__name__}") from error
+        raise DataError(
+            f"{path} holds no samples of hf_linattn.eval.generation: {type(error).__name__}"
+        ) from error
     return prompts
 
 

@@ -163,7 +163,7 @@ def _validation(row: ModelRow) -> Cell:
 
 
 def _state(row: ModelRow, longest: int | None) -> Cell:
-    """Show what `eval.sample` says of the memory: constant, or so much per token."""
+    """Show what `eval.generation` says of the memory: constant, or so much per token."""
     if not row.state:
         return Cell()
     constant, per_token = row.state["state_bytes"], row.state["bytes_per_token"]

@@ -131,12 +131,10 @@ def _perplexity_job(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _sample_words(plan: Plan, models: list[str], output: Path) -> list[str]:
-    words = ["python", "-m", "hf_linattn.eval.sample"]
-    for model in models:
-        words += ["--model", model]
+    words = ["python", "-m", "hf_linattn.eval.generation", "--model", *models]
     for prompt in plan.data.prompts:
         words += ["--prompt-file", prompt]
-    words += ["--max-new-tokens", str(plan.settings["new_tokens"]), "--seed", str(plan.settings["seed"])]
+    words += ["--new-tokens", str(plan.settings["new_tokens"]), "--seed", str(plan.settings["seed"])]
     return [*words, "--dtype", "float32", "--greedy", "--output", str(output)]
 
 

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from hf_linattn.demo.__main__ import _patches, main
 from hf_linattn.demo.data import prepare
 from hf_linattn.errors import DataError, LinattnError, OptionError
-from hf_linattn.eval import sample
 
 
 @pytest.fixture(scope="module")
@@ -207,64 +206,3 @@ def test_standard_library_is_the_default_text(tmp_path, model):
     assert {"argparse.txt", "typing.txt"} <= held_out
     assert not train & held_out
     assert len(data.prompts) == 2
-
-
-def test_samples_are_the_models_own_continuations(model, tmp_path, capsys):
-    prompt, output = tmp_path / "prompt.txt", tmp_path / "samples.json"
-    prompt.write_text(SENTENCE)
-    arguments = [
-        "--model",
-        str(model),
-        "--prompt",
-        "ab",
-        "--prompt-file",
-        str(prompt),
-        "--max-new-tokens",
-        "5",
-    ]
-    assert sample.main([*arguments, "--output", str(output)]) == 0
-    greedy = json.loads(output.read_text())
-    assert [s["prompt"] for s in greedy["samples"]] == [0, 1]
-    assert greedy["prompts"] == ["ab", SENTENCE]
-    tokenizer, loaded = AutoTokenizer.from_pretrained(model), sample_model(model)
-    ids = tokenizer("ab", return_tensors="pt")["input_ids"]
-    for _ in range(5):  # without a cache, token by token
-        best = loaded(ids).logits[:, -1].argmax(-1)
-        ids = ids.new_tensor([[*ids[0].tolist(), int(best)]])
-        if int(best) == 256:
-            break
-    assert greedy["samples"][0]["text"] == tokenizer.decode(ids[0, 2:], skip_special_tokens=True)
-    random = [*arguments, "--temperature", "1.5", "--samples", "2", "--seed", "3", "--output", str(output)]
-    assert sample.main(random) == 0
-    first = json.loads(output.read_text())["samples"]
-    assert sample.main(random) == 0
-    again = json.loads(output.read_text())["samples"]
-    assert [s["text"] for s in first] == [s["text"] for s in again]
-    assert first[0]["text"] != first[1]["text"]
-    assert "written to" in capsys.readouterr().out
-
-
-def sample_model(folder):
-    from hf_linattn import from_pretrained
-
-    return from_pretrained(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--model", "nowhere/at-all", "--prompt", "a"], "nowhere/at-all"),
-        (["--model", "MODEL"], "nothing to continue"),
-        (["--model", "MODEL", "--prompt-file", "nowhere.txt"], "cannot read the prompt"),
-        (["--model", "MODEL", "--prompt", ""], "holds no text"),
-    ],
-)
-def test_sample_refuses_in_one_line(model, tmp_path, monkeypatch, capsys, arguments, reason):
-    monkeypatch.chdir(tmp_path)
-    arguments = [str(model) if word == "MODEL" else word for word in arguments]
-    assert sample.main([*arguments, "--output", "samples.json"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert reason in error
-    assert not (tmp_path / "samples.json").exists()

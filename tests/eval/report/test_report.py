@@ -218,5 +218,5 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
         compared(tmp_path, commands=tmp_path / "nowhere.json")
     write(tmp_path / "other.json", {"samples": [{"nothing": 1}]})
-    with pytest.raises(DataError, match=r"other\.json is no file of hf_linattn\.eval\.sample"):
+    with pytest.raises(DataError, match=r"other\.json holds no samples of hf_linattn\.eval\.generation"):
         compared(tmp_path, samples=tmp_path / "other.json")
