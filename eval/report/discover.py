@@ -20,7 +20,7 @@ KINDS = {
     "generation": "hf_linattn.eval.generation",
     "branches": "hf_linattn.eval.branches",
     "diagnose": "hf_linattn.eval.diagnose",
-    "cost": "hf_linattn.eval.cost",
+    "cost": "hf_linattn.bench --cost",
 }
 """What can stand on the page, and the command that leaves it."""
 

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from ..bench.plots import draw_cost
+from ..common.models import UNPATCHED
 from ..common.plotting import Picture, look, themed
-from ..cost import plot as cost_plot
-from ..cost.measure import UNPATCHED
 from ..recall import plot as recall_plot
 from .rows import Comparison, Curves, ModelRow
 
@@ -173,7 +173,7 @@ def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
                     pale = {**look_, "linestyle": "--", "alpha": 0.4}
                     curves.append((f"{row.name}, {UNPATCHED}", row.unpatched_cost, pale))
                 curves.append((row.name, row.cost, look_))
-            cost_plot.draw(figure, curves)
+            draw_cost(figure, curves)
             return figure
 
         shown = "; ".join(

@@ -10,7 +10,7 @@ from helpers.fixtures_perplexity import TEXTS, make_folder
 from helpers.pages import Page
 
 from hf_linattn.errors import DataError
-from hf_linattn.eval.cost import __main__ as cost
+from hf_linattn.eval.bench import __main__ as bench
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.report.__main__ import main
 from hf_linattn.eval.report.discover import discover
@@ -279,7 +279,7 @@ def test_two_of_a_kind_for_one_row_are_refused(tmp_path, capsys):
     two = made.perplexity(tmp_path / "two", base, {512: 2.0})
     refused(capsys, [one, two], f"{one} and {two} both hold results of hf_linattn.eval.perplexity for base")
     again = [made.cost(tmp_path / name, base, "base", patched=False) for name in ("c1", "c2")]
-    refused(capsys, again, "both hold results of hf_linattn.eval.cost for base")
+    refused(capsys, again, "both hold results of hf_linattn.bench --cost for base")
 
 
 def test_a_baseline_in_two_files_must_have_the_same_numbers(tmp_path, capsys):
@@ -323,8 +323,8 @@ def test_what_the_commands_really_leave_is_understood(tmp_path):
     lengths = ["--lengths", "16,32", "--stride", "8", "--max-tokens", "64"]
     measured = ["--model", str(out / "tuned"), "--baseline", str(model), "--data", str(text), *lengths]
     assert perplexity.main([*measured, "--output-dir", str(out / "perplexity")]) == 0
-    short = ["--lengths", "16", "--also", "64", "--new-tokens", "2", "--repeats", "1"]
-    assert cost.main(["--model", str(out / "tuned"), *short, "--output-dir", str(out / "cost")]) == 0
+    short = ["--cost", "--lengths", "16", "--also", "64", "--new-tokens", "2", "--rounds", "1"]
+    assert bench.main(["--model", str(out / "tuned"), *short, "--output-dir", str(out / "cost")]) == 0
     found = compared(out)
     assert [(each.name, each.role) for each in found.rows] == [("base", "original"), ("tuned", "patch")]
     assert found.notes == []
