@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
@@ -95,6 +96,18 @@ def growth(cache: Any) -> list[Growth] | None:
         # transformers keeps what the next token can see: one fewer than the window is wide
         layers.append(Growth(size - kept, kept // tokens, None if window is None else window - 1))
     return layers
+
+
+def bytes_at(layers: Sequence[Growth], tokens: int) -> int:
+    """Return the bytes of all layers after this many tokens."""
+    return sum(layer.at(tokens) for layer in layers)
+
+
+def random_tokens(model: Any, batch: int, length: int, seed: int) -> Tensor:
+    """Draw random tokens `[B, N]`, the same on every machine."""
+    size = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(size, (batch, length), generator=generator).to(next(model.parameters()).device)
 
 
 def growth_by_side(model: nn.Module, ids: Tensor) -> dict[str, list[Growth] | None]:

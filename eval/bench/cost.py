@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,18 @@ from ..common.formatting import text_table
 from ..common.models import Curve, load_config, load_model
 from ..common.nll import forward, scoring
 from ..common.results import ResumableRun, machine, recorded
-from .caches import PATCHED, UNPATCHED, Growth, cache_bytes, growth_by_side, held_bytes, read, sides
+from .caches import (
+    PATCHED,
+    UNPATCHED,
+    bytes_at,
+    cache_bytes,
+    growth_by_side,
+    held_bytes,
+    random_tokens,
+    read,
+    sides,
+)
+from .timing import Clock
 
 FORMAT = "hf_linattn.cost/1"
 PROBE = 8
@@ -70,43 +81,6 @@ class CostArguments:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Tokens per second over the repeats.
-
-    Attributes:
-        median, low, high: of the repeats.
-        ratio: median over repeats of this model's speed over that of the unpatched one, measured in turn
-            with it; None for the unpatched one, and where there is none. ratio_low, ratio_high: its range.
-    """
-
-    median: float
-    low: float
-    high: float
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-
-
-@dataclass(frozen=True)
-class SequenceCost:
-    """One model at one length.
-
-    Attributes:
-        length: tokens read in one forward pass.
-        cache_bytes: elements of the cache's tensors behind that pass, all rows together.
-        peak_bytes: the most memory that these tensors kept alive behind any pass, reading or writing. More
-            than `cache_bytes` where a layer keeps a part of a larger tensor.
-        prefill, decode: tokens per second of reading `length` tokens, and of writing behind them.
-    """
-
-    length: int
-    cache_bytes: int
-    peak_bytes: int
-    prefill: Speed
-    decode: Speed
-
-
 def measure_cost(
     model: nn.Module,
     ids: Tensor,
@@ -114,73 +88,76 @@ def measure_cost(
     new_tokens: int = 16,
     repeats: int = 5,
     after: Callable[[], Any] = lambda: None,
-) -> dict[str, SequenceCost]:
+) -> dict[str, dict[str, Any]]:
     """Measure both sides at one length, their repeats in turn, so that a busy machine slows down both.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: a causal language model; left as it was.
         ids: [B, N + new_tokens] tokens: the first N are read in one pass, the others one by one.
         new_tokens: tokens "written" behind them. They are given, not sampled: only the model is timed.
         repeats: of each side; one more of each comes first and is not counted.
         after: called after every repeat of a side.
 
+    Returns:
+        `PATCHED` and `UNPATCHED`, or the latter alone -> columns of its row. `cache_bytes`: elements of the
+        cache's tensors behind the N tokens, all rows together; `peak_bytes`: the most memory that they kept
+        alive behind any pass; tokens per second: median and range of the repeats; ratios of them to the
+        unpatched model's in the same repeat, None for the unpatched model.
+
     Raises:
         UnsupportedModelError: the model gives no cache, or has no positions for so many tokens.
     """
-    chosen = sides(model)
-    length = ids.shape[1] - new_tokens
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in chosen}
-    sizes = dict.fromkeys(chosen, (0, 0))
+    contexts = sides(model)
+    batch, length = ids.shape[0], ids.shape[1] - new_tokens
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contexts}
+    sizes = dict.fromkeys(contexts, (0, 0))
     with scoring(model):
         for repeat in range(repeats + 1):
             # who goes first takes turns: the second finds the machine warm
-            for name in list(chosen)[:: 1 if repeat % 2 else -1]:
-                with chosen[name]():
-                    reading, writing, small, large = _once(model, ids, length)
+            for name in list(contexts)[:: 1 if repeat % 2 else -1]:
+                with contexts[name]():
+                    prefill, decode, small, large = _once(model, ids, length)
                 sizes[name] = (small, max(large, sizes[name][1]))
                 if repeat:
-                    times[name].append((reading, writing))
+                    speeds[name].append((batch * length / prefill, batch * new_tokens / decode))
                 after()
-    batch = ids.shape[0]
     costs = {}
-    for name, pairs in times.items():
-        own = [(batch * length / a, batch * new_tokens / b) for a, b in pairs]
-        others = [(batch * length / a, batch * new_tokens / b) for a, b in times[UNPATCHED]]
-        alone = name == UNPATCHED
-        speeds = [_speed([p[k] for p in own], None if alone else [p[k] for p in others]) for k in (0, 1)]
-        costs[name] = SequenceCost(length, *sizes[name], *speeds)
+    for name, (small, large) in sizes.items():
+        ratio = None if name == UNPATCHED else small / sizes[UNPATCHED][0]
+        row = {"length": length, "measured": True, "cache_bytes": small, "bytes_ratio": ratio}
+        row["peak_bytes"] = large
+        for place, kind in enumerate(SPEEDS):
+            own, unpatched = ([pair[place] for pair in speeds[side]] for side in (name, UNPATCHED))
+            ratios = None if name == UNPATCHED else [a / b for a, b in zip(own, unpatched, strict=True)]
+            row |= _spread(own, f"{kind}_tokens_per_second", f"{kind}_low", f"{kind}_high")
+            row |= _spread(ratios, f"{kind}_ratio", f"{kind}_ratio_low", f"{kind}_ratio_high")
+        costs[name] = row
     return costs
 
 
+def _spread(values: list[float] | None, *names: str) -> dict[str, float | None]:
+    """Name median, lowest and highest value; None for all of them where there are none."""
+    if values is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (statistics.median(values), min(values), max(values)), strict=True))
+
+
 def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int, int]:
-    """Return seconds of reading and of writing, bytes of the cache after reading, and the most held."""
-    _wait(ids)
+    """Return seconds of prefill and of decode, bytes of the cache after the prefill, and the most held."""
+    clock = Clock(str(ids.device))
+    clock.wait()
     start = time.perf_counter()
-    first, cache = read(model, ids[:, :length])
-    _wait(first)
-    reading = time.perf_counter() - start
-    size, held, writing = cache_bytes(cache), held_bytes(cache), 0.0
+    _, cache = read(model, ids[:, :length])
+    clock.wait()
+    prefill = time.perf_counter() - start
+    size, held, decode = cache_bytes(cache), held_bytes(cache), 0.0
     for place in range(length, ids.shape[1]):
         start = time.perf_counter()
-        out = forward(model, ids[:, place : place + 1], 1, past_key_values=cache, use_cache=True)
-        _wait(out.logits)
-        writing += time.perf_counter() - start
+        forward(model, ids[:, place : place + 1], 1, past_key_values=cache, use_cache=True)
+        clock.wait()
+        decode += time.perf_counter() - start
         held = max(held, held_bytes(cache))
-    return reading, writing, size, held
-
-
-def _wait(on: Tensor) -> None:
-    """Wait until the accelerator is done."""
-    if on.device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def _speed(own: list[float], unpatched: list[float] | None) -> Speed:
-    if unpatched is None:
-        return Speed(statistics.median(own), min(own), max(own))
-    ratios = [a / b for a, b in zip(own, unpatched, strict=True)]
-    spread = (statistics.median(ratios), min(ratios), max(ratios))
-    return Speed(statistics.median(own), min(own), max(own), *spread)
+    return prefill, decode, size, held
 
 
 def run(args: CostArguments, command: str, device: str = "cpu") -> dict[str, Any]:
@@ -225,14 +202,6 @@ def _save_plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         save_cost_plot(partial_path, rows)
 
 
-def _ids(args: CostArguments, model: Any, length: int) -> torch.Tensor:
-    """Draw random tokens [B, length], the same on every machine."""
-    size = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(args.seed)
-    ids = torch.randint(size, (args.batch_size, length), generator=generator)
-    return ids.to(next(model.parameters()).device)
-
-
 def _measure(args: CostArguments, model: Any, label: str, session: ResumableRun) -> None:
     done = {row["length"] for row in session.rows}
     missing = [length for length in sorted(set(args.lengths)) if length not in done]
@@ -241,12 +210,10 @@ def _measure(args: CostArguments, model: Any, label: str, session: ResumableRun)
         for length in missing:
             bar.set_postfix_str(f"{length} tokens")
             with session.timed(str(length)):
-                ids = _ids(args, model, length + args.new_tokens)
-                after = partial(bar.update, length)
-                costs = measure_cost(
-                    model, ids, new_tokens=args.new_tokens, repeats=args.repeats, after=after
-                )
-            session.rows += _rows(costs, label)
+                ids = random_tokens(model, args.batch_size, length + args.new_tokens, args.seed)
+                repeats = {"new_tokens": args.new_tokens, "repeats": args.repeats}
+                costs = measure_cost(model, ids, **repeats, after=partial(bar.update, length))
+            session.rows += [{"model": _name(side, label), **row} for side, row in costs.items()]
             session.save()
 
 
@@ -254,50 +221,23 @@ def _name(side: str, label: str) -> str:
     return label if side == PATCHED else UNPATCHED
 
 
-def _rows(costs: Mapping[str, SequenceCost], label: str) -> Iterator[dict[str, Any]]:
-    for side, cost in costs.items():
-        row: dict[str, Any] = {
-            "model": _name(side, label),
-            "length": cost.length,
-            "measured": True,
-            "cache_bytes": cost.cache_bytes,
-            "bytes_ratio": _ratio(cost.cache_bytes, side, costs[UNPATCHED].cache_bytes),
-            "peak_bytes": cost.peak_bytes,
-        }
-        for kind in SPEEDS:
-            speed = getattr(cost, kind)
-            row |= {f"{kind}_tokens_per_second": speed.median}
-            row |= {f"{kind}_{name}": getattr(speed, name) for name in ("low", "high")}
-            row |= {f"{kind}_{name}": getattr(speed, name) for name in ("ratio", "ratio_low", "ratio_high")}
-        yield row
-
-
-def _ratio(size: int, side: str, unpatched: int) -> float | None:
-    return None if side == UNPATCHED else size / unpatched
-
-
 def _compute(args: CostArguments, model: Any, label: str, rows: list[dict[str, Any]]) -> list[str]:
     """Add rows of the lengths that were not run, bytes alone; return why some are missing."""
-    growths, notes = growth_by_side(model, _ids(args, model, PROBE)), []
-    done = {row["length"] for row in rows}
+    growths = growth_by_side(model, random_tokens(model, args.batch_size, PROBE, args.seed))
+    notes, done = [], {row["length"] for row in rows}
     sizes: dict[tuple[str, int], int] = {}
     for side, layers in growths.items():
         own = {row["length"]: row["cache_bytes"] for row in rows if row["model"] == _name(side, label)}
-        if layers is None or any(_total(layers, length) != size for length, size in own.items()):
+        if layers is None or any(bytes_at(layers, length) != size for length, size in own.items()):
             notes.append(f"{_name(side, label)}: how its cache grows is not known, so no other lengths")
             continue
-        sizes |= {(side, length): _total(layers, length) for length in set(args.also) - done}
+        sizes |= {(side, length): bytes_at(layers, length) for length in set(args.also) - done}
     for (side, length), size in sorted(sizes.items()):
-        row: dict[str, Any] = dict.fromkeys(COLUMNS)
-        unpatched = sizes.get((UNPATCHED, length))
-        ratio = None if unpatched is None else _ratio(size, side, unpatched)
-        row |= {"model": _name(side, label), "length": length, "measured": False}
-        rows.append({**row, "cache_bytes": size, "bytes_ratio": ratio})
+        unpatched = None if side == UNPATCHED else sizes.get((UNPATCHED, length))
+        row = {"model": _name(side, label), "length": length, "measured": False, "cache_bytes": size}
+        ratio = None if unpatched is None else size / unpatched
+        rows.append(dict.fromkeys(COLUMNS) | row | {"bytes_ratio": ratio})
     return notes
-
-
-def _total(layers: Sequence[Growth], tokens: int) -> int:
-    return sum(layer.at(tokens) for layer in layers)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -308,13 +248,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [row["model"], f"{row['length']:,}", size_text(row["cache_bytes"])]
         cells += [size_text(row["peak_bytes"]) if row["measured"] else "(computed)"]
         for kind in SPEEDS:
-            cells.append(_spread(row, kind, "tokens_per_second", "low", "high", ",.0f"))
-            cells.append(_spread(row, kind, "ratio", "ratio_low", "ratio_high", ".2f"))
+            cells.append(_spread_text(row, kind, "tokens_per_second", "low", "high", ",.0f"))
+            cells.append(_spread_text(row, kind, "ratio", "ratio_low", "ratio_high", ".2f"))
         lines.append(cells)
     return text_table(head, lines)
 
 
-def _spread(row: Mapping[str, Any], kind: str, middle: str, low: str, high: str, form: str) -> str:
+def _spread_text(row: Mapping[str, Any], kind: str, middle: str, low: str, high: str, form: str) -> str:
     value = row[f"{kind}_{middle}"]
     if value is None:
         return "-" if row["measured"] else ""

@@ -15,7 +15,17 @@ from hf_linattn.errors import UnsupportedModelError
 
 from ..common.nll import forward, scoring
 from .break_even import BreakEven
-from .caches import PATCHED, UNPATCHED, Growth, cache_bytes, growth_by_side, read, sides
+from .caches import (
+    PATCHED,
+    UNPATCHED,
+    Growth,
+    bytes_at,
+    cache_bytes,
+    growth_by_side,
+    random_tokens,
+    read,
+    sides,
+)
 from .candidates import put_back
 from .series import Entry, Limits, Row, Series
 from .timing import Timed
@@ -117,13 +127,6 @@ class ModelSeries(Series):
         return step
 
 
-def random_tokens(model: Any, batch: int, length: int, seed: int) -> Tensor:
-    """Draw random tokens `[B, N]`, the same on every machine."""
-    size = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(size, (batch, length), generator=generator).to(next(model.parameters()).device)
-
-
 def smaller_cache(model: nn.Module, batch: int, seed: int) -> BreakEven | None:
     """Compute from how many tokens on the patched cache is smaller; None where that is not known."""
     if not is_patched(model):
@@ -137,7 +140,7 @@ def first_smaller(own: Sequence[Growth], other: Sequence[Growth]) -> BreakEven:
     """Find the break-even by halving: a state is a constant, a cache grows until its windows are full."""
 
     def holds(tokens: int) -> bool:
-        return sum(layer.at(tokens) for layer in own) < sum(layer.at(tokens) for layer in other)
+        return bytes_at(own, tokens) < bytes_at(other, tokens)
 
     if not holds(LONGEST):
         return BreakEven(None, None, None)

@@ -28,8 +28,9 @@ from transformers import (
 from hf_linattn import patch_model
 from hf_linattn.eval.bench import __main__ as bench
 from hf_linattn.eval.bench import peers, series
+from hf_linattn.eval.bench.caches import random_tokens
 from hf_linattn.eval.bench.config import KINDS
-from hf_linattn.eval.bench.model import ModelSeries, random_tokens
+from hf_linattn.eval.bench.model import ModelSeries
 from hf_linattn.ops.cpp import linear
 from hf_linattn.ops.cpp.build import CPP, asked
 

@@ -98,21 +98,22 @@ def test_rounds_are_in_turn_and_ratios_are_of_a_round(monkeypatch):
     found = cost.measure_cost(model, tiny_models.tokens(3, 40), new_tokens=8, repeats=3)
     assert asked == [False, True, True, False] * 2
     patched, unpatched = found["patched"], found["unpatched"]
-    assert patched.length == 32
-    assert (unpatched.prefill.low, unpatched.prefill.median, unpatched.prefill.high) == (24, 96, 96)
-    assert (patched.prefill.ratio, patched.prefill.ratio_low, patched.prefill.ratio_high) == (0.5, 0.5, 0.5)
-    assert patched.decode.median == 48
-    assert patched.decode.ratio == 2
-    assert unpatched.prefill.ratio is None
-    assert patched.peak_bytes > patched.cache_bytes
+    assert patched["length"] == 32
+    speeds = [unpatched[f"prefill_{name}"] for name in ("low", "tokens_per_second", "high")]
+    assert speeds == [24, 96, 96]
+    assert [patched[f"prefill_ratio{end}"] for end in ("", "_low", "_high")] == [0.5, 0.5, 0.5]
+    assert patched["decode_tokens_per_second"] == 48
+    assert patched["decode_ratio"] == 2
+    assert unpatched["prefill_ratio"] is None
+    assert patched["peak_bytes"] > patched["cache_bytes"]
 
 
 def test_the_model_is_left_as_it_was_found():
     model = patch_model(tiny_models.llama(dtype=torch.float32), "elu1").train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     found = cost.measure_cost(model, tiny_models.tokens(1, 12), new_tokens=4, repeats=1)
-    assert found["patched"].cache_bytes == describe(model).state_bytes
-    assert found["unpatched"].cache_bytes == 2 * 2 * 2 * 8 * 4 * 8
+    assert found["patched"]["cache_bytes"] == describe(model).state_bytes
+    assert found["unpatched"]["cache_bytes"] == 2 * 2 * 2 * 8 * 4 * 8
     assert model.training
     assert is_patched(model)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
