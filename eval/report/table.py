@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..common.formatting import exponential, number, size
-from .rows import Comparison, ModelRow
+from .rows import Comparison, ModelRow, Role
 
 NONE = "-"
 """What was not measured."""
@@ -65,107 +66,103 @@ def cost_at(row: ModelRow, length: int) -> dict[str, Any] | None:
 
 def columns(comparison: Comparison) -> list[Column]:
     """Return the columns for which there is any number, from left to right."""
+
+    def column(
+        title: str, small: str, cell: Callable[[ModelRow], Cell | None], kind: str | None = None
+    ) -> None:
+        """Add a column of cells, with the letters of a kind's groups, unless all are empty."""
+        cells = [cell(row) or Cell() for row in comparison.rows]
+        if all(each.text == NONE for each in cells):
+            return
+        for place, row in enumerate(comparison.rows):
+            if kind in row.groups and cells[place].text != NONE:
+                letter = comparison.groups[kind].letter(row.groups[kind])
+                cells[place] = replace(cells[place], letter=letter)
+        shown.append(Column(title, small, cells))
+
+    shown: list[Column] = []
     lengths = lengths_of(comparison)
-    shown = [_perplexity(comparison, length) for length in lengths]
+    for length in lengths:
+        column("perplexity", f"at {length:,}", partial(_perplexity, comparison, length), "perplexity")
     if len(lengths) > 1:
-        shown.append(_longest(comparison, lengths))
-    shown += [_recall(comparison, task) for task in tasks_of(comparison)]
-    if any(row.generation for row in comparison.rows):
-        shown += [_generation(comparison, "agreement"), _generation(comparison, "kl")]
-    if any(row.stages for row in comparison.rows):
-        shown.append(Column("training", "tokens", [_training(row) for row in comparison.rows]))
-    if any(row.validation_change for row in comparison.rows):
-        shown.append(Column("validation", "swapped to trained", list(map(_validation, comparison.rows))))
-    if any(row.state for row in comparison.rows):
-        longest = lengths[-1] if lengths else None
-        shown.append(Column("memory", "of a sequence", [_state(row, longest) for row in comparison.rows]))
-    every, run = cost_lengths(comparison, measured=False), cost_lengths(comparison, measured=True)
-    shown += [_bytes(comparison, length) for length in dict.fromkeys(every[:1] + every[-1:])]
-    for length in run[-1:]:
-        shown += [_speed(comparison, kind, length) for kind in ("prefill", "decode")]
+        first, last = lengths[0], lengths[-1]
+        column(f"{last:,}", f"over {first:,}", partial(_last_over_first, first, last))
+    for task in tasks_of(comparison):
+        column("recall", task, partial(_recall, task), "recall")
+    column("agreement", "tokens", _agreement, "generation")
+    column("KL", "nats per token", _kl, "generation")
+    column("training", "tokens", _training)
+    column("validation", "swapped to trained", _validation)
+    column("memory", "of a sequence", partial(_state, lengths[-1] if lengths else None))
+    every = cost_lengths(comparison, measured=False)
+    for length in dict.fromkeys(every[:1] + every[-1:]):
+        column("state", f"at {length:,}", partial(_bytes, length), "cost")
+    for length in cost_lengths(comparison, measured=True)[-1:]:
+        for kind in ("prefill", "decode"):
+            column(f"{kind}, tokens/s", f"at {length:,}", partial(_speed, kind, length), "cost")
     return shown
 
 
-def _perplexity(comparison: Comparison, length: int) -> Column:
-    groups = comparison.groups["perplexity"]
-    best: dict[int, float] = {}
-    for row in comparison.rows:
-        if length in row.perplexities:
-            group = row.groups["perplexity"]
-            best[group] = min(best.get(group, math.inf), row.perplexities[length])
-    cells = []
-    for row in comparison.rows:
-        point = next((point for point in row.points if point.length == length), None)
-        if point is None:
-            cells.append(Cell())
-            continue
-        small = [] if point.stderr is None else [f"± {number(point.stderr)}"]
-        for role, word in (("original", "original"), ("control", "control")):
-            ratio = comparison.ratio(row, role, length)  # type: ignore[arg-type]
-            small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {word}"]
-        group = row.groups["perplexity"]
-        alone = sum(other.groups.get("perplexity") == group for other in comparison.rows) == 1
-        lowest = point.perplexity == best[group] and not alone
-        cells.append(Cell(number(point.perplexity), small, groups.letter(group), lowest))
-    return Column("perplexity", f"at {length:,}", cells)
+def _perplexity(comparison: Comparison, length: int, row: ModelRow) -> Cell | None:
+    point = next((point for point in row.points if point.length == length), None)
+    if point is None:
+        return None
+    small = [] if point.stderr is None else [f"\u00b1 {number(point.stderr)}"]
+    roles: tuple[Role, ...] = ("original", "control")
+    for role in roles:
+        ratio = comparison.ratio(row, role, length)
+        small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {role}"]
+    group = [r for r in comparison.rows if r.groups.get("perplexity") == row.groups["perplexity"]]
+    lowest = min(r.perplexities.get(length, math.inf) for r in group)
+    return Cell(number(point.perplexity), small, best=point.perplexity == lowest and len(group) > 1)
 
 
-def _longest(comparison: Comparison, lengths: Sequence[int]) -> Column:
-    cells = []
-    for row in comparison.rows:
-        first, last = row.perplexities.get(lengths[0]), row.perplexities.get(lengths[-1])
-        cells.append(Cell() if first is None or last is None else Cell(f"{last / first:.2f} {TIMES}"))
-    return Column(f"{lengths[-1]:,}", f"over {lengths[0]:,}", cells)
+def _last_over_first(first: int, last: int, row: ModelRow) -> Cell | None:
+    values = row.perplexities
+    if first not in values or last not in values:
+        return None
+    return Cell(f"{values[last] / values[first]:.2f} {TIMES}")
 
 
-def _recall(comparison: Comparison, task: str) -> Column:
-    cells = []
-    for row in comparison.rows:
-        mean = mean_recall(row, task)
-        if mean is None:
-            cells.append(Cell())
-            continue
-        letter = comparison.groups["recall"].letter(row.groups["recall"])
-        cells.append(Cell(f"{100 * mean[0]:.1f} %", [f"chance {100 * mean[1]:.2g} %"], letter))
-    return Column("recall", task, cells)
+def _recall(task: str, row: ModelRow) -> Cell | None:
+    mean = mean_recall(row, task)
+    return None if mean is None else Cell(f"{100 * mean[0]:.1f} %", [f"chance {100 * mean[1]:.2g} %"])
 
 
-def _generation(comparison: Comparison, name: str) -> Column:
-    cells = []
-    for row in comparison.rows:
-        one = row.generation
-        if one.get(name) is None:
-            cells.append(Cell())
-            continue
-        letter = comparison.groups["generation"].letter(row.groups["generation"])
-        if name == "agreement":
-            cells.append(Cell(f"{one[name]:.1f}", [f"identical {one['identical']}/{one['prompts']}"], letter))
-        else:
-            error = [] if one["kl_stderr"] is None else [f"± {one['kl_stderr']:.2g}"]
-            cells.append(Cell(f"{one[name]:.3g}", [*error, f"same token {one['top1']:.0%}"], letter))
-    titles = {"agreement": ("agreement", "tokens"), "kl": ("KL", "nats per token")}
-    return Column(*titles[name], cells)
+def _agreement(row: ModelRow) -> Cell | None:
+    one = row.generation
+    if one.get("agreement") is None:
+        return None
+    return Cell(f"{one['agreement']:.1f}", [f"identical {one['identical']}/{one['prompts']}"])
 
 
-def _training(row: ModelRow) -> Cell:
+def _kl(row: ModelRow) -> Cell | None:
+    one = row.generation
+    if one.get("kl") is None:
+        return None
+    error = [] if one["kl_stderr"] is None else [f"\u00b1 {one['kl_stderr']:.2g}"]
+    return Cell(f"{one['kl']:.3g}", [*error, f"same token {one['top1']:.0%}"])
+
+
+def _training(row: ModelRow) -> Cell | None:
     if row.tokens is None:
-        return Cell()
+        return None
     if "convert" in row.results:
         return Cell(f"{row.tokens:,}", [f"{s.name} {s.results['tokens']:,}" for s in row.stages])
     return Cell(f"{row.tokens:,}", [f"{row.stages[0].results['seconds']:,.0f} s"])
 
 
-def _validation(row: ModelRow) -> Cell:
+def _validation(row: ModelRow) -> Cell | None:
     if row.validation_change is None:
-        return Cell()
+        return None
     before, after = map(exponential, row.validation_change)
     return Cell(f"{number(before)} \u2192 {number(after)}", ["perplexity"])
 
 
-def _state(row: ModelRow, longest: int | None) -> Cell:
+def _state(longest: int | None, row: ModelRow) -> Cell | None:
     """Show what `eval.generation` says of the memory: constant, or so much per token."""
     if not row.state:
-        return Cell()
+        return None
     constant, per_token = row.state["state_bytes"], row.state["bytes_per_token"]
     if not per_token:
         return Cell(size(constant), ["at any length"])
@@ -173,31 +170,24 @@ def _state(row: ModelRow, longest: int | None) -> Cell:
     return Cell(f"{size(per_token)} per token", small)
 
 
-def _bytes(comparison: Comparison, length: int) -> Column:
-    cells = []
-    for row in comparison.rows:
-        line = cost_at(row, length)
-        if line is None:
-            cells.append(Cell())
-            continue
-        small = [] if line["bytes_ratio"] is None else [f"{line['bytes_ratio']:.3g} {TIMES} unpatched"]
-        letter = comparison.groups["cost"].letter(row.groups["cost"])
-        cells.append(Cell(size(line["cache_bytes"]), small + ["computed"] * (not line["measured"]), letter))
-    return Column("state", f"at {length:,}", cells)
+def _bytes(length: int, row: ModelRow) -> Cell | None:
+    line = cost_at(row, length)
+    if line is None:
+        return None
+    return Cell(
+        size(line["cache_bytes"]), _ratio(line["bytes_ratio"]) + ["computed"] * (not line["measured"])
+    )
 
 
-def _speed(comparison: Comparison, kind: str, length: int) -> Column:
-    cells = []
-    for row in comparison.rows:
-        line = cost_at(row, length)
-        if line is None or not line["measured"]:
-            cells.append(Cell())
-            continue
-        ratio = line[f"{kind}_ratio"]
-        small = [] if ratio is None else [f"{ratio:.3g} {TIMES} unpatched"]
-        letter = comparison.groups["cost"].letter(row.groups["cost"])
-        cells.append(Cell(f"{line[f'{kind}_tokens_per_second']:,.0f}", small, letter))
-    return Column(f"{kind}, tokens/s", f"at {length:,}", cells)
+def _speed(kind: str, length: int, row: ModelRow) -> Cell | None:
+    line = cost_at(row, length)
+    if line is None or not line["measured"]:
+        return None
+    return Cell(f"{line[f'{kind}_tokens_per_second']:,.0f}", _ratio(line[f"{kind}_ratio"]))
+
+
+def _ratio(ratio: float | None) -> list[str]:
+    return [] if ratio is None else [f"{ratio:.3g} {TIMES} unpatched"]
 
 
 def flat(comparison: Comparison) -> list[dict[str, Any]]:
