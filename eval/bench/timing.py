@@ -181,8 +181,8 @@ def measure(
     reference = None if first in slow else [clock.compared(sample) for sample in samples[first]]
     timings = {}
     for name, own in samples.items():
-        seconds = [clock.compared(sample) for sample in own]
-        timings[name] = _timing(own, seconds, None if name == first else reference, counts[name])
+        compared = [clock.compared(sample) for sample in own]
+        timings[name] = _timing(own, compared, None if name == first else reference, counts[name])
     return timings, slow
 
 
