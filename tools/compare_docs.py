@@ -34,10 +34,10 @@ def words(model: str, texts: str, compare: str, output: str) -> list[str]:
 
 
 def section(results: Mapping[str, Any], compare: str) -> str:
-    """The command, the table and the picture."""
+    """Write the command, the table and the picture as Markdown."""
     rows = results["rows"]
     labels, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "length"))
-    found = {(row["model"], row["length"]): row["perplexity"] for row in rows}
+    perplexities = {(row["model"], row["length"]): row["perplexity"] for row in rows}
     lines = [
         "```text",
         f"python -m hf_linattn.eval.perplexity --model $HF_LINATTN_DATA/{MODEL} \\",
@@ -56,7 +56,7 @@ def section(results: Mapping[str, Any], compare: str) -> str:
     lines += ["| entry | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines += ["|---" * (len(lengths) + 1) + "|"]
     for label in labels:
-        cells = (f"{found[label, length]:,.1f}" for length in lengths)
+        cells = (f"{perplexities[label, length]:,.1f}" for length in lengths)
         lines.append(f"| `{label}` | " + " | ".join(cells) + " |")
     lines += ["", f"({'; '.join(facts)}.)"]
     return "\n".join([*lines, "", f"![Perplexity against context length for each entry]({IMAGE})"])

@@ -1,4 +1,4 @@
-"""How fast and how large is a patched attention beside softmax, and from how many tokens on is it worth it?
+"""Compare patched attention with softmax in time and memory: from how many tokens on is it worth it?
 
 python -m hf_linattn.bench --patches elu1,softmax1 --lengths 256,...,4096 --threads 1 --output-dir out
 """
@@ -26,13 +26,13 @@ from .config import DTYPES, KINDS, PEERS, choices, parse_shapes
 
 EPILOG = """\
 examples (`bench` stands for `python -m hf_linattn.bench`):
-  # the attention alone, as a patched module runs it, beside torch's fused softmax
+  # the attention alone, as a patched module runs it, and torch's fused softmax
   bench --patches elu1,softmax1,window+elu1 --lengths 256,...,8192 --threads 1 --output-dir out/bench
 
   # sizes of a large model: 32 query heads, 8 key heads of 128; half precision; decoding only
   bench --shapes 1x32/8x128,8x32/8x128 --dtypes bfloat16 --kinds decode --output-dir out/large
 
-  # beside other implementations of elu1, as far as they are installed
+  # also other implementations of elu1, as far as they are installed
   bench --lengths 512,...,4096 --output-dir out/peers --peers
 
   # a whole model, its own attention against the patch: from how many tokens on is it worth it?
@@ -55,7 +55,7 @@ without projections that is patched like any model; the reference is the same mo
 
 Within a round all candidates take turns, in rotating order; one warm-up round is not counted. A ratio
 compares within a round, and the median over --rounds is shown: above 1 is faster. With one thread the ratio
-is of the time that the thread was given by the processor, so a busy machine hardly moves it: --threads 1 is
+is of the time that the processor gave to the thread, so a busy machine hardly moves it: --threads 1 is
 the way to repeatable numbers on a CPU. CUDA is timed by events. What would take longer than --budget seconds
 a call, or more memory than is free, is not run, and the results say so.
 
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.bench",
-        description="Time and memory of patched attention beside softmax, alone or in a whole model.",
+        description="Time and memory of patched attention compared with softmax, alone or in a whole model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -244,7 +244,7 @@ def work(args: argparse.Namespace, command: str) -> str:
 
 
 def _cost_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a cost run that were given."""
+    """Return the arguments of a cost run that differ from the defaults."""
     chosen = {
         "patch": args.patches[0] if args.patches else None,
         "options": args.options,

@@ -13,7 +13,7 @@ KINDS: tuple[Kind, ...] = ("prefill", "train", "decode")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 PEERS = ("fla", "fla-naive", "fast-transformers", "performer", "torch.compile")
-"""Other implementations that can stand beside ours; see `peers`."""
+"""Other implementations that can be compared with ours; see `peers`."""
 
 SDPA = "sdpa"
 IN_PLACE = "sdpa, keys in place"
@@ -66,7 +66,7 @@ class BenchConfig:
 
     @property
     def key(self) -> str:
-        """A name for it in results."""
+        """The name in results."""
         way = "" if self.causal else ", both ways"
         return f"{self.kind} {self.shape} {self.dtype}{way} {self.length}"
 

@@ -28,7 +28,7 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Unavailable(Exception):
-    """This peer cannot run here; the text says why."""
+    """Raised where a peer cannot run; the text says why."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Time candidates in turn: one warm-up round, then rounds in which each is timed once, in rotating order.
 
 A busy machine slows down neighbours in a round alike, so ratios are taken within a round, and the median
-over rounds is robust where absolute times are not. With one thread the time that the thread was given by the
-processor (`time.thread_time`) leaves out what others took; with several, and on accelerators, that would
+over rounds is robust where absolute times are not. With one thread the time that the processor gave to the
+thread (`time.thread_time`) leaves out what others took; with several, and on accelerators, that would
 miss work, and the wall clock or the device's own events are compared.
 """
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError
+
+from ..common.cli import command_parser, run_command
 
 EPILOG = """\
 examples (`report` stands for `python -m hf_linattn.eval.report`):
@@ -42,13 +44,9 @@ OTHER_NAMES = ("runs", "perplexity", "diagnose")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_linattn.eval.report",
-        description="Write one self-contained HTML page that compares any number of result folders.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Make the command's parser."""
+    description = "Write one self-contained HTML page that compares any number of result folders."
+    parser = command_parser("report", description, EPILOG)
     add = parser.add_argument
     folder_help = "folder with results of any of the commands below, or a folder of such folders"
     add("folders", nargs="*", type=Path, metavar="FOLDER", help=folder_help)
@@ -62,13 +60,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--commands", type=Path, help=f"{commands_help} (default: those in the results)")
     add("--note", action="append", default=[], help="sentence to show below the heading; repeatable")
     add("--title", default="Attention, swapped", help="heading (default: %(default)s)")
-    add("--results", type=Path, help="also write the table to this .json and a .csv beside it")
+    add("--results", type=Path, help="also write the table to this .json and a .csv next to it")
     add("--output", type=Path, required=True, help="HTML file to write")
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
-    """Read, render, write.
+def run(args: argparse.Namespace, command: str) -> str:
+    """Read, render and write; return what is printed.
 
     Raises:
         DataError: results are missing, damaged, unfinished or not comparable.
@@ -99,17 +97,12 @@ def run(args: argparse.Namespace) -> None:
         partial.write_text(page, encoding="utf-8")
     for name, folder in older:
         sys.stderr.write(f"note: --{name} will go with the next release: give {folder} as a FOLDER\n")
+    return f"report: {args.output.resolve()}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    args = build_parser().parse_args(argv)
-
-    def work() -> None:
-        run(args)
-        print(f"report: {args.output.resolve()}")
-
-    return exit_status(work, interrupted="nothing was written", extra="plots")
+    return run_command(build_parser(), run, argv, needs="plots")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text that models continued, and (row or None where it is not on the page, name, text) of each."""
+    """A text that models continued, and (row, name, text) of each; None for a model without a row."""
 
     text: str
     samples: list[tuple[ModelRow | None, str, str]]

@@ -1,4 +1,4 @@
-"""The whole story in one command: patch a model, fine-tune it, measure it at growing lengths, see a page.
+"""Tell the whole story in one command: patch a model, fine-tune it, measure it, see a page.
 
 python -m hf_linattn.demo --output-dir demo-out
 """
@@ -49,10 +49,10 @@ commands.json, logs/ and report.html. Interrupted at any moment, the same comman
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.demo",
-        description="Patch, fine-tune and measure a model beside its control, and write one page about it.",
+        description="Patch, fine-tune and measure a model and its control, and write one page about it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", help="text to train on: file, folder, table or dataset name (default: Python's own source)")
     add("--eval-data", help="text to measure on (default: the end of --data, which is then not trained on)")
     add("--patch", default=PATCHES, help="patches, separated by commas (default: %(default)s)")
-    options_help = "options of the patches as JSON: given to every patch that has them, or {PATCH: {...}}"
+    options_help = "options of the patches as JSON: for every patch that has them, or {PATCH: {...}}"
     add("--options", type=_json_object, default={}, metavar="JSON", help=options_help)
     add("--max-steps", type=_count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
     add("--batch-size", type=_count, default=BATCH_SIZE, help="rows per update (default: %(default)s)")

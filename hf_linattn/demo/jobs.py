@@ -32,7 +32,7 @@ class Plan:
     settings: dict[str, Any]
 
     def run_folder(self, name: str) -> Path:
-        """Where the fine-tuned model of a run is."""
+        """Return where the fine-tuned model of a run is."""
         return self.folder / "runs" / name
 
 
