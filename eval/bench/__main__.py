@@ -86,12 +86,8 @@ def build_parser() -> argparse.ArgumentParser:
     patches_help = "patches to measure (default: elu1; with --cost at most one, default none)"
     add("--patches", type=names, metavar="NAME,...", help=patches_help)
     add("--options", type=argparse_type(parse_options), help="options of the patches as JSON")
-    add(
-        "--lengths",
-        type=doubling_range,
-        metavar="N,...",
-        help="tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)",
-    )
+    lengths_help = "tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)"
+    add("--lengths", type=doubling_range, metavar="N,...", help=lengths_help)
     shapes_help = "BATCHxHEADS[/KEY_HEADS]xHEAD_DIM[xVALUE_DIM] (default: 1x8x64)"
     add("--shapes", type=parse_shapes, metavar="SHAPE,...", help=shapes_help)
     add("--kinds", type=choices(KINDS), metavar="KIND,...", help="of prefill,train,decode (default: all)")
@@ -111,12 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, help="sequences side by side, of --model (default: 1)")
     add("--threads", type=positive_int, help="of torch (default: as many as it takes)")
     add("--rounds", "--repeats", type=positive_int, default=5, help="that count (default: %(default)s)")
-    add(
-        "--min-time",
-        type=positive,
-        metavar="MS",
-        help="that a sample lasts (default: 5)",
-    )
+    add("--min-time", type=positive, metavar="MS", help="that a sample lasts (default: 5)")
     budget_help = "seconds of one call beyond which it is not run (default: 10)"
     add("--budget", type=positive, metavar="S", help=budget_help)
     cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"

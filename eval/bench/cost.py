@@ -27,17 +27,8 @@ from ..common.formatting import text_table
 from ..common.models import Curve, load_config, load_model
 from ..common.nll import forward, scoring
 from ..common.results import ResumableRun, machine, recorded
-from .caches import (
-    PATCHED,
-    UNPATCHED,
-    bytes_at,
-    cache_bytes,
-    growth_by_side,
-    held_bytes,
-    random_tokens,
-    read,
-    sides,
-)
+from . import caches
+from .caches import PATCHED, UNPATCHED
 from .timing import Clock
 
 FORMAT = "hf_linattn.cost/1"
@@ -107,7 +98,7 @@ def measure_cost(
     Raises:
         UnsupportedModelError: the model gives no cache, or has no positions for so many tokens.
     """
-    contexts = sides(model)
+    contexts = caches.sides(model)
     batch, length = ids.shape[0], ids.shape[1] - new_tokens
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contexts}
     sizes = dict.fromkeys(contexts, (0, 0))
@@ -147,16 +138,16 @@ def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int
     clock = Clock(str(ids.device))
     clock.wait()
     start = time.perf_counter()
-    _, cache = read(model, ids[:, :length])
+    _, cache = caches.read(model, ids[:, :length])
     clock.wait()
     prefill = time.perf_counter() - start
-    size, held, decode = cache_bytes(cache), held_bytes(cache), 0.0
+    size, held, decode = caches.cache_bytes(cache), caches.held_bytes(cache), 0.0
     for place in range(length, ids.shape[1]):
         start = time.perf_counter()
         forward(model, ids[:, place : place + 1], 1, past_key_values=cache, use_cache=True)
         clock.wait()
         decode += time.perf_counter() - start
-        held = max(held, held_bytes(cache))
+        held = max(held, caches.held_bytes(cache))
     return prefill, decode, size, held
 
 
@@ -205,12 +196,12 @@ def _save_plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _measure(args: CostArguments, model: Any, label: str, session: ResumableRun) -> None:
     done = {row["length"] for row in session.rows}
     missing = [length for length in sorted(set(args.lengths)) if length not in done]
-    rounds = len(sides(model)) * (args.repeats + 1)
+    rounds = len(caches.sides(model)) * (args.repeats + 1)
     with tqdm(total=sum(missing) * rounds, desc=label, unit="tok", unit_scale=True) as bar:
         for length in missing:
             bar.set_postfix_str(f"{length} tokens")
             with session.timed(str(length)):
-                ids = random_tokens(model, args.batch_size, length + args.new_tokens, args.seed)
+                ids = caches.random_tokens(model, args.batch_size, length + args.new_tokens, args.seed)
                 repeats = {"new_tokens": args.new_tokens, "repeats": args.repeats}
                 costs = measure_cost(model, ids, **repeats, after=partial(bar.update, length))
             session.rows += [{"model": _name(side, label), **row} for side, row in costs.items()]
@@ -223,15 +214,15 @@ def _name(side: str, label: str) -> str:
 
 def _compute(args: CostArguments, model: Any, label: str, rows: list[dict[str, Any]]) -> list[str]:
     """Add rows of the lengths that were not run, bytes alone; return why some are missing."""
-    growths = growth_by_side(model, random_tokens(model, args.batch_size, PROBE, args.seed))
+    growths = caches.growth_by_side(model, caches.random_tokens(model, args.batch_size, PROBE, args.seed))
     notes, done = [], {row["length"] for row in rows}
     sizes: dict[tuple[str, int], int] = {}
     for side, layers in growths.items():
         own = {row["length"]: row["cache_bytes"] for row in rows if row["model"] == _name(side, label)}
-        if layers is None or any(bytes_at(layers, length) != size for length, size in own.items()):
+        if layers is None or any(caches.bytes_at(layers, length) != size for length, size in own.items()):
             notes.append(f"{_name(side, label)}: how its cache grows is not known, so no other lengths")
             continue
-        sizes |= {(side, length): bytes_at(layers, length) for length in set(args.also) - done}
+        sizes |= {(side, length): caches.bytes_at(layers, length) for length in set(args.also) - done}
     for (side, length), size in sorted(sizes.items()):
         unpatched = None if side == UNPATCHED else sizes.get((UNPATCHED, length))
         row = {"model": _name(side, label), "length": length, "measured": False, "cache_bytes": size}

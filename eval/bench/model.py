@@ -14,18 +14,9 @@ from hf_linattn import is_patched
 from hf_linattn.errors import UnsupportedModelError
 
 from ..common.nll import forward, scoring
+from . import caches
 from .break_even import BreakEven
-from .caches import (
-    PATCHED,
-    UNPATCHED,
-    Growth,
-    bytes_at,
-    cache_bytes,
-    growth_by_side,
-    random_tokens,
-    read,
-    sides,
-)
+from .caches import PATCHED, UNPATCHED, Growth
 from .candidates import put_back
 from .series import Entry, Limits, Row, Series
 from .timing import Timed
@@ -60,7 +51,7 @@ class ModelSeries(Series):
 
     def entries(self, length: int) -> Iterator[Entry]:
         """Yield the model with its own attention, then patched."""
-        contexts = sides(self.model)
+        contexts = caches.sides(self.model)
         for side in [name for name in (UNPATCHED, PATCHED) if name in contexts]:
             yield Entry(self.labels[side], False, partial(self._timed, side, contexts[side], length))
 
@@ -98,12 +89,12 @@ class ModelSeries(Series):
     def _call(self, length: int) -> tuple[Callable[[], Any], int | None]:
         """Return what is timed, on the side that is in force, and the bytes of the cache if there is one."""
         if self.kind == "train":
-            return self._training(random_tokens(self.model, self.batch, length, self.seed)), None
-        ids = random_tokens(self.model, self.batch, length + 1, self.seed)
-        _, cache = read(self.model, ids[:, :length])
-        size = cache_bytes(cache)
+            return self._training(caches.random_tokens(self.model, self.batch, length, self.seed)), None
+        ids = caches.random_tokens(self.model, self.batch, length + 1, self.seed)
+        _, cache = caches.read(self.model, ids[:, :length])
+        size = caches.cache_bytes(cache)
         if self.kind == "prefill":
-            return lambda: read(self.model, ids[:, :length])[0], size
+            return lambda: caches.read(self.model, ids[:, :length])[0], size
         references, numbers = put_back(cache)
 
         def step() -> Tensor:
@@ -131,7 +122,7 @@ def smaller_cache(model: nn.Module, batch: int, seed: int) -> BreakEven | None:
     """Compute from how many tokens on the patched cache is smaller; None where that is not known."""
     if not is_patched(model):
         return None
-    growths = growth_by_side(model, random_tokens(model, batch, PROBE, seed))
+    growths = caches.growth_by_side(model, caches.random_tokens(model, batch, PROBE, seed))
     own, other = growths[PATCHED], growths[UNPATCHED]
     return None if own is None or other is None else first_smaller(own, other)
 
@@ -140,7 +131,7 @@ def first_smaller(own: Sequence[Growth], other: Sequence[Growth]) -> BreakEven:
     """Find the break-even by halving: a state is a constant, a cache grows until its windows are full."""
 
     def holds(tokens: int) -> bool:
-        return bytes_at(own, tokens) < bytes_at(other, tokens)
+        return caches.bytes_at(own, tokens) < caches.bytes_at(other, tokens)
 
     if not holds(LONGEST):
         return BreakEven(None, None, None)
