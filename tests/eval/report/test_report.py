@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from helpers import fixtures_report as made
+from helpers import fixtures_report as fixtures
 from helpers.fixtures_demo import perplexity_results, write
 from helpers.pages import Page
 
@@ -33,7 +33,7 @@ def said(comparison):
 
 
 def test_page_is_one_file_with_everything_in_it(tmp_path, capsys):
-    made.comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     status, output = make(
         tmp_path, "--samples", str(tmp_path / "samples.json"), "--note", "Text: <some> & more."
     )
@@ -71,7 +71,7 @@ def test_page_is_one_file_with_everything_in_it(tmp_path, capsys):
 
 
 def test_results_are_also_written_for_machines(tmp_path):
-    made.comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     extra = ("--results", str(tmp_path / "results.json"), "--samples", str(tmp_path / "samples.json"))
     assert make(tmp_path, *extra)[0] == 0
     results = json.loads((tmp_path / "results.json").read_text())
@@ -95,7 +95,7 @@ def test_results_are_also_written_for_machines(tmp_path):
 
 
 def test_older_options_name_folders_and_say_so(tmp_path, capsys):
-    made.comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     new, old = tmp_path / "new.json", tmp_path / "old.json"
     assert make(tmp_path, "--results", str(new))[0] == 0
     older = ["--runs", str(tmp_path / "runs"), "--perplexity", str(tmp_path / "perplexity")]
@@ -106,7 +106,7 @@ def test_older_options_name_folders_and_say_so(tmp_path, capsys):
 
 
 def test_commands_of_the_user_name_their_rows(tmp_path):
-    made.comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     write(tmp_path / "commands.json", {"unpatched": ["measure it"], "elu1": ["train it", "and so on"]})
     rows = {row.name: row for row in compared(tmp_path, commands=tmp_path / "commands.json").rows}
     assert list(rows) == ["unpatched", "control", "elu1", "softmax1"]
@@ -116,7 +116,7 @@ def test_commands_of_the_user_name_their_rows(tmp_path):
 
 
 def test_findings_follow_the_numbers(tmp_path):
-    comparison = compared(made.comparison(tmp_path), samples=tmp_path / "samples.json")
+    comparison = compared(fixtures.comparison(tmp_path), samples=tmp_path / "samples.json")
     sentences = dict(zip(("original", "control", "elu1", "softmax1", "best"), said(comparison), strict=True))
     assert "breaks as soon as the context is longer than the 512 tokens" in sentences["original"]
     assert "7.2 times the perplexity of 512" in sentences["original"]
@@ -133,10 +133,10 @@ def test_findings_follow_the_numbers(tmp_path):
 
 def test_findings_do_not_claim_what_is_not_there(tmp_path):
     flat = {512: 20.0, 1024: 19.0, 8192: 18.0}
-    base = made.model(tmp_path / "base")
-    made.perplexity(tmp_path / "out" / "base", base, flat)
+    base = fixtures.model(tmp_path / "base")
+    fixtures.perplexity(tmp_path / "out" / "base", base, flat)
     doubled = {n: 2 * v for n, v in flat.items()}
-    made.perplexity(tmp_path / "out" / "worse", base, doubled, patch="elu1")
+    fixtures.perplexity(tmp_path / "out" / "worse", base, doubled, patch="elu1")
     comparison = compared(tmp_path / "out")
     original, worse, best = said(comparison)
     assert "breaks" not in original
@@ -151,8 +151,8 @@ def test_findings_do_not_claim_what_is_not_there(tmp_path):
 
 
 def test_training_that_was_not_alike_is_no_equal_care(tmp_path):
-    made.comparison(tmp_path)
-    made.tuned(tmp_path / "runs" / "longer", tmp_path / "base", "relu", tokens=9)
+    fixtures.comparison(tmp_path)
+    fixtures.tuned(tmp_path / "runs" / "longer", tmp_path / "base", "relu", tokens=9)
     comparison = compared(tmp_path)
     cautions = " ".join(findings.cautions(comparison))
     assert "The runs saw different amounts of text" in cautions
@@ -186,14 +186,14 @@ def test_sizes_in_words():
 
 
 def test_training_runs_alone_make_a_page(tmp_path):
-    made.tuned(tmp_path / "runs" / "a+b", made.model(tmp_path / "base"), "softmax1+logn")
+    fixtures.tuned(tmp_path / "runs" / "a+b", fixtures.model(tmp_path / "base"), "softmax1+logn")
     output = tmp_path / "report.html"
     assert main([str(tmp_path / "runs"), "--output", str(output)]) == 0
     assert "a+b" in Page(output.read_text()).text
 
 
 def test_position_buckets_are_drawn_where_windows_were_scored_in_full(tmp_path):
-    results = perplexity_results(made.model(tmp_path / "base"), {512: 20.0}, stride="full")
+    results = perplexity_results(fixtures.model(tmp_path / "base"), {512: 20.0}, stride="full")
     results["rows"][0]["buckets"] = [
         {"start": low, "end": high, "tokens": 10, "nats": 3.0, "perplexity": 20.0}
         for low, high in pairwise([1, 64, 128, 256, 512])
@@ -212,7 +212,7 @@ def test_nothing_to_report_is_refused(tmp_path, capsys):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
-    made.comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
         compared(tmp_path, samples=tmp_path / "nowhere.json")
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
