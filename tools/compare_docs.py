@@ -29,7 +29,14 @@ SETTINGS = ("--lengths", "512,...,4096", "--max-tokens", "16384")
 
 
 def words(model: str, texts: str, compare: str, output: str) -> list[str]:
-    """Arguments of the perplexity command."""
+    """Return the arguments of the perplexity command.
+
+    Args:
+        model: folder of the model.
+        texts: folder of the texts.
+        compare: entries to measure.
+        output: folder of the results.
+    """
     return ["--model", model, "--data", texts, *SETTINGS, "--compare", compare, "--output-dir", output]
 
 

@@ -82,7 +82,14 @@ def groups(rows: Sequence[Row]) -> list[tuple[Any, ...]]:
 
 
 def rows_of(rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str) -> list[Row]:
-    """Return the measured rows of one candidate, by length, one for each."""
+    """Return the measured rows of one candidate, by length, one for each.
+
+    Args:
+        rows: of a run.
+        group: shape, dtype and whether causal.
+        kind: "prefill", "train" or "decode".
+        name: of the candidate.
+    """
     by_length = {
         row["length"]: row
         for row in rows
@@ -101,13 +108,27 @@ def names(rows: Sequence[Row], *, references: bool = False) -> list[str]:
 
 
 def faster(rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str) -> BreakEven | None:
-    """Find where the candidate's advantage in time begins."""
+    """Find where a candidate's advantage in time begins; None without rows.
+
+    Args:
+        rows: of a run.
+        group: shape, dtype and whether causal.
+        kind: "prefill", "train" or "decode".
+        name: of the candidate.
+    """
     own = rows_of(rows, group, kind, name)
     return break_even([(row["length"], row["speed"]) for row in own if row["speed"]])
 
 
 def smaller(rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str) -> BreakEven | None:
-    """Find where the candidate's advantage in peak memory begins."""
+    """Find where a candidate's advantage in peak memory begins; None without rows.
+
+    Args:
+        rows: of a run.
+        group: shape, dtype and whether causal.
+        kind: "prefill", "train" or "decode".
+        name: of the candidate.
+    """
     own = rows_of(rows, group, kind, name)
     return break_even([(row["length"], 1 / row["memory_ratio"]) for row in own if row["memory_ratio"]])
 

@@ -104,7 +104,14 @@ def bytes_at(layers: Sequence[Growth], tokens: int) -> int:
 
 
 def random_tokens(model: Any, batch: int, length: int, seed: int) -> Tensor:
-    """Draw random tokens `[B, N]`, the same on every machine."""
+    """Draw random tokens `[B, N]`, the same on every machine.
+
+    Args:
+        model: whose vocabulary is drawn from, and on whose device they are.
+        batch: B.
+        length: N.
+        seed: of the generator.
+    """
     size = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(size, (batch, length), generator=generator).to(next(model.parameters()).device)

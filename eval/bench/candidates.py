@@ -64,7 +64,15 @@ class BareAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
     ) -> Tensor:
-        """`[B, H, N, D]`, `[B, Hkv, N, D]`, `[B, Hkv, N, Dv]` -> `[B, N, H, Dv]`."""
+        """Attend, as a module of transformers does between its projections; `[B, N, H, Dv]`.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key: `[B, Hkv, N, D]`.
+            value: `[B, Hkv, N, Dv]`.
+            attention_mask: from `BareModel.mask`.
+            past_key_values: cache of transformers.
+        """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attention_interface: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -85,7 +93,14 @@ class BareModel(PreTrainedModel):
         self.attention = BareAttention(config)
 
     def mask(self, batch: int, length: int, like: Tensor, cache: Any = None) -> Tensor | None:
-        """Make the mask that a model makes once for all its layers."""
+        """Make the mask that a model makes once for all its layers.
+
+        Args:
+            batch: B.
+            length: N, of the queries.
+            like: a tensor of the same dtype and device.
+            cache: that holds the tokens before them.
+        """
         embeddings = like.new_empty(batch, length, 1)
         make: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
         mask: Tensor | None = make(
@@ -179,7 +194,14 @@ def build_bare(
 
 
 def candidate(model: BareModel, name: str, config: BenchConfig, tensors: RandomInputs) -> Candidate:
-    """Make one call of this model a candidate."""
+    """Make one call of a model a candidate.
+
+    Args:
+        model: from `build_bare`.
+        name: in tables.
+        config: sizes and kind of the call.
+        tensors: what it is called with.
+    """
     linear = is_linear(model)
     if config.kind == "decode":
         step, around = _decoding(model, config, tensors)
@@ -280,6 +302,12 @@ def build(
     config: BenchConfig, specs: list[str], options: dict[str, Any] | None = None, seed: int = 0
 ) -> list[Candidate]:
     """Build the reference first, then the patches; all of them on the same tensors.
+
+    Args:
+        config: sizes and kind of the call.
+        specs: names of patches.
+        options: of the patches; each gets those that it has.
+        seed: of the tensors and of maps that are drawn.
 
     Raises:
         LinattnError: a patch does not suit these sizes.

@@ -69,7 +69,7 @@ def _kinds(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> l
     return [kind for kind in KINDS if any(_points(rows, group, kind, name, quantity) for name in _all(rows))]
 
 
-def draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
+def _draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
     """Draw the panels of one shape on an empty figure."""
     shown = _kinds(rows, group, quantity)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
@@ -155,7 +155,7 @@ def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
 def _figure(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> Figure:
     width = 1.0 + 4.3 * len(_kinds(rows, group, quantity))
     figure = Figure(figsize=(width, 4.2), layout="constrained")
-    draw(figure, rows, group, quantity)
+    _draw(figure, rows, group, quantity)
     return figure
 
 

@@ -84,21 +84,7 @@ def prepare(
     sizes = [
         len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for _, text in held_out
     ]
-    join = any(max(sizes) < length <= sum(sizes) for length in lengths)
-    reach = sum(sizes) if join else max(sizes)
-    fitting = [length for length in lengths if length <= reach]
-    if not fitting:
-        raise DataError(
-            f"the held-out text has {sum(sizes)} tokens, the longest document {max(sizes)}; the smallest "
-            "length "
-            f"is {min(lengths)}: give more text with --eval-data, or smaller --lengths"
-        )
-    if join:
-        notes.append("The held-out documents are shorter than some lengths, so they are joined into one.")
-    if len(fitting) < len(lengths):
-        notes.append(
-            f"The held-out text ends at {reach:,} tokens; lengths beyond {max(fitting):,} are left out."
-        )
+    fitting, join = _fit(sizes, lengths, notes)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     as_table = data is not None or eval_data is not None
@@ -117,6 +103,29 @@ def prepare(
     (partial / "data.json").write_text(json.dumps(asdict(done), indent=1) + "\n", encoding="utf-8")
     partial.replace(folder)
     return done
+
+
+def _fit(sizes: Sequence[int], lengths: Sequence[int], notes: list[str]) -> tuple[list[int], bool]:
+    """Return the lengths that documents of these sizes fill, and whether they must be joined for that.
+
+    Raises:
+        DataError: they fill none.
+    """
+    join = any(max(sizes) < length <= sum(sizes) for length in lengths)
+    reach = sum(sizes) if join else max(sizes)
+    fitting = [length for length in lengths if length <= reach]
+    if not fitting:
+        raise DataError(
+            f"the held-out text has {sum(sizes)} tokens, the longest document {max(sizes)}; the smallest "
+            f"length is {min(lengths)}: give more text with --eval-data, or smaller --lengths"
+        )
+    if join:
+        notes.append("The held-out documents are shorter than some lengths, so they are joined into one.")
+    if len(fitting) < len(lengths):
+        notes.append(
+            f"The held-out text ends at {reach:,} tokens; lengths beyond {max(fitting):,} are left out."
+        )
+    return fitting, join
 
 
 def _stdlib(budget: int) -> tuple[Documents, Documents, list[str]]:
