@@ -107,29 +107,13 @@ def names(rows: Sequence[Row], *, references: bool = False) -> list[str]:
     return [name for name in candidates if references or name not in (*REFERENCES, IN_PLACE)]
 
 
-def faster(rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str) -> BreakEven | None:
-    """Find where a candidate's advantage in time begins; None without rows.
-
-    Args:
-        rows: of a run.
-        group: shape, dtype and whether causal.
-        kind: "prefill", "train" or "decode".
-        name: of the candidate.
-    """
-    own = rows_of(rows, group, kind, name)
+def faster(own: Sequence[Row]) -> BreakEven | None:
+    """Find where the advantage in time of a candidate begins, from its rows; None without any."""
     return break_even([(row["length"], row["speed"]) for row in own if row["speed"]])
 
 
-def smaller(rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str) -> BreakEven | None:
-    """Find where a candidate's advantage in peak memory begins; None without rows.
-
-    Args:
-        rows: of a run.
-        group: shape, dtype and whether causal.
-        kind: "prefill", "train" or "decode".
-        name: of the candidate.
-    """
-    own = rows_of(rows, group, kind, name)
+def smaller(own: Sequence[Row]) -> BreakEven | None:
+    """Find where the advantage in peak memory of a candidate begins, from its rows; None without any."""
     return break_even([(row["length"], 1 / row["memory_ratio"]) for row in own if row["memory_ratio"]])
 
 
@@ -147,11 +131,11 @@ def summary(rows: Sequence[Row], caches: Mapping[str, Mapping[str, Any]]) -> lis
             parts = [
                 where.describe(KIND_WORDS[kind], "faster")
                 for kind in KIND_WORDS
-                if (where := faster(rows, group, kind, name)) is not None
+                if (where := faster(rows_of(rows, group, kind, name))) is not None
             ]
             if name in caches:
                 parts.append(BreakEven(**caches[name]).describe("its cache", "smaller"))
-            elif (where := smaller(rows, group, "prefill", name)) is not None:
+            elif (where := smaller(rows_of(rows, group, "prefill", name))) is not None:
                 parts.append(where.describe("memory of prefill", "smaller"))
             if parts:
                 place = f" at {group[0]}, {group[1]}" if several else ""

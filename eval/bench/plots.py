@@ -35,7 +35,7 @@ class Quantity:
     column: str
     title: str
     unit: Callable[[float], str]
-    break_even: Callable[..., BreakEven | None]
+    break_even: Callable[[Sequence[Row]], BreakEven | None]
 
 
 def duration(seconds: float) -> str:
@@ -104,7 +104,7 @@ def _panel(ax: Axes, rows: Sequence[Row], group: tuple[Any, ...], kind: str, qua
         looks = style(rows, name)
         ax.plot(*zip(*points, strict=True), label=name, linewidth=1.8, markersize=4.5, **looks)
         if name not in (*REFERENCES, IN_PLACE):
-            _mark(ax, quantity.break_even(rows, group, kind, name), points, looks)
+            _mark(ax, quantity.break_even(rows_of(rows, group, kind, name)), points, looks)
     _log_axes(ax, lengths, quantity.unit, in_bytes=quantity.file == "memory")
     ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
     ax.set_xlabel("tokens before" if kind == "decode" else "tokens")

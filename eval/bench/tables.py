@@ -30,10 +30,11 @@ def speeds(rows: Sequence[Row], *, spread: bool = False) -> list[Table]:
         lengths = _lengths(rows, group, kind)
         body = []
         for name in [*_in_place(rows), *names(rows)]:
-            own = {row["length"]: row for row in rows_of(rows, group, kind, name)}
-            cells = [_speed(own.get(n), spread) for n in lengths]
+            own = rows_of(rows, group, kind, name)
+            by_length = {row["length"]: row for row in own}
+            cells = [_speed(by_length.get(n), spread) for n in lengths]
             if any(cell != "-" for cell in cells):
-                where = None if name == IN_PLACE else faster(rows, group, kind, name)
+                where = None if name == IN_PLACE else faster(own)
                 body.append([name, *cells, _where(where)])
         if body:
             heads = ["", *map(tokens, lengths), "faster from"]
