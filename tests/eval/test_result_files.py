@@ -16,7 +16,7 @@ TEXT = ("--data", "{data}", "--lengths", "64")
 COMMANDS = {
     "perplexity": TEXT,
     "perplexity --branches": (*TEXT, "--branches", "--patch", "window+elu1", "--options", '{{"size": 16}}'),
-    "cost": ("--lengths", "16", "--new-tokens", "2", "--repeats", "2"),
+    "bench --cost": ("--cost", "--lengths", "16", "--new-tokens", "2", "--rounds", "2"),
     "diagnose": ("--data", "{data}", "--length", "64"),
     "generation": ("--data", "{data}", "--compare", "elu1", "--prompt-tokens", "8", "--new-tokens", "4"),
     "harness": ("--tasks", "tiny", "--include-path", "{data}"),
