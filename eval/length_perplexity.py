@@ -8,7 +8,8 @@ from typing import Any
 import datasets
 import evaluate
 
-from .perplexity.measure import measure
+# not relative: evaluate.load runs a copy of this file
+from hf_linattn.eval.perplexity.measure import measure
 
 _DESCRIPTION = """\
 Does more context help or hurt a language model? The same tokens are scored at every length: windows of all

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.eval.common.entries import is_reference
 from hf_linattn.eval.common.markdown import write_between
+from hf_linattn.eval.common.model_specs import is_reference
 from hf_linattn.eval.common.models import Curve
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.perplexity.plot import save_plot
@@ -29,15 +29,22 @@ SETTINGS = ("--lengths", "512,...,4096", "--max-tokens", "16384")
 
 
 def words(model: str, texts: str, compare: str, output: str) -> list[str]:
-    """Arguments of the perplexity command."""
+    """Return the arguments of the perplexity command.
+
+    Args:
+        model: folder of the model.
+        texts: folder of the texts.
+        compare: entries to measure.
+        output: folder of the results.
+    """
     return ["--model", model, "--data", texts, *SETTINGS, "--compare", compare, "--output-dir", output]
 
 
 def section(results: Mapping[str, Any], compare: str) -> str:
-    """The command, the table and the picture."""
+    """Write the command, the table and the picture as Markdown."""
     rows = results["rows"]
     labels, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "length"))
-    found = {(row["model"], row["length"]): row["perplexity"] for row in rows}
+    perplexities = {(row["model"], row["length"]): row["perplexity"] for row in rows}
     lines = [
         "```text",
         f"python -m hf_linattn.eval.perplexity --model $HF_LINATTN_DATA/{MODEL} \\",
@@ -56,7 +63,7 @@ def section(results: Mapping[str, Any], compare: str) -> str:
     lines += ["| entry | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     lines += ["|---" * (len(lengths) + 1) + "|"]
     for label in labels:
-        cells = (f"{found[label, length]:,.1f}" for length in lengths)
+        cells = (f"{perplexities[label, length]:,.1f}" for length in lengths)
         lines.append(f"| `{label}` | " + " | ".join(cells) + " |")
     lines += ["", f"({'; '.join(facts)}.)"]
     return "\n".join([*lines, "", f"![Perplexity against context length for each entry]({IMAGE})"])

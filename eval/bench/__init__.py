@@ -1,4 +1,4 @@
-"""`python -m hf_linattn.bench`: how fast and how large is a patched attention, beside softmax?
+"""`python -m hf_linattn.bench`: how fast and how large is a patched attention, compared with softmax?
 
 The parts are usable from Python too: `calls.build` and `rounds.measure` time any patches side by side, as
 tests/ops/test_cost.py does.

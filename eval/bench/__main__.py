@@ -1,4 +1,4 @@
-"""How fast and how large is a patched attention beside softmax, and from how many tokens on is it worth it?
+"""Compare patched attention with softmax in time and memory: from how many tokens on is it worth it?
 
 python -m hf_linattn.bench --patches elu1,softmax1 --lengths 256,...,4096 --threads 1 --output-dir out
 """
@@ -7,28 +7,40 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hf_linattn.cli.main import exit_status
+from hf_linattn.errors import OptionError
 
-from ..common.cli import checked, doubling, parse_options, whole
-from .settings import DTYPES, KINDS, PEERS, choices, parse_shapes
+from ..common.cli import (
+    argparse_type,
+    doubling_range,
+    parse_options,
+    positive_int,
+    positive_ints,
+    run_command,
+)
+from .config import DTYPES, KINDS, PEERS, choices, parse_shapes
 
 EPILOG = """\
 examples (`bench` stands for `python -m hf_linattn.bench`):
-  # the attention alone, as a patched module runs it, beside torch's fused softmax
+  # the attention alone, as a patched module runs it, and torch's fused softmax
   bench --patches elu1,softmax1,window+elu1 --lengths 256,...,8192 --threads 1 --output-dir out/bench
 
   # sizes of a large model: 32 query heads, 8 key heads of 128; half precision; decoding only
   bench --shapes 1x32/8x128,8x32/8x128 --dtypes bfloat16 --kinds decode --output-dir out/large
 
-  # beside other implementations of elu1, as far as they are installed
+  # also other implementations of elu1, as far as they are installed
   bench --lengths 512,...,4096 --output-dir out/peers --peers
 
   # a whole model, its own attention against the patch: from how many tokens on is it worth it?
   bench --model DIR --patches elu1 --lengths 1024,...,131072 --budget 20 --output-dir out/model
+
+  # what a sequence costs: bytes of cache or state, also at lengths that nobody has time to run
+  bench --model tuned --cost --lengths 512,2048,8192 --also 131072,1048576 --output-dir out/cost
+  bench --model DIR --cost --patches window+elu1 --options '{"size": 64}' --output-dir out/cost
 
   # which form of linear attention runs for which size
   bench --explain
@@ -43,11 +55,17 @@ without projections that is patched like any model; the reference is the same mo
 
 Within a round all candidates take turns, in rotating order; one warm-up round is not counted. A ratio
 compares within a round, and the median over --rounds is shown: above 1 is faster. With one thread the ratio
-is of the time that the thread was given by the processor, so a busy machine hardly moves it: --threads 1 is
+is of the time that the processor gave to the thread, so a busy machine hardly moves it: --threads 1 is
 the way to repeatable numbers on a CPU. CUDA is timed by events. What would take longer than --budget seconds
 a call, or more memory than is free, is not run, and the results say so.
 
-The folder gets results.json, bench.csv, pictures and report.html. results.json is renewed after every
+With --cost the model and itself with its own attention (`unpatched`) take turns: prefill is one forward pass
+over LENGTH random tokens into an empty cache, decode --new-tokens passes of one token behind it, both in
+tokens per second; `cache` is the size of all tensors in the cache behind the prefill, `peak` the most memory
+that they kept alive at any moment. The folder gets results.json, cost.csv and cost.png, and
+hf_linattn.eval.report draws several models on one page.
+
+Else the folder gets results.json, bench.csv, pictures and report.html. results.json is renewed after every
 setting: the same command goes on where it stopped.
 """
 
@@ -56,45 +74,42 @@ INTERRUPTED = "the same command goes on after the last finished setting"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.bench",
-        description="Time and memory of patched attention beside softmax, alone or in a whole model.",
+        description="Time and memory of patched attention compared with softmax, alone or in a whole model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="RUN", help="folders of finished runs, for --docs")
-    add("--patches", type=words, metavar="NAME,...", help="patches to measure (default: elu1)")
-    add("--options", type=checked(parse_options), help="options of the patches as JSON")
-    add(
-        "--lengths",
-        type=doubling,
-        metavar="N,...",
-        help="tokens (default: 256,...,4096; a model: 1024,...,131072)",
-    )
+    patches_help = "patches to measure (default: elu1; with --cost at most one, default none)"
+    add("--patches", type=names, metavar="NAME,...", help=patches_help)
+    add("--options", type=argparse_type(parse_options), help="options of the patches as JSON")
+    lengths_help = "tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)"
+    add("--lengths", type=doubling_range, metavar="N,...", help=lengths_help)
     shapes_help = "BATCHxHEADS[/KEY_HEADS]xHEAD_DIM[xVALUE_DIM] (default: 1x8x64)"
     add("--shapes", type=parse_shapes, metavar="SHAPE,...", help=shapes_help)
     add("--kinds", type=choices(KINDS), metavar="KIND,...", help="of prefill,train,decode (default: all)")
-    dtypes_help = "of " + ",".join(DTYPES) + " (default: float32; a model: as saved)"
-    add("--dtypes", type=choices(DTYPES), metavar="DTYPE,...", help=dtypes_help)
+    dtypes_help = "of " + ",".join(DTYPES) + " (default: float32; a model: as saved, or auto)"
+    add("--dtypes", type=choices((*DTYPES, "auto")), metavar="DTYPE,...", help=dtypes_help)
     add("--device", default="auto", help="cpu, cuda, ... (default: the accelerator if there is one)")
     add("--bidirectional", action="store_true", help="every query sees all keys, as in encoders")
     peers_help = "also other implementations of elu1: of " + ",".join(PEERS) + " (alone: all of them)"
     add("--peers", type=choices(PEERS), nargs="?", const=list(PEERS), metavar="NAME,...", help=peers_help)
     add("--model", help="folder or name of a causal language model: measure it as a whole")
-    add("--batch-size", type=whole, help="sequences side by side, of --model (default: 1)")
-    add("--threads", type=whole, help="of torch (default: as many as it takes)")
-    add("--rounds", type=whole, default=5, help="that count (default: %(default)s)")
-    add(
-        "--min-time",
-        type=positive,
-        default=5.0,
-        metavar="MS",
-        help="that a sample lasts (default: %(default)s)",
-    )
-    budget_help = "seconds of one call beyond which it is not run (default: %(default)s)"
-    add("--budget", type=positive, default=10.0, metavar="S", help=budget_help)
+    cost_help = "of --model: bytes of its cache or state and tokens per second of prefill and decode"
+    add("--cost", action="store_true", help=cost_help)
+    also_help = "with --cost: lengths whose bytes are computed, not run (default: 32768,131072)"
+    add("--also", type=positive_ints, metavar="N,...", help=also_help)
+    new_help = "with --cost: tokens of decode behind each length (default: 16)"
+    add("--new-tokens", type=positive_int, help=new_help)
+    add("--batch-size", type=positive_int, help="sequences side by side, of --model (default: 1)")
+    add("--threads", type=positive_int, help="of torch (default: as many as it takes)")
+    add("--rounds", "--repeats", type=positive_int, default=5, help="that count (default: %(default)s)")
+    add("--min-time", type=positive, metavar="MS", help="that a sample lasts (default: 5)")
+    budget_help = "seconds of one call beyond which it is not run (default: 10)"
+    add("--budget", type=positive, metavar="S", help=budget_help)
     cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"
     add("--cpp", action="store_true", help=cpp_help)
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
@@ -106,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -116,92 +131,123 @@ def positive(text: str) -> float:
     return value
 
 
-def words(text: str) -> list[str]:
-    """Names by comma, each once."""
+def names(text: str) -> list[str]:
+    """Parse names by comma, each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
     return list(dict.fromkeys(parts))
 
 
-def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Defaults that depend on each other; what does not go together is wrong usage."""
+def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse what does not go together, and fill in defaults that depend on each other.
+
+    Raises:
+        OptionError: naming the option.
+    """
     if args.explain:
-        return
+        return args
     if bool(args.docs) != bool(args.folders):
-        parser.error("--docs FOLDER and the folders of finished runs belong together")
+        raise OptionError("--docs FOLDER and the folders of finished runs belong together")
     if args.docs:
-        return
+        return args
     if args.output_dir is None:
-        parser.error("--output-dir is required")
+        raise OptionError("--output-dir is required")
+    if args.dtypes == ["auto"] and args.model is not None:
+        args.dtypes = None
+    if args.cost:
+        _check_cost(args)
+        return args
+    for name in ("also", "new_tokens"):
+        if getattr(args, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')} belongs to --cost")
+    args.min_time, args.budget = args.min_time or 5.0, args.budget or 10.0
+    if "auto" in (args.dtypes or []):
+        raise OptionError("--dtypes auto is the dtype that a --model was saved with, and stands alone")
     if args.model is None:
         if args.batch_size is not None:
-            parser.error("--batch-size belongs to --model; a shape has its own")
+            raise OptionError("--batch-size belongs to --model; a shape has its own")
         args.patches = args.patches or ["elu1"]
         args.shapes = args.shapes or parse_shapes("1x8x64")
         args.dtypes = args.dtypes or ["float32"]
-        args.lengths = args.lengths or doubling("256,...,4096")
+        args.lengths = args.lengths or doubling_range("256,...,4096")
     else:
         for name in ("shapes", "bidirectional", "peers"):
             if getattr(args, name):
-                parser.error(f"--{name} is of the attention alone and does not go with --model")
+                raise OptionError(f"--{name} is of the attention alone and does not go with --model")
         if args.dtypes and len(args.dtypes) > 1:
-            parser.error("--model takes one dtype at a time")
+            raise OptionError("--model takes one dtype at a time")
         args.batch_size = args.batch_size or 1
-        args.lengths = args.lengths or doubling("1024,...,131072")
+        args.lengths = args.lengths or doubling_range("1024,...,131072")
     if args.bidirectional and "decode" in (args.kinds or []):
-        parser.error("--bidirectional: there is no decoding where every query sees all keys")
+        raise OptionError("--bidirectional: there is no decoding where every query sees all keys")
     args.kinds = args.kinds or [kind for kind in KINDS if not (args.bidirectional and kind == "decode")]
+    return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def _check_cost(args: argparse.Namespace) -> None:
+    """Refuse, of --cost, what belongs to the other ways to measure."""
+    if args.model is None:
+        raise OptionError("--cost is of a whole model: give --model")
+    for name in ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp"):
+        if getattr(args, name):
+            raise OptionError(f"--{name.replace('_', '-')} does not go with --cost")
+    for name in ("patches", "dtypes"):
+        if len(getattr(args, name) or []) > 1:
+            raise OptionError(f"--cost takes one of --{name} at a time")
+    if args.options is not None and not args.patches:
+        raise OptionError("--options belongs to --patches")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    settle(parser, args)
-
-    def work() -> None:
-        if args.explain:
-            from hf_linattn.ops.dispatch import explain
-
-            sys.stdout.write(explain().rstrip() + "\n")
-        elif args.docs:
-            from .docs import write_pages
-
-            for path in write_pages(args.docs, args.folders):
-                sys.stdout.write(f"{path} written\n")
-        else:
-            _measure(args, shlex.join(["python", "-m", "hf_linattn.bench", *argv]))
-
-    return exit_status(work, interrupted=INTERRUPTED, extra="all")
+    return run_command(
+        build_parser(), work, argv, check=check_arguments, needs="all", interrupted=INTERRUPTED
+    )
 
 
-def _measure(args: argparse.Namespace, command: str) -> None:
+def work(args: argparse.Namespace, command: str) -> str:
+    """Explain, write a page, or measure; return what is printed."""
+    if args.explain:
+        from hf_linattn.ops.dispatch import explain
+
+        return explain().rstrip()
+    if args.docs:
+        from .docs import write_pages
+
+        return "\n".join(f"{path} written" for path in write_pages(args.docs, args.folders))
+    import torch
+
+    from . import cost, run
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.cost:
+        arguments = cost.CostArguments(args.model, args.output_dir, **_cost_arguments(args))
+        return cost.summary(cost.run(arguments, command, run.device_of(args.device)), args.output_dir)
     from hf_linattn.ops.cpp.build import CPP, asked
-
-    from .run import Run
-    from .tables import aligned, refusals, speeds, tokens_per_second
 
     if args.cpp:
         os.environ[CPP] = "1"
     elif asked():
         args.cpp, command = True, f"{command} --cpp"
-    results = Run(args, command).work()
-    told = results["run"]
-    lines = ["times as fast as softmax"]
-    lines += [aligned(table) + "\n" for table in speeds(results["rows"])]
-    absolute = tokens_per_second(results["rows"])
-    lines += ["tokens per second"] * bool(absolute) + [aligned(table) + "\n" for table in absolute]
-    lines += results["answers"]
-    lines.append(
-        f"{told['device_name']}, threads: {told['threads']}; medians of {args.rounds} rounds, ratios of "
-        f"{told['basis']}"
-    )
-    lines += [f"note: {name}: {note}" for name, note in results["peers"].items()]
-    lines += [f"note: {text}" for text in refusals(results["rows"])]
-    lines.append(f"numbers, pictures and report.html in {args.output_dir}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    return run.text(run.BenchRun(args, command).work(), args.output_dir)
+
+
+def _cost_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a cost run that differ from the defaults."""
+    chosen = {
+        "patch": args.patches[0] if args.patches else None,
+        "options": args.options,
+        "lengths": sorted(set(args.lengths)) if args.lengths else None,
+        "also": args.also,
+        "new_tokens": args.new_tokens,
+        "batch_size": args.batch_size,
+        "repeats": args.rounds,
+        "dtype": args.dtypes[0] if args.dtypes else None,
+        "seed": args.seed,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 if __name__ == "__main__":

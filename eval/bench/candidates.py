@@ -1,4 +1,4 @@
-"""One attention module without projections, patched like any model, as something that can be timed.
+"""Make one attention module without projections, patched like any model, something that can be timed.
 
 What a candidate does is what a patched module of a model does between its projections: the pre-hook finds
 the cache, the module stores its keys, the attention interface routes the call, the mask that the model made
@@ -24,12 +24,9 @@ from hf_linattn.errors import OptionError
 from hf_linattn.patching.patch import patch_model
 from hf_linattn.registry import names_in, options_for, parse
 
-from .settings import Setting, Shape
+from .config import IN_PLACE, SDPA, BenchConfig, Shape
 from .timing import Timed
 
-SDPA = "sdpa"
-IN_PLACE = "sdpa, keys in place"
-"""Decoding without the cache's own work: what SDPA alone takes."""
 TRAINED = 512
 """`max_position_embeddings` of the bare model, for patches that ask how long a model was trained."""
 
@@ -67,7 +64,15 @@ class BareAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
     ) -> Tensor:
-        """`[B, H, N, D]`, `[B, Hkv, N, D]`, `[B, Hkv, N, Dv]` -> `[B, N, H, Dv]`."""
+        """Attend, as a module of transformers does between its projections; `[B, N, H, Dv]`.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key: `[B, Hkv, N, D]`.
+            value: `[B, Hkv, N, Dv]`.
+            attention_mask: from `BareModel.mask`.
+            past_key_values: cache of transformers.
+        """
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attention_interface: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -88,7 +93,14 @@ class BareModel(PreTrainedModel):
         self.attention = BareAttention(config)
 
     def mask(self, batch: int, length: int, like: Tensor, cache: Any = None) -> Tensor | None:
-        """The mask that a model makes once for all its layers."""
+        """Make the mask that a model makes once for all its layers.
+
+        Args:
+            batch: B.
+            length: N, of the queries.
+            like: a tensor of the same dtype and device.
+            cache: that holds the tokens before them.
+        """
         embeddings = like.new_empty(batch, length, 1)
         make: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
         mask: Tensor | None = make(
@@ -111,7 +123,7 @@ class Candidate(Timed):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RandomInputs:
     """Random queries, keys and values `[B, H or Hkv, N, D or Dv]`, the output's gradient `[B, N, H, Dv]`.
 
     The first three are views of `[B, N, H, D]`, as projections leave them.
@@ -123,17 +135,17 @@ class Inputs:
     gradient: Tensor
 
 
-def inputs(setting: Setting, seed: int = 0) -> Inputs:
-    """The same numbers on every machine; decoding gets the tokens before and one more."""
-    shape, generator = setting.shape, torch.Generator().manual_seed(seed)
-    length = setting.length + (setting.kind == "decode")
-    dtype, wants = getattr(torch, setting.dtype), setting.kind == "train"
+def random_inputs(config: BenchConfig, seed: int = 0) -> RandomInputs:
+    """Draw the same numbers on every machine; decoding gets the tokens before and one more."""
+    shape, generator = config.shape, torch.Generator().manual_seed(seed)
+    length = config.length + (config.kind == "decode")
+    dtype, wants = getattr(torch, config.dtype), config.kind == "train"
 
     def draw(heads: int, width: int, leaf: bool = True) -> Tensor:
-        x = torch.randn(shape.batch, length, heads, width, generator=generator).to(setting.device, dtype)
+        x = torch.randn(shape.batch, length, heads, width, generator=generator).to(config.device, dtype)
         return x.transpose(1, 2).requires_grad_(wants) if leaf else x
 
-    return Inputs(
+    return RandomInputs(
         draw(shape.heads, shape.head_dim),
         draw(shape.kv_heads, shape.head_dim),
         draw(shape.kv_heads, shape.value_dim),
@@ -142,7 +154,7 @@ def inputs(setting: Setting, seed: int = 0) -> Inputs:
 
 
 def check(spec: str, options: dict[str, Any], causal: bool) -> None:
-    """Whether a patch exists and goes in this direction, before any work.
+    """Check that a patch exists and goes in this direction, before any work.
 
     Raises:
         UnknownPatchError, OptionError: of the name or an option; also a patch of the other direction.
@@ -157,7 +169,7 @@ def check(spec: str, options: dict[str, Any], causal: bool) -> None:
 
 
 def own_options(spec: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Those of the shared options that are for this composition.
+    """Return those of the shared options that are for this composition.
 
     Raises:
         UnknownPatchError, OptionError: of its names.
@@ -165,30 +177,38 @@ def own_options(spec: str, options: dict[str, Any] | None) -> dict[str, Any]:
     return options_for(names_in(spec), options or {})
 
 
-def made(setting: Setting, spec: str | None = None, options: dict[str, Any] | None = None) -> BareModel:
-    """The bare model of these sizes, patched unless `spec` is None.
+def build_bare(
+    config: BenchConfig, spec: str | None = None, options: dict[str, Any] | None = None
+) -> BareModel:
+    """Build the bare model of these sizes, patched unless `spec` is None.
 
     Raises:
         LinattnError: the patch does not suit.
     """
-    config = BareConfig(setting.shape, setting.causal, attn_implementation="sdpa")
-    model = BareModel(config)
+    model = BareModel(BareConfig(config.shape, config.causal, attn_implementation="sdpa"))
     if spec is not None:
         patch_model(model, spec, options=own_options(spec, options))
-    whole: Any = model
-    whole.to(setting.device, getattr(torch, setting.dtype)).eval()
+    module: Any = model
+    module.to(config.device, getattr(torch, config.dtype)).eval()
     return model
 
 
-def candidate(model: BareModel, name: str, setting: Setting, given: Inputs) -> Candidate:
-    """What one call of this model does in this setting."""
+def candidate(model: BareModel, name: str, config: BenchConfig, tensors: RandomInputs) -> Candidate:
+    """Make one call of a model a candidate.
+
+    Args:
+        model: from `build_bare`.
+        name: in tables.
+        config: sizes and kind of the call.
+        tensors: what it is called with.
+    """
     linear = is_linear(model)
-    if setting.kind == "decode":
-        step, around = _decoding(model, setting, given)
+    if config.kind == "decode":
+        step, around = _decoding(model, config, tensors)
         return Candidate(name, step, around, linear=linear, model=model)
-    mask = model.mask(setting.shape.batch, setting.length, given.query)
-    query, key, value = given.query, given.key, given.value
-    if setting.kind == "prefill":
+    mask = model.mask(config.shape.batch, config.length, tensors.query)
+    query, key, value = tensors.query, tensors.key, tensors.value
+    if config.kind == "prefill":
 
         def forward() -> Tensor:
             with torch.no_grad():
@@ -196,12 +216,12 @@ def candidate(model: BareModel, name: str, setting: Setting, given: Inputs) -> C
 
         return Candidate(name, forward, linear=linear, model=model)
     leaves = [query, key, value, *model.parameters()]
-    step = trained(lambda: model.attention(query, key, value, mask), leaves, given.gradient)
+    step = trained(lambda: model.attention(query, key, value, mask), leaves, tensors.gradient)
     return Candidate(name, step, linear=linear, model=model)
 
 
 def trained(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tensor) -> Callable[[], Tensor]:
-    """Forward, then the gradients of these tensors; nothing accumulates."""
+    """Return a forward pass with the gradients of these tensors; nothing accumulates."""
 
     def step() -> Tensor:
         output = forward()
@@ -212,24 +232,24 @@ def trained(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tenso
 
 
 def is_linear(model: BareModel) -> bool:
-    """Whether its state is of constant size."""
+    """Tell whether its state is of constant size."""
     child: Any = model.attention._modules.get("linattn")
     return child is not None and bool(child.keeps_state)
 
 
 def _decoding(
-    model: BareModel, setting: Setting, given: Inputs
+    model: BareModel, config: BenchConfig, tensors: RandomInputs
 ) -> tuple[Callable[[], Tensor], Callable[[], AbstractContextManager[None]]]:
-    """One token behind a cache that is put back after it; and around it what puts back a state's numbers."""
-    cache, batch, past = DynamicCache(), setting.shape.batch, setting.length
-    old = [x[:, :, :past] for x in (given.query, given.key, given.value)]
-    new = [x[:, :, past:] for x in (given.query, given.key, given.value)]
+    """Return one token behind a cache that is put back after it, and a context that restores its numbers."""
+    cache, batch, past = DynamicCache(), config.shape.batch, config.length
+    old = [x[:, :, :past] for x in (tensors.query, tensors.key, tensors.value)]
+    new = [x[:, :, past:] for x in (tensors.query, tensors.key, tensors.value)]
     with torch.no_grad():
         if is_linear(model):
-            model.attention(*old, model.mask(batch, past, given.query, cache), cache)
+            model.attention(*old, model.mask(batch, past, tensors.query, cache), cache)
         else:
             cache.update(old[1], old[2], 0)
-        mask = model.mask(batch, 1, given.query, cache)
+        mask = model.mask(batch, 1, tensors.query, cache)
     references, numbers = put_back(cache)
 
     def step() -> Tensor:
@@ -247,7 +267,7 @@ def _decoding(
 
 
 def put_back(cache: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What makes a cache again what it is now: its references, and the numbers in its states.
+    """Return two calls that make a cache again what it is now: its references, the numbers in its states.
 
     Keys are put back by reference, which takes no time worth measuring. States keep their size while decoding
     writes over them, so their numbers can wait until nothing is timed.
@@ -266,10 +286,10 @@ def put_back(cache: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     return references, numbers
 
 
-def in_place(model: BareModel, setting: Setting, given: Inputs) -> Candidate:
-    """SDPA over keys that are there already: a decoded token without what the cache does."""
-    query = given.query[:, :, setting.length :]
-    key, value = given.key.contiguous(), given.value.contiguous()
+def in_place(model: BareModel, config: BenchConfig, tensors: RandomInputs) -> Candidate:
+    """Make SDPA over keys that are there already a candidate: a decoded token without what the cache does."""
+    query = tensors.query[:, :, config.length :]
+    key, value = tensors.key.contiguous(), tensors.value.contiguous()
 
     def step() -> Tensor:
         with torch.no_grad():
@@ -279,19 +299,25 @@ def in_place(model: BareModel, setting: Setting, given: Inputs) -> Candidate:
 
 
 def build(
-    setting: Setting, specs: list[str], options: dict[str, Any] | None = None, seed: int = 0
+    config: BenchConfig, specs: list[str], options: dict[str, Any] | None = None, seed: int = 0
 ) -> list[Candidate]:
-    """The reference first, then the patches; all of them on the same tensors.
+    """Build the reference first, then the patches; all of them on the same tensors.
+
+    Args:
+        config: sizes and kind of the call.
+        specs: names of patches.
+        options: of the patches; each gets those that it has.
+        seed: of the tensors and of maps that are drawn.
 
     Raises:
         LinattnError: a patch does not suit these sizes.
     """
-    given = inputs(setting, seed)
-    reference = made(setting)
-    found = [candidate(reference, SDPA, setting, given)]
-    if setting.kind == "decode":
-        found.append(in_place(reference, setting, given))
+    tensors = random_inputs(config, seed)
+    reference = build_bare(config)
+    candidates = [candidate(reference, SDPA, config, tensors)]
+    if config.kind == "decode":
+        candidates.append(in_place(reference, config, tensors))
     for spec in specs:
         torch.manual_seed(seed)  # of maps that are drawn
-        found.append(candidate(made(setting, spec, options), spec, setting, given))
-    return found
+        candidates.append(candidate(build_bare(config, spec, options), spec, config, tensors))
+    return candidates

@@ -1,4 +1,4 @@
-"""What a call would take at a length that was not run, so that nobody waits or runs out of memory."""
+"""Forecast what a call takes at a length that was not run, so that nobody waits or runs out of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBES = (1024, 2048)
 
 @dataclass
 class Forecast:
-    """Points of one candidate.
+    """Know one candidate at some lengths, and extrapolate.
 
     Attributes:
         linear: with one point alone, time and memory are taken to grow with the length, else with its square.
@@ -29,15 +29,15 @@ class Forecast:
     points: list[tuple[int, float, int | None]] = field(default_factory=list)
 
     def add(self, tokens: int, seconds: float, size: int | None) -> None:
-        """One more length, longer than those before."""
+        """Add one more length, longer than those before."""
         self.points.append((tokens, seconds, size))
 
     def seconds(self, tokens: int) -> float | None:
-        """Of one call; None without a point."""
+        """Return the seconds of one call; None without a point."""
         return self._at(tokens, [(n, seconds) for n, seconds, _ in self.points], 1.0)
 
     def size(self, tokens: int) -> float | None:
-        """Bytes at the peak of one call."""
+        """Return the bytes at the peak of one call."""
         return self._at(tokens, [(n, float(size)) for n, _, size in self.points if size], 0.0)
 
     def _at(self, tokens: int, points: list[tuple[int, float]], least: float) -> float | None:
@@ -52,7 +52,7 @@ class Forecast:
         return float(value * (tokens / length) ** power)
 
     def refusal(self, tokens: int, budget: float, device: str) -> str:
-        """Why this length is better not run, or ""."""
+        """Say why this length is better not run, or nothing."""
         seconds, size, free = self.seconds(tokens), self.size(tokens), available(device)
         if seconds is not None and seconds > budget:
             return f"not run: one call would take about {seconds:.3g} s (--budget {budget:g})"

@@ -1,7 +1,7 @@
-"""The most memory that a call has in use at once, above what was there before it.
+"""Measure the most memory that a call has in use at once, above what was there before it.
 
 CUDA: torch's allocator counts it. CPU: torch's profiler writes down every allocation and release of tensors;
-the running sum has its top. Buffers that a library takes for itself, beside torch's allocator, are in
+the running sum has its top. Buffers that a library takes for itself, outside torch's allocator, are in
 neither. Other devices: not known.
 """
 
@@ -22,7 +22,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def peak(call: Callable[[], Any], device: str = "cpu") -> int | None:
-    """Bytes; None on devices that do not tell."""
+    """Return the bytes at the peak of a call; None on devices that do not tell."""
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def _recorded(call: Callable[[], Any]) -> int:
 
 
 def available(device: str = "cpu") -> int | None:
-    """Bytes that can still be taken; None where nobody tells."""
+    """Return the bytes that can still be taken; None where that is not known."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     if torch.device(device).type != "cpu" or not MEMINFO.exists():

@@ -1,4 +1,4 @@
-"""Other implementations of elu1, where they are installed: checked against ours before they are timed.
+"""Time other implementations of elu1, where they are installed, and check them against ours first.
 
 Each gets the same raw queries, keys and values, applies elu(x) + 1 itself as its users do, and hands back
 `[B, N, H, Dv]`. None of them is needed; one that is missing, or that cannot run here, says why.
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .candidates import Candidate, Inputs, inputs, trained
-from .settings import Setting
+from .candidates import Candidate, RandomInputs, random_inputs, trained
+from .config import BenchConfig
 
 CHUNK = 64
 TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
@@ -28,7 +28,7 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Unavailable(Exception):
-    """This peer cannot run here; the text says why."""
+    """Raised where a peer cannot run; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Peer:
 
     name: str
     package: str
-    form: Callable[[Setting], Form]
+    form: Callable[[BenchConfig], Form]
     multiple: int = 1
 
 
@@ -62,24 +62,24 @@ def _imported(module: str, package: str) -> Any:
 
 
 def short(error: BaseException) -> str:
-    """Kind and first line of an error."""
+    """Return kind and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
 
 
-def _fla(setting: Setting) -> Form:
-    if torch.device(setting.device).type != "cuda":
+def _fla(config: BenchConfig) -> Form:
+    if torch.device(config.device).type != "cuda":
         raise Unavailable("its kernels run on CUDA only; on a CPU see fla-naive")
     function = _imported("fla.ops.linear_attn", "flash-linear-attention").chunk_linear_attn
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        given = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-        output: Tensor = function(*given, scale=1.0, normalize=True)[0]
+        tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        output: Tensor = function(*tensors, scale=1.0, normalize=True)[0]
         return output
 
     return form
 
 
-def _fla_naive(setting: Setting) -> Form:
+def _fla_naive(config: BenchConfig) -> Form:
     function = _imported("fla.ops.linear_attn.naive", "flash-linear-attention").naive_chunk_linear_attn
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def _fla_naive(setting: Setting) -> Form:
     return form
 
 
-def _fast_transformers(setting: Setting) -> Form:
-    if setting.dtype != "float32":
+def _fast_transformers(config: BenchConfig) -> Form:
+    if config.dtype != "float32":
         raise Unavailable("its causal product takes float32 only")
     function = _imported("fast_transformers.causal_product", "pytorch-fast-transformers").causal_dot_product
 
@@ -105,7 +105,7 @@ def _fast_transformers(setting: Setting) -> Form:
     return form
 
 
-def _performer(setting: Setting) -> Form:
+def _performer(config: BenchConfig) -> Form:
     module = _imported("performer_pytorch.performer_pytorch", "performer-pytorch")
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _performer(setting: Setting) -> Form:
 
 
 def vectorised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Features `[B, H, N, D]` and values to `[B, N, H, Dv]`, all chunks at once: what a compiler is given."""
+    """Features `[B, H, N, D]` and values to `[B, N, H, Dv]`, all chunks at once, to be compiled."""
     length = query.shape[2]
     spare = -length % CHUNK
     q, k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, CHUNK)) for x in (query, key, value))
@@ -128,7 +128,7 @@ def vectorised(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return output.transpose(1, 2).contiguous()
 
 
-def _compiled(setting: Setting) -> Form:
+def _compiled(config: BenchConfig) -> Form:
     # sizes are constants: what a user gets who compiles for one length. Forgotten before each setting, since
     # after eight of them dynamo would quietly run the function as it is
     torch.compiler.reset()
@@ -149,49 +149,49 @@ PEERS = {
 
 
 def candidates(
-    setting: Setting, seed: int = 0, names: Sequence[str] = tuple(PEERS)
+    config: BenchConfig, seed: int = 0, names: Sequence[str] = tuple(PEERS)
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """The peers that can run, on the tensors of `calls.build`; and name -> why not, or what is different."""
-    found: list[Candidate] = []
+    """Return the peers that can run, on the tensors of `build`; and name -> why not, or what differs."""
+    ready: list[Candidate] = []
     notes: dict[str, str] = {}
-    if not setting.causal or setting.kind == "decode":  # compared in causal prefill and training only
-        return found, notes
-    given = inputs(setting, seed)
+    if not config.causal or config.kind == "decode":  # compared in causal prefill and training only
+        return ready, notes
+    tensors = random_inputs(config, seed)
     for name in names:
         peer = PEERS[name]
         try:
-            form = _features_first(peer.form(setting))
-            if setting.length % peer.multiple:
+            form = _features_first(peer.form(config))
+            if config.length % peer.multiple:
                 raise Unavailable(f"takes multiples of {peer.multiple} tokens")
-            told = agreement(form, setting, seed)
+            difference = agreement(form, config, seed)
         except Unavailable as error:
             notes[name] = str(error)
             continue
         except Exception as error:  # a peer that fails is a row without numbers, not the end of the run
             notes[name] = f"failed: {short(error)}"
             continue
-        if told:
-            notes[name] = told
-        found.append(Candidate(name, _called(form, setting, given), linear=True))
-    return found, notes
+        if difference:
+            notes[name] = difference
+        ready.append(Candidate(name, _called(form, config, tensors), linear=True))
+    return ready, notes
 
 
 def _features_first(form: Form) -> Form:
-    """With elu(x) + 1 in front, and key heads repeated where queries share them: no peer takes fewer."""
+    """Put elu(x) + 1 in front, and repeat key heads where queries share them: no peer takes fewer."""
 
-    def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def elu1(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         times = query.shape[1] // key.shape[1]
         if times > 1:
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         return form(F.elu(query) + 1, F.elu(key) + 1, value)
 
-    return whole
+    return elu1
 
 
-def _called(form: Form, setting: Setting, given: Inputs) -> Callable[[], Tensor]:
-    three = (given.query, given.key, given.value)
-    if setting.kind == "train":
-        return trained(lambda: form(*three), list(three), given.gradient)
+def _called(form: Form, config: BenchConfig, tensors: RandomInputs) -> Callable[[], Tensor]:
+    three = (tensors.query, tensors.key, tensors.value)
+    if config.kind == "train":
+        return trained(lambda: form(*three), list(three), tensors.gradient)
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -200,29 +200,29 @@ def _called(form: Form, setting: Setting, given: Inputs) -> Callable[[], Tensor]
     return forward
 
 
-def agreement(form: Form, setting: Setting, seed: int) -> str:
-    """Nothing where the output is elu1's within the tolerance, else in words what it is."""
-    probe = Setting(setting.shape, "prefill", min(PROBE, setting.length), True, setting.dtype, setting.device)
-    given = inputs(probe, seed)
+def agreement(form: Form, config: BenchConfig, seed: int) -> str:
+    """Return nothing where the output is elu1's within the tolerance, else in words what it is."""
+    probe = BenchConfig(config.shape, "prefill", min(PROBE, config.length), True, config.dtype, config.device)
+    tensors = random_inputs(probe, seed)
     with torch.no_grad():
-        output = form(given.query, given.key, given.value).double()
-        numerator, total = _definition(given)
-    tolerance = TOLERANCE[setting.dtype]
+        output = form(tensors.query, tensors.key, tensors.value).double()
+        numerator, total = _definition(tensors)
+    tolerance = TOLERANCE[config.dtype]
     error = _distance(output, numerator / total)
     if error <= tolerance:
         return ""
     if _distance(output, numerator) <= tolerance:
         return "computes something else: elu1 without its normaliser"
-    scale = setting.shape.head_dim**-0.5
+    scale = config.shape.head_dim**-0.5
     if _distance(output, numerator * scale) <= tolerance:
         return "computes something else: elu1 without its normaliser, times 1/sqrt(D)"
     return f"computes something else: its output is {error:.2g} away from elu1's (tolerance {tolerance:g})"
 
 
-def _definition(given: Inputs) -> tuple[Tensor, Tensor]:
-    """Numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64."""
-    times = given.query.shape[1] // given.key.shape[1]
-    query, key, value = given.query.double(), given.key.double(), given.value.double()
+def _definition(tensors: RandomInputs) -> tuple[Tensor, Tensor]:
+    """Return numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64."""
+    times = tensors.query.shape[1] // tensors.key.shape[1]
+    query, key, value = tensors.query.double(), tensors.key.double(), tensors.value.double()
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     weights = ((F.elu(query) + 1) @ (F.elu(key) + 1).mT).tril()
     return (weights @ value).transpose(1, 2), weights.sum(-1, keepdim=True).transpose(1, 2)

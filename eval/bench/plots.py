@@ -1,9 +1,9 @@
-"""Pictures of a run: time and memory over length, a panel per kind of call, break-even points marked."""
+"""Draw time and memory over length, a panel per kind of call, break-even points marked; or a cost run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,26 +15,31 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from ..common.formatting import size
 from ..common.plotting import Picture, look, themed
-from .answers import REFERENCES, faster, groups, names, rows_of, smaller
-from .candidates import IN_PLACE
+from .break_even import REFERENCES, BreakEven, faster, groups, names, rows_of, smaller
+from .config import IN_PLACE
 
 KINDS = {"prefill": "prefill", "train": "forward and backward", "decode": "decode, one token"}
 Row = Mapping[str, Any]
+COST_PANELS = {
+    "cache_bytes": "cache or state",
+    "prefill_tokens_per_second": "prefill, tokens/s",
+    "decode_tokens_per_second": "decode, tokens/s",
+}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column to draw: its name in files, in words, its unit as text, and where an advantage begins."""
+    """A column to draw: its name in files, in words, its unit as text, how to find its break-even point."""
 
     file: str
     column: str
     title: str
-    unit: Any
-    crossing: Any
+    unit: Callable[[float], str]
+    break_even: Callable[[Sequence[Row]], BreakEven | None]
 
 
 def duration(seconds: float) -> str:
-    """`20 us`, `3 ms`, `1.5 s`."""
+    """Write `20 us`, `3 ms`, `1.5 s`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor * (1 - 1e-9):
             return f"{seconds / factor:.3g} {unit}"
@@ -48,31 +53,31 @@ QUANTITIES = (
 
 
 def tokens(value: float) -> str:
-    """`512`, `8k`, `128k`: k is 1,024."""
+    """Write `512`, `8k`, `128k`: k is 1,024."""
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def style(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Colour, marker and line of a candidate, the same in all figures."""
+    """Return colour, marker and line of a candidate, the same in all figures."""
     if name == IN_PLACE:
         return {**look(None), "linestyle": ":"}
     return look(None if name in REFERENCES else names(rows).index(name))
 
 
 def _kinds(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> list[str]:
-    """Kinds of which something is known."""
+    """Return the kinds with any number."""
     return [kind for kind in KINDS if any(_points(rows, group, kind, name, quantity) for name in _all(rows))]
 
 
-def draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
-    """Panels of one shape on an empty figure."""
+def _draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
+    """Draw the panels of one shape on an empty figure."""
     shown = _kinds(rows, group, quantity)
     axes = figure.subplots(1, len(shown), squeeze=False)[0]
     handles: dict[str, Any] = {}
     for ax, kind in zip(axes, shown, strict=True):
         _panel(ax, rows, group, kind, quantity)
-        found, labels = ax.get_legend_handles_labels()
-        handles |= dict(zip(labels, found, strict=True))
+        lines, labels = ax.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
     figure.legend(
         list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=5, fontsize=9
     )
@@ -85,8 +90,8 @@ def _all(rows: Sequence[Row]) -> list[str]:
 def _points(
     rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str, quantity: Quantity
 ) -> list[tuple[int, float]]:
-    found = rows_of(rows, group, kind, name)
-    return [(row["length"], row[quantity.column]) for row in found if row[quantity.column]]
+    measured = rows_of(rows, group, kind, name)
+    return [(row["length"], row[quantity.column]) for row in measured if row[quantity.column]]
 
 
 def _panel(ax: Axes, rows: Sequence[Row], group: tuple[Any, ...], kind: str, quantity: Quantity) -> None:
@@ -99,31 +104,38 @@ def _panel(ax: Axes, rows: Sequence[Row], group: tuple[Any, ...], kind: str, qua
         looks = style(rows, name)
         ax.plot(*zip(*points, strict=True), label=name, linewidth=1.8, markersize=4.5, **looks)
         if name not in (*REFERENCES, IN_PLACE):
-            _mark(ax, quantity.crossing(rows, group, kind, name), points, looks)
+            _mark(ax, quantity.break_even(rows_of(rows, group, kind, name)), points, looks)
+    _log_axes(ax, lengths, quantity.unit, in_bytes=quantity.file == "memory")
+    ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
+    ax.set_xlabel("tokens before" if kind == "decode" else "tokens")
+
+
+def _log_axes(ax: Axes, lengths: Collection[int], unit: Callable[[float], str], *, in_bytes: bool) -> None:
+    """Make both axes logarithmic, name the lengths, and write values in their unit."""
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=10 if quantity.file == "time" else 2)
+    ax.set_yscale("log", base=2 if in_bytes else 10)
     ax.xaxis.set_major_locator(FixedLocator(sorted(lengths)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
-    if quantity.file == "memory":
+    if in_bytes:
         ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
     else:
         low, high = ax.get_ylim()
         subs = (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
         ax.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity.unit(value)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: unit(value)))
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
-    ax.set_xlabel("tokens before" if kind == "decode" else "tokens")
     ax.tick_params(labelsize=8, which="both")
     ax.grid(alpha=0.3)
 
 
-def _mark(ax: Axes, where: Any, points: Sequence[tuple[int, float]], looks: Mapping[str, Any]) -> None:
-    """A ring on the curve where its advantage begins, with the number of tokens."""
+def _mark(
+    ax: Axes, where: BreakEven | None, points: Sequence[tuple[int, float]], looks: Mapping[str, Any]
+) -> None:
+    """Draw a ring on the curve where its advantage begins, with the number of tokens."""
     if where is None or where.tokens is None or where.everywhere:
         return
-    y = at(points, where.tokens)
+    y = _interpolate(points, where.tokens)
     ax.plot([where.tokens], [y], "o", markersize=11, markerfacecolor="none", color=looks["color"], zorder=5)
     ax.annotate(
         f"{where.tokens:,}", (where.tokens, y), xytext=(7, -13), textcoords="offset points",
@@ -131,8 +143,8 @@ def _mark(ax: Axes, where: Any, points: Sequence[tuple[int, float]], looks: Mapp
     )  # fmt: skip
 
 
-def at(points: Sequence[tuple[int, float]], length: float) -> float:
-    """The value between measured ones, straight in logarithms."""
+def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
+    """Return the value between measured ones, straight in logarithms."""
     for (a, x), (b, y) in pairwise(points):
         if a <= length <= b:
             share = math.log(length / a) / math.log(b / a)
@@ -143,18 +155,18 @@ def at(points: Sequence[tuple[int, float]], length: float) -> float:
 def _figure(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> Figure:
     width = 1.0 + 4.3 * len(_kinds(rows, group, quantity))
     figure = Figure(figsize=(width, 4.2), layout="constrained")
-    draw(figure, rows, group, quantity)
+    _draw(figure, rows, group, quantity)
     return figure
 
 
-def told(group: tuple[Any, ...]) -> str:
-    """A group in words."""
+def group_text(group: tuple[Any, ...]) -> str:
+    """Name a group."""
     shape, dtype, causal = group
     return f"{shape}, {dtype}" + ("" if causal else ", both ways")
 
 
 def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """PNG files, one per shape and quantity; their names come back."""
+    """Write PNG files, one per shape and quantity; return their names."""
     from hf_linattn.cli.files import replacing
 
     written = []
@@ -163,7 +175,7 @@ def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
             if not _kinds(rows, group, quantity):
                 continue
             figure = _figure(rows, group, quantity)
-            figure.suptitle(told(group), fontsize=10)
+            figure.suptitle(group_text(group), fontsize=10)
             name = f"{quantity.file}-{group[0]}-{group[1]}.png".replace("/", "of")
             with replacing(folder / name) as partial:
                 figure.savefig(partial, format="png", dpi=130)
@@ -172,8 +184,8 @@ def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
 
 
 def pictures(rows: Sequence[Row], group: tuple[Any, ...]) -> list[Picture]:
-    """The same figures for a page, in both colour schemes."""
-    found = []
+    """Return the same figures for a page, in both colour schemes."""
+    shown = []
     for quantity in QUANTITIES:
         if not _kinds(rows, group, quantity):
             continue
@@ -181,5 +193,49 @@ def pictures(rows: Sequence[Row], group: tuple[Any, ...]) -> list[Picture]:
         def build(ink: str, grid: str, quantity: Quantity = quantity) -> Figure:
             return _figure(rows, group, quantity)
 
-        found.append(themed(build, f"{quantity.title} by length, {told(group)}"))
-    return found
+        shown.append(themed(build, f"{quantity.title} by length, {group_text(group)}"))
+    return shown
+
+
+def save_cost_plot(path: Path, rows: Sequence[Row]) -> None:
+    """Write a PNG with the curves of a cost run; hollow marks are computed."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    styles = {
+        name: look(None if name in REFERENCES else 0) for name in dict.fromkeys(row["model"] for row in rows)
+    }
+    curves = [(name, [r for r in rows if r["model"] == name], style) for name, style in styles.items()]
+    draw_cost(figure, curves)
+    figure.savefig(path, format="png", dpi=130)
+
+
+def draw_cost(figure: Figure, curves: Sequence[tuple[str, Sequence[Row], Mapping[str, Any]]]) -> None:
+    """Draw bytes, prefill and decode over length on an empty figure: (name, rows, style) of each curve."""
+    axes = figure.subplots(1, len(COST_PANELS), squeeze=False)[0]
+    for ax, (column, title) in zip(axes, COST_PANELS.items(), strict=True):
+        for name, rows, style in curves:
+            _cost_curve(ax, name, sorted(rows, key=lambda row: row["length"]), column, style)
+        lengths = {row["length"] for _, rows, _ in curves for row in rows if row[column] is not None}
+        in_bytes = column == "cache_bytes"
+        _log_axes(ax, lengths, size if in_bytes else "{:,g}".format, in_bytes=in_bytes)
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("tokens before")
+    handles, labels = axes[0].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower center", frameon=False, ncols=4, fontsize=9)
+
+
+def _cost_curve(ax: Axes, name: str, rows: Sequence[Row], column: str, style: Mapping[str, Any]) -> None:
+    points = [row for row in rows if row[column] is not None]
+    if not points:
+        return
+    x, y = [row["length"] for row in points], [row[column] for row in points]
+    (line,) = ax.plot(x, y, label=name, linewidth=1.8, markersize=5, **style)
+    computed = [(a, b) for a, b, row in zip(x, y, points, strict=True) if not row["measured"]]
+    if computed:
+        marks = {"marker": style["marker"], "linestyle": "none", "markersize": 5}
+        ax.plot(*zip(*computed, strict=True), markerfacecolor="white", color=line.get_color(), **marks)
+    if column != "cache_bytes":
+        kind = column.removesuffix("_tokens_per_second")
+        low, high = [row[f"{kind}_low"] for row in points], [row[f"{kind}_high"] for row in points]
+        ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)

@@ -1,4 +1,4 @@
-"""The least arithmetic and traffic of a call, and what the machine can do of either: the roofline.
+"""Compare a call with the roofline: its least arithmetic and traffic, and what the machine can do of either.
 
 Counted is what the maths asks for, not what an implementation does: half a square for causal scores, chunks
 of 64 tokens for a linear attention, every input read and every output written once. A backward pass counts
@@ -15,7 +15,7 @@ import torch
 from hf_linattn.attention import LinearAttention
 
 from .candidates import BareModel
-from .settings import Setting
+from .config import BenchConfig
 from .timing import Clock
 
 CHUNK = 64
@@ -28,7 +28,7 @@ SLOW = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationCount:
     """Floating-point operations (a multiply-add is two) and bytes of one call."""
 
     flops: float
@@ -43,55 +43,55 @@ class Ceiling:
     bytes: float
 
 
-def work(setting: Setting, model: BareModel | None) -> Work | None:
-    """Of the reference, or of a linear attention by feature map; None where nobody wrote it down."""
+def count_operations(config: BenchConfig, model: BareModel | None) -> OperationCount | None:
+    """Count the work of softmax or of a linear attention by feature map; None for any other attention."""
     attention: Any = None if model is None else model.attention._modules.get("linattn")
     if attention is None:
-        return _softmax(setting)
+        return _softmax(config)
     if not isinstance(attention.attention, LinearAttention) or attention.modifiers:
         return None
-    features = attention.attention.features or setting.shape.head_dim
-    return _linear(setting, features)
+    features = attention.attention.features or config.shape.head_dim
+    return _linear(config, features)
 
 
-def _sizes(setting: Setting) -> tuple[float, float]:
-    """Bytes of all keys with values and of all queries with outputs, per token."""
-    shape = setting.shape
-    wide = getattr(torch, setting.dtype).itemsize * shape.batch * (shape.head_dim + shape.value_dim)
-    return wide * shape.kv_heads, wide * shape.heads
+def _sizes(config: BenchConfig) -> tuple[float, float]:
+    """Return the bytes of all keys with values and of all queries with outputs, per token."""
+    shape = config.shape
+    per_head = getattr(torch, config.dtype).itemsize * shape.batch * (shape.head_dim + shape.value_dim)
+    return per_head * shape.kv_heads, per_head * shape.heads
 
 
-def _trained(setting: Setting, flops: float, per_token: float) -> Work:
-    """A forward pass; in training also gradients of all that was read, and the output's gradient read."""
-    traffic = setting.length * per_token
-    return Work(3 * flops, 3 * traffic) if setting.kind == "train" else Work(flops, traffic)
+def _trained(config: BenchConfig, flops: float, per_token: float) -> OperationCount:
+    """Count a forward pass; in training also gradients of all inputs, and the output's gradient read."""
+    passes = 3 if config.kind == "train" else 1
+    return OperationCount(passes * flops, passes * config.length * per_token)
 
 
-def _softmax(setting: Setting) -> Work:
-    shape, n = setting.shape, setting.length
-    keys, queries = _sizes(setting)
+def _softmax(config: BenchConfig) -> OperationCount:
+    shape, n = config.shape, config.length
+    keys, queries = _sizes(config)
     pair = 2 * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
-    if setting.kind == "decode":
-        return Work(pair * (n + 1), keys * (n + 1) + queries)
-    pairs = n * (n + 1) / 2 if setting.causal else n * n
-    return _trained(setting, pair * pairs, keys + queries)
+    if config.kind == "decode":
+        return OperationCount(pair * (n + 1), keys * (n + 1) + queries)
+    pairs = n * (n + 1) / 2 if config.causal else n * n
+    return _trained(config, pair * pairs, keys + queries)
 
 
-def _linear(setting: Setting, features: int) -> Work:
-    shape, n = setting.shape, setting.length
-    keys, queries = _sizes(setting)
+def _linear(config: BenchConfig, features: int) -> OperationCount:
+    shape, n = config.shape, config.length
+    keys, queries = _sizes(config)
     state = features * (shape.value_dim + 1)
-    if setting.kind == "decode":
+    if config.kind == "decode":
         flops = 2 * shape.batch * state * (shape.heads + shape.kv_heads)
-        number = 8 if setting.dtype == "float64" else 4
-        return Work(flops, 2 * number * shape.batch * shape.kv_heads * state + keys + queries)
-    inside = shape.heads * min(CHUNK, n) * (features + shape.value_dim) if setting.causal else 0
+        number = 8 if config.dtype == "float64" else 4
+        return OperationCount(flops, 2 * number * shape.batch * shape.kv_heads * state + keys + queries)
+    inside = shape.heads * min(CHUNK, n) * (features + shape.value_dim) if config.causal else 0
     flops = shape.batch * n * (inside + 2 * state * (shape.heads + shape.kv_heads))
-    return _trained(setting, flops, keys + queries)
+    return _trained(config, flops, keys + queries)
 
 
 def ceilings(dtype: str, device: str) -> Ceiling:
-    """Measured now: the best of a few. The product is the better of this dtype's and float32's."""
+    """Measure now, the best of a few; the product is the better of this dtype's and float32's."""
     clock, kind = Clock(device), torch.device(device).type
     size = GEMM.get(kind, 2048)
     flops = 0.0
@@ -104,14 +104,14 @@ def ceilings(dtype: str, device: str) -> Ceiling:
 
 
 def _best(clock: Clock, call: Any) -> float:
-    """Seconds of the fastest call, in the time that ratios are made of."""
+    """Return the seconds of the fastest call, in the time that ratios are made of."""
     seconds = clock.compared(clock.sample(call))
     for _ in range(AGAIN if seconds < SLOW else 0):
         seconds = min(seconds, clock.compared(clock.sample(call, 3)))
     return max(seconds, 1e-9)
 
 
-def share(done: Work, seconds: float, ceiling: Ceiling) -> tuple[float, str]:
-    """Least time that the machine would need / time that was needed; and what bounds it."""
-    arithmetic, traffic = done.flops / ceiling.flops, done.bytes / ceiling.bytes
+def share(count: OperationCount, seconds: float, ceiling: Ceiling) -> tuple[float, str]:
+    """Return the least time that the machine would need over the time that was needed, and what bounds it."""
+    arithmetic, traffic = count.flops / ceiling.flops, count.bytes / ceiling.bytes
     return max(arithmetic, traffic) / seconds, "arithmetic" if arithmetic > traffic else "memory"

@@ -1,11 +1,11 @@
-"""The work behind the command: settings in, rows and files out; renewed after every setting."""
+"""Run the benchmark: what is missing is measured, and all files are renewed after every length."""
 
 from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,51 +13,51 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from transformers import set_seed
-from transformers.utils import logging
 
 from hf_linattn import describe
+from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
 
+from ..common import pages
 from ..common import results as files
-from ..common.hardware import machine
 from ..common.models import Curve, load_config, load_model
-from . import memory
-from .answers import sentences
-from .candidates import check, made, own_options
-from .model import Whole
-from .operator import Limits, Row, Series
-from .outputs import write
+from . import memory, plots, tables
+from .break_even import groups, summary
+from .candidates import build_bare, check, own_options
+from .config import BenchConfig
+from .model import ModelSeries, smaller_cache
+from .operator import OperatorSeries
 from .roofline import Ceiling, ceilings
-from .settings import Setting
+from .series import COLUMNS, Limits, Row, Series
 from .timing import Clock
 
 FORMAT = "hf_linattn.bench/1"
-UNRECORDED = ("output_dir", "explain", "docs", "folders")
+TEMPLATE = Path(__file__).with_name("bench.html.j2")
+UNRECORDED = ("output_dir", "explain", "docs", "folders", "cost", "also", "new_tokens")
 """Arguments that say nothing about the numbers."""
 PACKAGES = ("hf-linattn", "torch", "transformers", "triton", "flash-linear-attention", "fla-core")
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that make the numbers, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that make the numbers, as far as they are there."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def device_of(wanted: str) -> str:
-    """The device to measure on.
+    """Return the device to measure on.
 
     Raises:
         OptionError: torch does not know it, or it is not here.
     """
     if wanted == "auto":
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if here is None else here.type
+        return files.default_device().type
     try:
         torch.empty(1, device=wanted)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -68,12 +68,7 @@ def device_of(wanted: str) -> str:
     return wanted
 
 
-def name_of(device: str) -> str:
-    """The device in words."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
-
-
-class Run:
+class BenchRun:
     """One run of the command: what is to be done, what was done.
 
     Args:
@@ -87,20 +82,19 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, command: str) -> None:
         self.args, self.folder = args, args.output_dir
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
         self.device = device_of(args.device)
         self.limits = Limits(args.rounds, args.min_time / 1000, args.budget)
-        recorded = {key: value for key, value in vars(args).items() if key not in UNRECORDED}
+        recorded = files.recorded(args, *UNRECORDED)
         recorded["shapes"] = [str(shape) for shape in args.shapes or ()]
         earlier = files.load(args.output_dir, recorded, FORMAT)
+        kind = torch.device(self.device).type
         here = {
             "device": self.device,
-            "device_name": name_of(self.device),
-            "machine": machine(),
+            "device_name": torch.cuda.get_device_name(self.device) if kind == "cuda" else self.device,
+            "machine": files.machine(),
             "threads": torch.get_num_threads(),
             "basis": Clock(self.device).basis,
-            "memory": memory.METHODS.get(torch.device(self.device).type, "not known on this device"),
+            "memory": memory.METHODS.get(kind, "not known on this device"),
         }
         if earlier is not None and earlier["run"] != here and not earlier["complete"]:
             changed = ", ".join(key for key, value in here.items() if earlier["run"].get(key) != value)
@@ -124,105 +118,114 @@ class Run:
         set_seed(args.seed)
 
     def work(self) -> dict[str, Any]:
-        """Measure what is missing and write all files; the content of results.json comes back."""
+        """Measure what is missing and write all files; return the content of results.json."""
         if not self.results["complete"]:
             if self.args.model is None:
-                self._micro()
+                self._measure_operator()
             else:
-                self._whole()
+                self._measure_model()
             self.results["complete"] = True
-        self.results["answers"] = sentences(self.rows, self.results["caches"])
+        self.results["answers"] = summary(self.rows, self.results["caches"])
         write(self.folder, self.results)
         return self.results
 
-    def _save(self) -> None:
-        files.save(self.folder, self.results)
-
-    def _done(self, kind: str, shape: str, dtype: str, names: list[str]) -> set[int]:
-        """Lengths of a series that need no more work."""
-        series = [r for r in self.rows if (r["kind"], r["shape"], r["dtype"]) == (kind, shape, dtype)]
-        return {row["length"] for row in series if row["candidate"] in names}
-
-    def _settings(self) -> Iterator[list[Setting]]:
-        """One list per series, its lengths from short to long."""
-        args = self.args
-        for dtype in args.dtypes:
-            for shape in args.shapes:
-                for kind in args.kinds:
-                    yield [
-                        Setting(shape, kind, length, not args.bidirectional, dtype, self.device)
-                        for length in sorted(set(args.lengths))
-                    ]
-
-    def _micro(self) -> None:
-        args, series = self.args, list(self._settings())
+    def _measure_operator(self) -> None:
+        args, lengths = self.args, sorted(set(self.args.lengths))
+        configs = [
+            BenchConfig(shape, kind, lengths[0], not args.bidirectional, dtype, self.device)
+            for dtype in args.dtypes
+            for shape in args.shapes
+            for kind in args.kinds
+        ]
         for spec in args.patches:
             check(spec, args.options or {}, not args.bidirectional)
-        for settings in series:  # everything that can be refused is, before anything is measured
+        for config in configs:  # everything that can be refused is, before anything is measured
             for spec in args.patches:
-                made(settings[0], spec, args.options)
+                build_bare(config, spec, args.options)
         files.check_writable(self.folder)
-        with tqdm(total=sum(map(len, series)), desc="bench", unit="setting") as bar:
-            for settings in series:
-                self._series(settings, bar)
+        with tqdm(total=len(configs) * len(lengths), desc="bench", unit="setting") as bar:
+            for config in configs:
+                keys = (config.kind, str(config.shape), config.dtype)
+                rows = [row for row in self.rows if (row["kind"], row["shape"], row["dtype"]) == keys]
+                done = {row["length"] for row in rows if row["candidate"] in args.patches}
+                if len(done) == len(lengths):
+                    bar.update(len(done))
+                    continue
+                ceiling = self._ceiling(config.dtype)
+                series = OperatorSeries(
+                    *(config, args.patches, args.options or {}, self.limits, ceiling),
+                    seed=args.seed,
+                    peers=args.peers or [],
+                    notes=self.results["peers"],
+                )
+                names = {length: replace(config, length=length).key for length in lengths}
+                self._measure_series(series, rows, done, names, bar)
 
-    def _series(self, settings: list[Setting], bar: Any) -> None:
-        args, first = self.args, settings[0]
-        done = self._done(first.kind, str(first.shape), first.dtype, args.patches)
-        bar.update(len(done))
-        if len(done) == len(settings):
-            return
+    def _ceiling(self, dtype: str) -> Ceiling:
         known = self.results["ceilings"]
-        if first.dtype not in known:
-            known[first.dtype] = asdict(ceilings(first.dtype, self.device))
-        one = Series(
-            args.patches,
-            args.options or {},
-            self.limits,
-            Ceiling(**known[first.dtype]),
-            args.seed,
-            args.peers or [],
-            self.results["peers"],
-        )
-        keys = (first.kind, str(first.shape), first.dtype)
-        one.known([row for row in self.rows if (row["kind"], row["shape"], row["dtype"]) == keys])
-        for setting in settings:
-            if setting.length not in done:
-                bar.set_postfix_str(setting.key)
-                self.rows += one.run(setting)
-                self._save()
-                bar.update()
+        if dtype not in known:
+            known[dtype] = asdict(ceilings(dtype, self.device))
+        return Ceiling(**known[dtype])
 
-    def _whole(self) -> None:
-        args = self.args
-        logging.disable_progress_bar()
+    def _measure_model(self) -> None:
+        args, lengths = self.args, sorted(set(self.args.lengths))
         config = load_config(args.model)
         if config.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{args.model} is an encoder-decoder: reading and writing are measured for decoders"
             )
-        lengths = sorted(set(args.lengths))
         for spec in self._specs(config):
+            own = own_options(spec, args.options) if spec else {}
             dtype = args.dtypes[0] if args.dtypes else "auto"
-            options = args.options or {}
-            model = self._load(spec, dtype, options)
+            model = load_model(Curve(spec or "", args.model, spec, own), dtype=dtype, device=self.device)
             require_causal(model)
             files.check_writable(self.folder)
-            label = spec or _label(model)
-            name = Path(args.model).name or args.model
-            one = Whole(model, label, name, batch=args.batch_size, seed=args.seed, limits=self.limits)
-            if (where := one.smaller()) is not None:
+            label, name = spec or _label(model), Path(args.model).name or args.model
+            if (where := smaller_cache(model, args.batch_size, args.seed)) is not None:
                 self.results["caches"][label] = asdict(where)
             with tqdm(total=len(args.kinds) * len(lengths), desc=label, unit="setting") as bar:
                 for kind in args.kinds:
-                    self._lengths(one, label, kind, lengths, bar)
+                    rows = [row for row in self.rows if row["kind"] == kind and row["beside"] == label]
+                    series = ModelSeries(
+                        *(model, kind, label, name),
+                        batch=args.batch_size,
+                        seed=args.seed,
+                        limits=self.limits,
+                    )
+                    names = {length: f"{kind}, {length} tokens" for length in lengths}
+                    self._measure_series(series, rows, {row["length"] for row in rows}, names, bar, label)
 
-    def _load(self, spec: str | None, dtype: str, options: dict[str, Any]) -> Any:
-        own = own_options(spec, options) if spec else {}
-        return load_model(Curve(spec or "", self.args.model, spec, own), dtype=dtype, device=self.device)
+    def _measure_series(
+        self,
+        series: Series,
+        rows: list[Row],
+        done: set[int],
+        names: Mapping[int, str],
+        bar: Any,
+        label: str | None = None,
+    ) -> None:
+        """Measure the lengths that are not done, and save after each.
+
+        Args:
+            series: to measure.
+            rows: of an earlier run.
+            done: lengths that need no more work.
+            names: length -> what the bar says.
+            bar: of progress.
+            label: of the patched side of a model, noted in its rows.
+        """
+        series.known(rows)
+        bar.update(len(done))
+        for length, name in names.items():
+            if length not in done:
+                bar.set_postfix_str(name)
+                noted = {} if label is None else {"beside": label}
+                self.rows += [row | noted for row in series.run(length)]
+                files.save(self.folder, self.results)
+                bar.update()
 
     def _specs(self, config: Any) -> list[str | None]:
-        """The patches to try; None for a folder that is patched already, which is measured as it is."""
+        """Return the patches to try; None for a folder that is patched already, measured as it is."""
         patched, chosen = getattr(config, "linattn", None) is not None, self.args.patches
         if patched and chosen:
             raise OptionError(
@@ -235,19 +238,44 @@ class Run:
             check(spec, self.args.options or {}, True)
         return list(chosen or ["elu1"])
 
-    def _lengths(self, one: Whole, label: str, kind: str, lengths: list[int], bar: Any) -> None:
-        own = [row for row in self.rows if row["kind"] == kind and row["beside"] == label]
-        done = {row["length"] for row in own}
-        one.known(own)
-        bar.update(len(done))
-        for length in lengths:
-            if length not in done:
-                bar.set_postfix_str(f"{kind}, {length} tokens")
-                self.rows += [{**row, "beside": label} for row in one.run(kind, length)]
-                self._save()
-                bar.update()
-
 
 def _label(model: Any) -> str:
-    """The patches of a folder that came patched."""
+    """Name the patches of a folder that came patched."""
     return " and ".join(dict.fromkeys(row.patch for row in describe(model).rows if row.patch != "softmax"))
+
+
+def write(folder: Path, results: Mapping[str, Any]) -> None:
+    """Write everything that is read off the rows, each file in one step; results.json last."""
+    rows = results["rows"]
+    files.save_csv(folder / "bench.csv", rows, COLUMNS)
+    plots.save_plots(folder, rows)
+    page = pages.render(
+        TEMPLATE,
+        title="Speed and memory compared with softmax",
+        results=results,
+        speeds=tables.speeds(rows, spread=True),
+        memories=tables.memories(rows),
+        shares=tables.shares(rows),
+        absolute=tables.tokens_per_second(rows),
+        caches=tables.caches(rows),
+        refusals=tables.refusals(rows),
+        other=[f"{name}: {note}" for name, note in results["peers"].items()],
+        figures=[(plots.group_text(group), plots.pictures(rows, group)) for group in groups(rows)],
+    )
+    with replacing(folder / "report.html") as partial:
+        partial.write_text(page, encoding="utf-8")
+    files.save(folder, results)
+
+
+def text(results: Mapping[str, Any], folder: Path) -> str:
+    """Return what the command prints: tables, break-even lengths, notes."""
+    rows, run = results["rows"], results["run"]
+    lines = ["times as fast as softmax", *(f"{tables.aligned(table)}\n" for table in tables.speeds(rows))]
+    if absolute := tables.tokens_per_second(rows):
+        lines += ["tokens per second", *(f"{tables.aligned(table)}\n" for table in absolute)]
+    lines += results["answers"]
+    rounds = f"medians of {results['arguments']['rounds']} rounds, ratios of {run['basis']}"
+    lines.append(f"{run['device_name']}, threads: {run['threads']}; {rounds}")
+    lines += [f"note: {name}: {note}" for name, note in results["peers"].items()]
+    lines += [f"note: {note}" for note in tables.refusals(rows)]
+    return "\n".join([*lines, f"numbers, pictures and report.html in {folder}"])

@@ -1,4 +1,4 @@
-"""Ratios as tables: times as fast as softmax, part of its memory, share of what the machine can do."""
+"""Write ratios as tables: times as fast as softmax, part of its memory, share of what the machine can do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.formatting import size
-from .answers import GROUP, REFERENCES, faster, groups, names, rows_of
-from .break_even import Crossing
-from .candidates import IN_PLACE
-from .plots import KINDS, tokens, told
+from ..common.formatting import size, text_table
+from .break_even import GROUP, REFERENCES, BreakEven, faster, groups, names, rows_of
+from .config import IN_PLACE
+from .plots import KINDS, group_text, tokens
 
 Row = Mapping[str, Any]
 
@@ -25,46 +24,47 @@ class Table:
 
 
 def speeds(rows: Sequence[Row], *, spread: bool = False) -> list[Table]:
-    """Times as fast as the reference by length, and from where on it is faster."""
-    found = []
+    """Return times as fast as the reference by length, and from where on it is faster."""
+    tables = []
     for group, kind in _parts(rows):
         lengths = _lengths(rows, group, kind)
         body = []
         for name in [*_in_place(rows), *names(rows)]:
-            own = {row["length"]: row for row in rows_of(rows, group, kind, name)}
-            cells = [_speed(own.get(n), spread) for n in lengths]
+            own = rows_of(rows, group, kind, name)
+            by_length = {row["length"]: row for row in own}
+            cells = [_speed(by_length.get(n), spread) for n in lengths]
             if any(cell != "-" for cell in cells):
-                where = None if name == IN_PLACE else faster(rows, group, kind, name)
+                where = None if name == IN_PLACE else faster(own)
                 body.append([name, *cells, _where(where)])
         if body:
             heads = ["", *map(tokens, lengths), "faster from"]
-            found.append(Table(f"{KINDS[kind]}, {told(group)}", heads, body))
-    return found
+            tables.append(Table(f"{KINDS[kind]}, {group_text(group)}", heads, body))
+    return tables
 
 
 def memories(rows: Sequence[Row]) -> list[Table]:
-    """Peak memory above the inputs over the reference's, by length."""
+    """Return peak memory above the inputs over the reference's, by length."""
     return _plain(rows, "memory_ratio", lambda value: f"{value:.3g}")
 
 
 def shares(rows: Sequence[Row]) -> list[Table]:
-    """Least time on this machine over the time that was needed, in percent."""
+    """Return the least time on this machine over the time that was needed, in percent."""
     return _plain(rows, "share", lambda value: f"{100 * value:.0f} %", references=True)
 
 
 def tokens_per_second(rows: Sequence[Row]) -> list[Table]:
-    """Of a whole model, by length."""
+    """Return tokens per second of a whole model, by length."""
     return _plain(rows, "tokens_per_second", lambda value: f"{value:,.0f}", references=True)
 
 
 def caches(rows: Sequence[Row]) -> list[Table]:
-    """Bytes of the cache or state behind the prefill of a whole model."""
+    """Return bytes of the cache or state behind the prefill of a whole model."""
     own = [row for row in rows if row["kind"] == "prefill"]
     return _plain(own, "cache_bytes", size, references=True)
 
 
 def _plain(rows: Sequence[Row], column: str, form: Any, *, references: bool = False) -> list[Table]:
-    found = []
+    tables = []
     for group, kind in _parts(rows):
         lengths = _lengths(rows, group, kind)
         body = []
@@ -74,14 +74,14 @@ def _plain(rows: Sequence[Row], column: str, form: Any, *, references: bool = Fa
             if any(cell != "-" for cell in cells):
                 body.append([name, *cells])
         if body:
-            found.append(Table(f"{KINDS[kind]}, {told(group)}", ["", *map(tokens, lengths)], body))
-    return found
+            tables.append(Table(f"{KINDS[kind]}, {group_text(group)}", ["", *map(tokens, lengths)], body))
+    return tables
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """What was not run, and why, in sentences."""
+    """Say what was not run, and why."""
     return [
-        f"{row['candidate']}, {KINDS[row['kind']]}, {told(tuple(row[key] for key in GROUP))}, "
+        f"{row['candidate']}, {KINDS[row['kind']]}, {group_text(tuple(row[key] for key in GROUP))}, "
         f"{row['length']:,} tokens: {row['note']}"
         for row in rows
         if not row["measured"]
@@ -108,7 +108,7 @@ def _speed(row: Row | None, spread: bool) -> str:
     return f"{text} ({row['speed_low']:.3g} to {row['speed_high']:.3g})" if spread else text
 
 
-def _where(where: Crossing | None) -> str:
+def _where(where: BreakEven | None) -> str:
     if where is None:
         return ""
     if where.tokens is None:
@@ -117,20 +117,12 @@ def _where(where: Crossing | None) -> str:
 
 
 def aligned(table: Table) -> str:
-    """As text for a terminal."""
-    widths = [max(len(row[k]) for row in [table.heads, *table.body]) for k in range(len(table.heads))]
-    lines = [table.title]
-    for row in [table.heads, *table.body]:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    """Return the table as text for a terminal."""
+    return f"{table.title}\n{text_table(table.heads, table.body)}"
 
 
 def markdown(table: Table) -> str:
-    """As Markdown, without the title."""
+    """Return the table as Markdown, without the title."""
     rule = "|" + "---|" * len(table.heads)
     lines = ["| " + " | ".join(row) + " |" for row in [table.heads, *table.body]]
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"

@@ -1,8 +1,8 @@
-"""Candidates timed in turn: one warm-up round, then rounds in which each is timed once, in rotating order.
+"""Time candidates in turn: one warm-up round, then rounds in which each is timed once, in rotating order.
 
 A busy machine slows down neighbours in a round alike, so ratios are taken within a round, and the median
-over rounds is robust where absolute times are not. With one thread the time that the thread was given by the
-processor (`time.thread_time`) leaves out what others took; with several, and on accelerators, that would
+over rounds is robust where absolute times are not. With one thread the time that the processor gave to the
+thread (`time.thread_time`) leaves out what others took; with several, and on accelerators, that would
 miss work, and the wall clock or the device's own events are compared.
 """
 
@@ -26,7 +26,7 @@ WARM = 3
 
 
 @dataclass(frozen=True)
-class Sample:
+class TimeSample:
     """Seconds of one call: on the wall, and of this thread's processor; None where that would miss work."""
 
     wall: float
@@ -65,17 +65,17 @@ class Clock:
         if self.device.type == "cuda":
             self.basis = "events of the device"
 
-    def sample(self, call: Callable[[], Any], count: int = 1) -> Sample:
-        """The mean of so many calls one after the other."""
+    def sample(self, call: Callable[[], Any], count: int = 1) -> TimeSample:
+        """Return the mean of so many calls one after the other."""
         if self.device.type == "cuda":
-            return Sample(self._events(call, count), None)
+            return TimeSample(self._events(call, count), None)
         self.wait()
         wall, cpu = time.perf_counter(), time.thread_time()
         for _ in range(count):
             call()
         self.wait()
         cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
-        return Sample(wall / count, cpu / count if self.device.type == "cpu" else None)
+        return TimeSample(wall / count, cpu / count if self.device.type == "cpu" else None)
 
     def _events(self, call: Callable[[], Any], count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -88,12 +88,12 @@ class Clock:
         return float(start.elapsed_time(end)) / 1000 / count
 
     def wait(self) -> None:
-        """Until the accelerator is done."""
+        """Wait until the accelerator is done."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def compared(self, sample: Sample) -> float:
-        """The seconds that ratios are made of."""
+    def compared(self, sample: TimeSample) -> float:
+        """Return the seconds that ratios are made of."""
         return sample.cpu if self.basis == "thread time" and sample.cpu is not None else sample.wall
 
 
@@ -123,7 +123,7 @@ class Timing:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The garbage collector would run in one candidate for what all of them left."""
+    """Keep the garbage collector from running in one candidate for what all of them left."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -134,7 +134,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def warm(call: Callable[[], Any], clock: Clock, least: float) -> tuple[int, float]:
-    """Calls that do not count: how many make a sample of `least` seconds, and seconds of the fastest."""
+    """Make calls that do not count; return how many make `least` seconds, and seconds of the fastest."""
     seconds = clock.compared(clock.sample(call))
     for _ in range(WARM - 1 if seconds < least else 0):
         seconds = min(seconds, clock.compared(clock.sample(call)))
@@ -169,7 +169,7 @@ def measure(
             if seconds > budget:
                 slow[item.name] = seconds
     chosen = [item for item in timed if item.name not in slow]
-    samples: dict[str, list[Sample]] = {item.name: [] for item in chosen}
+    samples: dict[str, list[TimeSample]] = {item.name: [] for item in chosen}
     with _no_collection():
         for index in range(rounds):
             # who goes first takes turns: the next one finds the machine as this one left it
@@ -179,14 +179,14 @@ def measure(
                     samples[item.name].append(clock.sample(item.call, counts[item.name]))
     first = timed[0].name
     reference = None if first in slow else [clock.compared(sample) for sample in samples[first]]
-    found = {}
+    timings = {}
     for name, own in samples.items():
-        beside = None if name == first else reference
-        found[name] = _timing(own, [clock.compared(sample) for sample in own], beside, counts[name])
-    return found, slow
+        compared = [clock.compared(sample) for sample in own]
+        timings[name] = _timing(own, compared, None if name == first else reference, counts[name])
+    return timings, slow
 
 
-def _timing(own: list[Sample], seconds: list[float], reference: list[float] | None, count: int) -> Timing:
+def _timing(own: list[TimeSample], seconds: list[float], reference: list[float] | None, count: int) -> Timing:
     walls = [sample.wall for sample in own]
     cpus = [sample.cpu for sample in own if sample.cpu is not None]
     speeds = (

@@ -1,15 +1,153 @@
-"""Texts of the command line that several evaluation commands read, and types for argparse."""
+"""The frame of an evaluation command: the options that several have, types for argparse, and its end."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import Any
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import OptionError
 
 ROPE_SCALINGS = ("linear", "dynamic", "yarn")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+RESUMES = "folder for the results; the same command resumes there"
+
+
+def command_parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Make the parser of `python -m hf_linattn.eval.NAME`, its epilog printed as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m hf_linattn.eval.{name}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    model: str | None = "folder or name of a causal language model, patched or not",
+    *,
+    tokenizer: str | None = "the model's",
+    patch: str | None = None,
+    dtype: str = "auto",
+    dtypes: Sequence[str] = DTYPES,
+    seed: str = "for patches with random parameters",
+) -> None:
+    """Add --model, --tokenizer, --patch, --options, --dtype and --seed.
+
+    Args:
+        parser: of the command.
+        model: help of --model; None leaves it to the command.
+        tokenizer: whose tokenizer is the default; None for no such option.
+        patch: help of --patch, whose options are --options; None for neither.
+        dtype: default of --dtype.
+        dtypes: its choices.
+        seed: what the seed is for.
+    """
+    add = parser.add_argument
+    if model is not None:
+        add("--model", required=True, help=model)
+    if tokenizer is not None:
+        add("--tokenizer", help=f"folder or name of the tokenizer (default: {tokenizer})")
+    if patch is not None:
+        add("--patch", help=patch)
+        add("--options", type=argparse_type(parse_options), help="options of --patch as JSON")
+    default = "as saved" if dtype == "auto" else "%(default)s"
+    add("--dtype", choices=dtypes, default=dtype, help=f"of the model's weights (default: {default})")
+    add("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+
+
+def add_text_arguments(
+    parser: argparse.ArgumentParser, *, required: bool = True, data: str = "text", window_bos: bool = True
+) -> None:
+    """Add --data, --column, --split, --join and --bos.
+
+    Args:
+        parser: of the command.
+        required: whether --data must be there.
+        data: what --data is, in its help.
+        window_bos: whether BOS can begin every window.
+    """
+    add = parser.add_argument
+    kinds = "file, folder, .jsonl/.json/.parquet/.csv, or a dataset's name"
+    add("--data", required=required, help=f"{data}: {kinds}")
+    add("--column", "--text-column", default="text", help="text column of a table (default: %(default)s)")
+    add("--split", "--data-split", default="train", help="split of a named dataset (default: %(default)s)")
+    add("--join", action="store_true", help="join the documents, in order, into one")
+    bos = "BOS before each document: as the tokenizer does, yes, no"
+    choices = ["auto", "yes", "no", *(["window"] if window_bos else [])]
+    bos += "; or at the start of every window" if window_bos else ""
+    add("--bos", choices=choices, default="auto", help=bos)
+
+
+def add_output_arguments(
+    parser: argparse.ArgumentParser, *, required: bool = True, what: str = RESUMES
+) -> None:
+    """Add --output-dir."""
+    parser.add_argument("--output-dir", type=Path, required=required, help=what)
+
+
+def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse --options without --patch; the arguments come back.
+
+    Raises:
+        OptionError: there are options and no patch.
+    """
+    if args.options is not None and args.patch is None:
+        raise OptionError("--options belongs to --patch")
+    return args
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    work: Callable[[Any, str], str | None],
+    argv: Sequence[str] | None = None,
+    *,
+    check: Callable[[argparse.Namespace], Any] = lambda args: args,
+    needs: str = "eval",
+    interrupted: str = "nothing was written",
+    share_work: bool = False,
+) -> int:
+    """Run a command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    Args:
+        parser: of the command; its `prog` says how it is called.
+        work: gets the arguments and the command line as text, and returns what is printed at the end. What
+            takes time to import belongs inside.
+        argv: words of the command line; None for this process's own.
+        check: turns what was parsed into the arguments of `work`; an `OptionError` of it is wrong usage.
+        needs: extra of this package that installs what the command needs.
+        interrupted: what the user should know after Ctrl-C.
+        share_work: several processes share the work, started by `accelerate launch` or torchrun.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        arguments = check(parser.parse_args(argv))
+    except OptionError as error:
+        parser.error(str(error))
+    process = int(os.environ.get("RANK", "0"))
+
+    def do() -> None:
+        from transformers.utils import logging
+
+        from hf_linattn.cli.processes import quiet_libraries, start_missing_processes
+
+        if share_work:
+            start_missing_processes(parser.prog.split()[-1], argv)
+        logging.disable_progress_bar()
+        if process > 0:
+            quiet_libraries(process)
+        text = work(arguments, shlex.join([*parser.prog.split(), *argv]))
+        if process == 0 and text is not None:
+            print(text)
+
+    return exit_status(do, interrupted=interrupted, extra=needs, process=process, alike=True)
 
 
 def parse_rope_scaling(text: str) -> tuple[str, float]:
@@ -31,7 +169,7 @@ def parse_rope_scaling(text: str) -> tuple[str, float]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parse a JSON object.
 
     Raises:
         OptionError: it is something else.
@@ -45,8 +183,8 @@ def parse_options(text: str) -> dict[str, Any]:
     return options
 
 
-def checked(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], Any]:
-    """A parser of ours as a type of argparse; with `keep` the text stays what it is."""
+def argparse_type(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], Any]:
+    """Make a parser of ours a type of argparse; with `keep` the text stays what it is."""
 
     def convert(text: str) -> Any:
         try:
@@ -58,19 +196,29 @@ def checked(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], 
     return convert
 
 
-def whole(text: str) -> int:
-    """A whole number of at least 1."""
+def positive_int(text: str) -> int:
+    """Parse a whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
 
 
-def wholes(text: str) -> list[int]:
-    """Such numbers by comma, each once, in order."""
-    return sorted({whole(part) for part in text.split(",")})
+def natural_int(text: str) -> int:
+    """Parse a whole number of at least 0."""
+    return 0 if text.strip() == "0" else positive_int(text)
 
 
-def doubling(text: str) -> list[int]:
+def positive_ints(text: str) -> list[int]:
+    """Parse whole numbers by comma, each once, in order."""
+    return sorted({positive_int(part) for part in text.split(",")})
+
+
+def token_budget(text: str) -> int | Literal["all"]:
+    """Parse a number of tokens, or "all"."""
+    return "all" if text == "all" else positive_int(text)
+
+
+def doubling_range(text: str) -> list[int]:
     """`512,...,4096` -> [512, 1024, 2048, 4096]."""
     parts = text.split(",")
     lengths: list[int] = []
@@ -80,8 +228,33 @@ def doubling(text: str) -> list[int]:
                 raise argparse.ArgumentTypeError(
                     f"'...' stands between two lengths, as in 512,...,8192: {text!r}"
                 )
-            while lengths[-1] * 2 < whole(parts[index + 1]):
+            while lengths[-1] * 2 < positive_int(parts[index + 1]):
                 lengths.append(lengths[-1] * 2)
         else:
-            lengths.append(whole(part))
+            lengths.append(positive_int(part))
     return lengths
+
+
+def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callable[[str], list[str]]:
+    """Make a type of argparse for names by comma, each once.
+
+    Args:
+        known: the names; anything goes where there are none.
+        what: one of them, for the error.
+        none: the word for an empty list, if there may be one.
+    """
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if none is not None and names == [none]:
+            return []
+        for name in names:
+            if not name or (known and name not in known):
+                raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+# names of a while ago, for bench and cost
+whole, wholes, doubling, checked = positive_int, positive_ints, doubling_range, argparse_type

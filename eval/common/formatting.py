@@ -1,8 +1,28 @@
-"""Numbers as text."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Align cells in columns: the first `left` to the left, the others to the right.
+
+    >>> print(text_table(["model", "length"], [["elu1", "512"], ["window+elu1", "1024"]]))
+    model        length
+    elu1            512
+    window+elu1    1024
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def number(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.patching.loading import first_line, load_config, load_tokenizer
 
 from .cli import parse_rope_scaling
+from .windows import Texts, encode
 
 __all__ = [
     "UNPATCHED",
@@ -70,8 +72,29 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
     return model.to(device)  # type: ignore[no-any-return]
 
 
+def name_of(source: str) -> str:
+    """Name a model by its folder without the way to it."""
+    return Path(source).name or source
+
+
+def load_texts(args: Any, tokenizer: Any) -> tuple[list[str], Texts]:
+    """Read --data and cut it into tokens, as --column, --split, --bos and --join say.
+
+    Raises:
+        DataError: the text is missing or empty.
+        OptionError: --bos asks for a BOS that the tokenizer has not.
+    """
+    import datasets
+
+    from hf_linattn.data import load_documents
+
+    datasets.disable_progress_bars()
+    documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
+    return documents, encode(tokenizer, documents, bos=args.bos, join=args.join)
+
+
 def train_length(source: str) -> int | None:
-    """Tokens of context the model was pretrained on, as far as its configuration says."""
+    """Tell how many tokens of context the model was pretrained on, as far as its configuration says."""
     config = load_config(source).get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     length = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
@@ -92,7 +115,7 @@ def scale_rope(model: nn.Module, rope_scaling: str) -> None:
 
 
 def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
-    """What `scale_rope` puts into the model, by dotted name; the model stays as it is.
+    """Build what `scale_rope` puts into the model, by dotted name; the model stays as it is.
 
     Raises:
         OptionError: see `scale_rope`.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 COLOURS = (
     *("#1f86c7", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#a6761d"),
@@ -25,6 +29,9 @@ LINES = ("-", "-.", ":")
 
 
 GREY = "#8a93a1"
+MAP = "viridis"
+WORDY = 120
+"""Cells up to which a heatmap also shows its numbers."""
 
 
 THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
@@ -68,3 +75,27 @@ def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
     return Picture(uris["light"], uris["dark"], alt)
+
+
+def write_cells(
+    axes: Axes,
+    values: NDArray[np.float64],
+    text: Callable[[float], str],
+    is_light: Callable[[float], bool],
+    size: float,
+) -> None:
+    """Write numbers into a heatmap, unless it has too many cells.
+
+    Args:
+        axes: of the heatmap.
+        values: `[rows, columns]`; cells that are not finite stay empty.
+        text: of a number.
+        is_light: whether its colour is light, so that the text is black.
+        size: of the font.
+    """
+    if values.size > WORDY:
+        return
+    for (row, column), value in np.ndenumerate(values):
+        if math.isfinite(value):
+            colour = "black" if is_light(value) else "white"
+            axes.text(column, row, text(value), ha="center", va="center", color=colour, fontsize=size)

@@ -7,10 +7,14 @@ import errno
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_linattn.cli.files import replacing, writing
 from hf_linattn.errors import DataError
@@ -19,8 +23,122 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "to
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that make the numbers."""
+    """Name versions of Python and of the packages that make the numbers."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+
+
+def machine() -> str:
+    """Name the processor, the number of cores and the system."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = models[0] if models else name
+    return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+
+
+def default_device() -> torch.device:
+    """Choose the accelerator if there is one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+def recorded(args: Any, *without: str) -> dict[str, Any]:
+    """Tell the arguments as results.json keeps them: all but --output-dir and those of `without`."""
+    return {key: value for key, value in vars(args).items() if key not in ("output_dir", *without)}
+
+
+class ResumableRun:
+    """A run that renews results.json after every row, and goes on where an earlier start of it ended.
+
+        run = ResumableRun(folder, arguments, "hf_linattn.recall/1", command)
+        if not run.complete:
+            run.begin({"models": models})
+            ...  # run.rows.append(row); run.save()
+            run.finish("results.csv", COLUMNS)
+
+    Nothing is written before the first `save`.
+
+    Args:
+        folder: where the files go.
+        arguments: of this run, which must be those that the folder was begun with.
+        form: the command's format, as results.json names it.
+        command: how the run was started, for the record.
+        device: where the models are; None for `default_device`.
+        writes: whether this process writes the files.
+
+    Attributes:
+        complete: the folder holds a finished run; its content is `results`.
+        results: content of results.json; empty before `begin`.
+        rows: what was measured, that of an earlier start first.
+        seconds: label -> seconds that its measurement took.
+
+    Raises:
+        DataError: the folder holds results of other arguments, or a file that is none of ours.
+        TrainingError: nothing can be written in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: Mapping[str, Any],
+        form: str,
+        command: str,
+        *,
+        device: torch.device | None = None,
+        writes: bool = True,
+    ) -> None:
+        earlier = load(folder, arguments, form)
+        self.folder, self.writes, self.device = folder, writes, device or default_device()
+        self.complete = earlier is not None and bool(earlier["complete"])
+        self.results: dict[str, Any] = earlier if earlier is not None and self.complete else {}
+        self.earlier: dict[str, Any] = earlier or {}
+        self.rows: list[dict[str, Any]] = self.earlier.get("rows", [])
+        self.seconds: dict[str, float] = self.earlier["run"]["seconds"] if earlier else {}
+        self._head = {"format": form, "complete": False, "command": command, "arguments": dict(arguments)}
+        if not self.complete:
+            check_writable(folder)
+
+    def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
+        """Say what stands in results.json beside the rows.
+
+        Args:
+            facts: keys of this command.
+            where: what is said of the machine, beside the device and the threads.
+        """
+        self.results = {
+            **self._head,
+            "seed": self._head["arguments"]["seed"],
+            "versions": versions(),
+            **facts,
+            "rows": self.rows,
+            "run": {
+                "device": str(self.device),
+                "threads": torch.get_num_threads(),
+                **(where or {}),
+                "seconds": self.seconds,
+            },
+        }
+
+    @contextmanager
+    def timed(self, label: str) -> Iterator[None]:
+        """Note the seconds that this takes, unless it fails."""
+        start = time.perf_counter()
+        yield
+        self.seconds[label] = round(time.perf_counter() - start, 3)
+
+    def save(self) -> None:
+        """Renew results.json."""
+        if self.writes:
+            save(self.folder, self.results)
+
+    def finish(self, table: str | None = None, columns: Sequence[str] | None = None) -> None:
+        """Write the rows as a table, and results.json last: it says that all files are there."""
+        self.results["complete"] = True
+        if self.writes and table is not None:
+            save_csv(self.folder / table, self.rows, columns)
+        self.save()
 
 
 def check_writable(folder: Path) -> None:
@@ -38,7 +156,7 @@ def check_writable(folder: Path) -> None:
 
 
 def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any] | None:
-    """What an earlier run of the same command left in this folder, whole or not; None if there is nothing.
+    """Read what an earlier run of the same command left in this folder, finished or not; None for nothing.
 
     Args:
         folder: where its results.json is.
@@ -52,18 +170,18 @@ def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any
     if not path.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found["format"] != form:
-            raise ValueError(f"its format is {found['format']!r}")
-        earlier = dict(found["arguments"])
+        earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if earlier["format"] != form:
+            raise ValueError(f"its format is {earlier['format']!r}")
+        before = dict(earlier["arguments"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no file of this command; choose another --output-dir") from error
     wanted = json.loads(json.dumps(arguments))
-    changed = sorted(key for key in earlier.keys() | wanted.keys() if earlier.get(key) != wanted.get(key))
+    changed = sorted(key for key in before.keys() | wanted.keys() if before.get(key) != wanted.get(key))
     if changed:
         names = ", ".join("--" + key.replace("_", "-") for key in changed)
         raise DataError(f"{folder} holds a run with other arguments ({names}); choose another --output-dir")
-    return found
+    return earlier
 
 
 def save(folder: Path, results: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WindowScore:
     """What one window, or one document's part of a bucket, adds to a row; nats are its sum."""
 
     document: int
@@ -64,23 +64,23 @@ class Piece:
     nats: float
 
 
-def make_row(length: int, pieces: Sequence[Piece], buckets: list[Bucket]) -> Row:
-    """Totals of the pieces, with errors over documents or, if there is only one, over pieces.
+def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) -> Row:
+    """Total the scores of windows, with errors over documents or, if there is only one, over windows.
 
     Raises:
         DataError: the nats are not finite.
     """
-    total = math.fsum(piece.nats for piece in pieces)
+    total = math.fsum(score.nats for score in scores)
     if not math.isfinite(total):
         raise DataError(f"the model's loss is not finite at length {length}; try --dtype float32")
-    documents = len({piece.document for piece in pieces})
+    documents = len({score.document for score in scores})
     over = "documents" if documents > 1 else "windows"
-    groups: dict[int, list[Piece]] = defaultdict(list)
-    for index, piece in enumerate(pieces):
-        groups[piece.document if documents > 1 else index].append(piece)
-    nats = [math.fsum(piece.nats for piece in group) for group in groups.values()]
-    tokens = [sum(piece.tokens for piece in group) for group in groups.values()]
-    sizes = [sum(piece.bytes for piece in group) for group in groups.values()]
+    groups: dict[int, list[WindowScore]] = defaultdict(list)
+    for index, score in enumerate(scores):
+        groups[score.document if documents > 1 else index].append(score)
+    nats = [math.fsum(score.nats for score in group) for group in groups.values()]
+    tokens = [sum(score.tokens for score in group) for group in groups.values()]
+    sizes = [sum(score.bytes for score in group) for group in groups.values()]
     perplexity, stderr = _exponential(nats, tokens)
     byte_perplexity, byte_stderr = _exponential(nats, sizes)
     return Row(
@@ -92,7 +92,7 @@ def make_row(length: int, pieces: Sequence[Piece], buckets: list[Bucket]) -> Row
         tokens=sum(tokens),
         bytes=sum(sizes),
         nats=total / sum(tokens),
-        windows=len(pieces),
+        windows=len(scores),
         documents=documents,
         stderr_over=over,
         buckets=buckets,

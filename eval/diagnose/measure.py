@@ -171,9 +171,9 @@ class _Recorder:
             def note(
                 module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = site.name
             ) -> None:
-                found = args[0] if args else kwargs.get("hidden_states")
-                if isinstance(found, Tensor) and found.ndim == 3:
-                    self.entering[name] = found
+                states = args[0] if args else kwargs.get("hidden_states")
+                if isinstance(states, Tensor) and states.ndim == 3:
+                    self.entering[name] = states
                 else:
                     self.entering.pop(name, None)
 
@@ -254,7 +254,7 @@ class _Recorder:
         size = max(map(len, received))
         mass = torch.stack([F.pad(window, (0, size - len(window))) for window in received]).mean(0)
         values, places = mass.topk(min(top, size))
-        found = []
+        keys = []
         for value, place in zip(values.tolist(), places.tolist(), strict=True):
             ids = [
                 text[place - len(window) + len(text)]
@@ -262,17 +262,17 @@ class _Recorder:
                 if len(window) - len(text) <= place < len(window)
             ]
             tokens = [str(i) if tokenizer is None else tokenizer.decode([i]) for i in ids]
-            found.append({"position": place, "mass": value, "tokens": tokens})
-        return found
+            keys.append({"position": place, "mass": value, "tokens": tokens})
+        return keys
 
 
 def _means(windows: list[Numbers], names: Iterable[str]) -> dict[str, Any]:
     """Name -> mean over the windows that have a number."""
-    found = {}
+    means = {}
     for name in names:
         values = [value for window in windows if (value := window[name]) is not None]
-        found[name] = sum(values) / len(values) if values else None
-    return found
+        means[name] = sum(values) / len(values) if values else None
+    return means
 
 
 def _curve(windows: list[Tensor]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hf_linattn.cli.files import replacing, write_json, writing
 from hf_linattn.errors import DataError
 
+from ..common.formatting import text_table
 from ..common.results import save_csv
 from .plot import FIGURES, save
 from .results import Diagnosis, Head
@@ -23,27 +24,27 @@ COLUMNS = [field.name for field in fields(Head) if field.name not in ("curve", "
 
 
 def write(
-    folder: Path, content: Mapping[str, Any], found: Diagnosis, chosen: Sequence[tuple[int, int]]
+    folder: Path, content: Mapping[str, Any], diagnosis: Diagnosis, chosen: Sequence[tuple[int, int]]
 ) -> None:
-    """All files, each whole or not at all; diagnose.json last, as it says that the others are there."""
+    """Write all files, each whole or not at all; diagnose.json last, as it says that the others are there."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    matrices: dict[str, Any] = {f"{layer}:{head}": found.matrices[layer, head] for layer, head in chosen}
+    matrices: dict[str, Any] = {f"{layer}:{head}": diagnosis.matrices[layer, head] for layer, head in chosen}
     with replacing(folder / "matrices.npz") as partial, partial.open("wb") as file:
         np.savez_compressed(file, **matrices)
     rows = []
-    for head in found.heads:
-        layer = found.layers[head.layer]
+    for head in diagnosis.heads:
+        layer = diagnosis.layers[head.layer]
         rows.append({"module": layer.module, "attention": layer.attention, **asdict(head)})
     save_csv(folder / "diagnose.csv", rows, ["module", "attention", *COLUMNS])
     for name, draw in FIGURES.items():
         with replacing(folder / f"{name}.png") as partial:
-            save(draw, found, matrices, partial)
+            save(draw, diagnosis, matrices, partial)
     write_json(folder / "diagnose.json", content)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], Diagnosis, dict[str, NDArray[np.float32]]]:
-    """diagnose.json, the diagnosis in it, and the matrices to draw, by `layer:head`.
+    """Read diagnose.json, the diagnosis in it, and the matrices to draw, by `layer:head`.
 
     Raises:
         DataError: a file is missing, damaged or of another command.
@@ -61,8 +62,8 @@ def read(folder: Path) -> tuple[dict[str, Any], Diagnosis, dict[str, NDArray[np.
         raise DataError(f"{folder} holds no diagnosis that can be read: {error}") from error
 
 
-def table(found: Diagnosis) -> str:
-    """Means over the heads of each layer, as aligned text."""
+def table(diagnosis: Diagnosis) -> str:
+    """Align the means over the heads of each layer, a line each."""
     names = {
         "relative_entropy": "H/log n",
         "effective_share": "share",
@@ -72,16 +73,12 @@ def table(found: Diagnosis) -> str:
         "rank": "rank",
         "block_rank": "block",
     }
-    columns = {name: np.ma.masked_invalid(found.grid(name)).mean(1) for name in names}
-    width = max(9, *(len(layer.attention) for layer in found.layers))
-    lines = [
-        f"{'layer':>5} {'attention':<{width}} "
-        + " ".join(f"{title:>8}" for title in (*names.values(), "kurtosis", "inf norm"))
-    ]
-    for layer in found.layers:
+    columns = {name: np.ma.masked_invalid(diagnosis.grid(name)).mean(1) for name in names}
+    lines = []
+    for layer in diagnosis.layers:
         means = [column[layer.layer] for column in columns.values()]
         values = [None if np.ma.is_masked(mean) else float(mean) for mean in means]
         values += [layer.kurtosis, layer.inf_norm]
-        cells = [f"{'-' if value is None else format(value, '.4g'):>8}" for value in values]
-        lines.append(f"{layer.layer:>5} {layer.attention:<{width}} " + " ".join(cells))
-    return "\n".join(lines)
+        cells = ["-" if value is None else format(value, ".4g") for value in values]
+        lines.append([str(layer.layer), layer.attention, *cells])
+    return text_table(["layer", "attention", *names.values(), "kurtosis", "inf norm"], lines, left=2)

@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,23 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.plotting import THEMES, Picture
+from ..common.plotting import MAP, THEMES, Picture, write_cells
 from .results import Diagnosis
 
 Matrices = Mapping[str, NDArray[np.float32]]
 Draw = Callable[[Figure, Diagnosis, Matrices, str], None]
 """Draws on an empty figure of the right size; the string is the colour of grey lines."""
 
-MAP = "viridis"
 FAINTEST = 1e-4
 """Weights below this look like it: the dark end of the colours in pictures of matrices."""
-WORDY = 120
-"""Cells up to which a heatmap also shows its numbers."""
 PANEL, PANELS_IN_A_ROW = 2.3, 4
 """Inches of a picture of one matrix."""
 
 
-def heads(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> None:
+def heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
     """Heatmaps layers x heads: entropy, effective share, rank of the block, mass on the first token."""
     axes = figure.subplots(1, 4, squeeze=False)[0]
-    half = max(1, found.length // 2)
+    half = max(1, diagnosis.length // 2)
     panels: list[tuple[str, str, Normalize, str]] = [
         ("relative_entropy", "entropy / log n", Normalize(0, 1), "{:.2f}"),
         ("effective_share", "effective share of keys", Normalize(0, 1), "{:.2f}"),
@@ -45,28 +43,28 @@ def heads(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> No
         ("sink", "mass on the first token", LogNorm(FAINTEST, 1, clip=True), "{:.1g}"),
     ]
     for ax, (name, title, norm, form) in zip(axes, panels, strict=True):
-        values = found.grid(name)
+        values = diagnosis.grid(name)
         image = ax.imshow(values, cmap=MAP, norm=norm, aspect="auto", interpolation="nearest")
         ax.set(title=title, xlabel="head")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
-        if values.size <= WORDY:
-            for (row, column), value in np.ndenumerate(values):
-                if math.isfinite(value):
-                    # the upper end of the colours is light
-                    colour = "black" if norm(value) > 0.6 else "white"
-                    text = form.format(value).removeprefix("0") or "0"
-                    ax.text(column, row, text, ha="center", va="center", color=colour, fontsize=7)
+        # a share as .12 instead of 0.12; the upper end of the colours is light
+        words = partial(_short, form)
+        write_cells(ax, values, words, lambda value, norm=norm: norm(value) > 0.6, 7)
         figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03)
     axes[0].set_ylabel("layer")
 
 
-def entropy(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> None:
+def _short(form: str, value: float) -> str:
+    return form.format(value).removeprefix("0") or "0"
+
+
+def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
     """Entropy over the number of keys seen, a line per head; and the same relative to log n."""
     left, right = figure.subplots(1, 2)
-    last = max(1, len(found.layers) - 1)
+    last = max(1, len(diagnosis.layers) - 1)
     longest = 2.0
-    for head in found.heads:
+    for head in diagnosis.heads:
         points = [point for point in head.curve if point["relative_entropy"] is not None]
         keys = [point["keys"] for point in points]
         longest = max([longest, *keys])
@@ -91,7 +89,7 @@ def entropy(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> 
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def attention(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> None:
+def attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
     """Matrices of chosen heads, queries downwards, keys to the right, colours logarithmic."""
     columns = min(PANELS_IN_A_ROW, len(matrices))
     rows = math.ceil(len(matrices) / columns)
@@ -104,22 +102,22 @@ def attention(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -
         shown = np.ma.masked_less_equal(weights, 0)
         image = ax.imshow(
             shown, cmap=MAP, norm=LogNorm(FAINTEST, 1.0, clip=True), interpolation="nearest",
-            extent=(0, found.length, found.length, 0),
+            extent=(0, diagnosis.length, diagnosis.length, 0),
         )  # fmt: skip
         ax.set_axis_on()
         ax.set_title(f"layer {layer}, head {head}", fontsize=9)
-        ax.set(xticks=[0, found.length], yticks=[0, found.length])
+        ax.set(xticks=[0, diagnosis.length], yticks=[0, diagnosis.length])
         ax.tick_params(labelsize=7, length=2)
     if image is not None:
         figure.colorbar(image, ax=list(axes.flat), fraction=0.03, pad=0.02, label="weight")
 
 
-def activations(figure: Figure, found: Diagnosis, matrices: Matrices, grey: str) -> None:
+def activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
     """Kurtosis and infinity norm of what enters each layer."""
     left, right = figure.subplots(1, 2)
     labels = {"kurtosis": "kurtosis (3: normal distribution)", "inf_norm": "largest |x|"}
     for ax, (name, label) in zip((left, right), labels.items(), strict=True):
-        points = [(x.layer, value) for x in found.layers if (value := getattr(x, name)) is not None]
+        points = [(x.layer, value) for x in diagnosis.layers if (value := getattr(x, name)) is not None]
         ax.bar([x for x, _ in points], [value for _, value in points], color="#1f86c7", width=0.7)
         ax.set(xlabel="layer", ylabel=label)
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -137,17 +135,17 @@ FIGURES: dict[str, Draw] = {
 """Name of a file -> what draws it."""
 
 
-def _size(draw: Draw, found: Diagnosis, matrices: Matrices) -> tuple[float, float]:
+def _size(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[float, float]:
     """Inches."""
     if draw is heads:
-        return 12, min(14, max(2.4, 1.2 + 0.28 * len(found.layers)))
+        return 12, min(14, max(2.4, 1.2 + 0.28 * len(diagnosis.layers)))
     if draw is attention:
         columns = min(PANELS_IN_A_ROW, len(matrices))
         return 1 + PANEL * columns, PANEL * math.ceil(len(matrices) / columns)
     return 10, 3.4
 
 
-def _figure(draw: Draw, found: Diagnosis, matrices: Matrices) -> tuple[Figure, Any]:
+def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figure, Any]:
     """A picture in light colours, and the settings to save it with."""
     ink, grid, small = THEMES["light"]
     settings: Any = {
@@ -165,24 +163,24 @@ def _figure(draw: Draw, found: Diagnosis, matrices: Matrices) -> tuple[Figure, A
     }
     with rc_context(settings):
         # a Figure of its own instead of pyplot leaves the caller's backend and open figures alone
-        figure = Figure(figsize=_size(draw, found, matrices), layout="constrained")
-        draw(figure, found, matrices, small)
+        figure = Figure(figsize=_size(draw, diagnosis, matrices), layout="constrained")
+        draw(figure, diagnosis, matrices, small)
     return figure, settings
 
 
-def save(draw: Draw, found: Diagnosis, matrices: Matrices, path: Path) -> None:
+def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> None:
     """Write one picture as a PNG."""
-    figure, settings = _figure(draw, found, matrices)
-    whole = io.BytesIO()
+    figure, settings = _figure(draw, diagnosis, matrices)
+    image = io.BytesIO()
     with rc_context(settings):
-        figure.savefig(whole, format="png", dpi=100, facecolor="white")
+        figure.savefig(image, format="png", dpi=100, facecolor="white")
     # 256 colours are enough for one colour map, and a third of the bytes
-    Image.open(whole).convert("RGB").quantize(256).save(path, format="png", optimize=True)
+    Image.open(image).convert("RGB").quantize(256).save(path, format="png", optimize=True)
 
 
-def picture(draw: Draw, found: Diagnosis, matrices: Matrices, alt: str) -> Picture:
+def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> Picture:
     """The same for a page: SVG for both colour schemes."""
-    figure, settings = _figure(draw, found, matrices)
+    figure, settings = _figure(draw, diagnosis, matrices)
     file = io.StringIO()
     with rc_context(settings):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

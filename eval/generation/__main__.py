@@ -6,20 +6,29 @@ python -m hf_linattn.eval.generation --model DIR --compare softmax1,elu1 --data 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.main import exit_status
+from hf_linattn.errors import OptionError
 
-from ..common.cli import checked, whole
-from ..common.entries import parse_entries
-from .comparison import Comparison
-from .measure import compare_generation
+from ..common.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    add_text_arguments,
+    argparse_type,
+    command_parser,
+    positive_int,
+    run_command,
+)
+from ..common.model_specs import parse_specs
 
-__all__ = ["compare_generation", "main"]
-
+TO_COMPARE: dict[str, Any] = {"prompt_tokens": 64, "count": 16, "new_tokens": 64, "batch_size": 8}
+TO_SAMPLE: dict[str, Any] = {"samples": 1, "new_tokens": 120}
+"""Defaults of the two ways to use the command."""
+ONLY_COMPARE = ("original", "compare", "prompts", "data", "join", "prompt_tokens", "count", "batch_size")
+ONLY_SAMPLE = ("prompt", "prompt_file", "samples", "greedy", "temperature", "output")
 EPILOG = """\
 examples (`generation` stands for `python -m hf_linattn.eval.generation`):
   # patches of one model, before any training: an entry is PATCH[:OPTION=VALUE...][@KIND:FACTOR]
@@ -34,7 +43,11 @@ examples (`generation` stands for `python -m hf_linattn.eval.generation`):
   # prompts of your own, one per line
   generation --original DIR --model tuned --prompts prompts.txt --new-tokens 200 --output-dir out
 
-From Python, for models in memory: from hf_linattn.eval.generation import compare_generation
+  # what models write, one beside the other: a long prompt from a file, three random continuations
+  generation --model tuned original --prompt "Once upon a time" --output samples.json
+  generation --model tuned original --prompt-file chapter.txt --temperature 0.8 --samples 3 --output s.json
+
+From Python, for models in memory: from hf_linattn.eval.generation import compare_generation, generate
 
 The folder gets results.json (everything, KL at every token too), generation.csv (a row per model and prompt),
 generation.md (continuations side by side) and kl.png. results.json is renewed after every model: the same
@@ -43,12 +56,11 @@ command goes on where it stopped. docs/generation.md says what each number means
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_linattn.eval.generation",
-        description="Greedy continuations of patched models beside the unpatched one's, and KL between them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Make the command's parser."""
+    parser = command_parser(
+        "generation",
+        "Greedy continuations of patched models beside the unpatched one's, and KL between them.",
+        EPILOG,
     )
     add = parser.add_argument
     model_help = "folders or names of patched models; with --compare and no --original: the unpatched one"
@@ -56,72 +68,88 @@ def build_parser() -> argparse.ArgumentParser:
     original_help = "folder or name of the unpatched model (default: the patched one, its patch switched off)"
     add("--original", help=original_help)
     compare_help = "patches of the unpatched model, by comma, as in hf_linattn.eval.perplexity; repeatable"
-    add("--compare", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=compare_help)
-    add("--tokenizer", help="folder or name of the tokenizer (default: the original's)")
+    specs = argparse_type(parse_specs)
+    add("--compare", type=specs, action="extend", metavar="ENTRIES", help=compare_help)
+    add_model_arguments(parser, None, tokenizer="the original's")
     add("--prompts", type=Path, help="text file with one prompt per line")
-    add("--data", help="text to cut into prompts: file, folder, .jsonl/.json/.parquet/.csv, dataset's name")
-    add("--column", default="text", help="text column of a table (default: %(default)s)")
-    add("--split", default="train", help="split of a dataset given by name (default: %(default)s)")
-    add("--join", action="store_true", help="join the documents, in order, into one")
-    add("--prompt-tokens", type=whole, help="tokens per prompt of --data (default: 64)")
-    add("--count", type=whole, help="prompts of --data, in turn from every document (default: 16)")
-    add("--new-tokens", type=whole, default=64, help="tokens to write per prompt (default: %(default)s)")
-    add("--batch-size", type=whole, default=8, help="prompts per forward pass (default: %(default)s)")
-    bos_help = "BOS before each document or line: as the tokenizer does, yes, no"
-    add("--bos", choices=("auto", "yes", "no"), default="auto", help=bos_help)
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="auto", help="(default: as saved)")
-    add("--seed", type=int, default=0, help="for patches with random parameters (default: %(default)s)")
-    output_help = "folder for the results; the same command resumes there"
-    add("--output-dir", type=Path, required=True, help=output_help)
+    add_text_arguments(parser, required=False, data="text to cut into prompts", window_bos=False)
+    add("--prompt-tokens", type=positive_int, help="tokens per prompt of --data (default: 64)")
+    add("--count", type=positive_int, help="prompts of --data, in turn from every document (default: 16)")
+    tokens_help = "tokens to write per prompt (default: 64, or 120 after --prompt)"
+    add("--new-tokens", "--max-new-tokens", type=positive_int, help=tokens_help)
+    add("--batch-size", type=positive_int, help="prompts per forward pass (default: 8)")
+    add_output_arguments(parser, required=False)
+    group = parser.add_argument_group("without comparing")
+    group.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
+    file_help = "file with a prompt; repeatable"
+    group.add_argument("--prompt-file", action="append", default=[], type=Path, help=file_help)
+    how = group.add_mutually_exclusive_group()
+    how.add_argument("--greedy", action="store_true", help="always the likeliest token (the default)")
+    how.add_argument("--temperature", type=_temperature, help="draw tokens at this temperature")
+    group.add_argument("--samples", type=positive_int, help="continuations per prompt (default: 1)")
+    group.add_argument("--output", type=Path, help="JSON file for the continuations")
     return parser
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse, and refuse combinations in which an argument would do nothing."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}; for 0 use --greedy")
+    return value
+
+
+def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing, and fill in defaults.
+
+    Raises:
+        OptionError: naming the argument.
+    """
     if args.model is None and args.original is None:
-        parser.error("name a model with --model")
-    if (args.prompts is None) == (args.data is None):
-        parser.error("give the prompts by --prompts, or by --data as text to cut them from; one of the two")
+        raise OptionError("name a model with --model")
+    samples = bool(args.prompt or args.prompt_file)
+    for name in ONLY_COMPARE if samples else ONLY_SAMPLE:
+        if getattr(args, name):
+            side = "with" if samples else "without"
+            raise OptionError(f"--{name.replace('_', '-')} has no meaning {side} --prompt or --prompt-file")
+    if samples and args.output is None:
+        raise OptionError("name the file for the continuations with --output")
+    if not samples and (args.prompts is None) == (args.data is None):
+        raise OptionError(
+            "give the prompts by --prompts, or by --data as text to cut them from, or as text by --prompt"
+        )
+    if not samples and args.output_dir is None:
+        raise OptionError("name a folder with --output-dir")
     if args.prompts is not None:
         for name in ("prompt_tokens", "count", "join"):
             if getattr(args, name):
-                parser.error(f"--{name.replace('_', '-')} has no meaning with --prompts")
+                raise OptionError(f"--{name.replace('_', '-')} has no meaning with --prompts")
         args.prompts = str(args.prompts)
-    else:
-        args.prompt_tokens, args.count = args.prompt_tokens or 64, args.count or 16
-        if args.prompt_tokens < 2:
-            parser.error("--prompt-tokens must be at least 2")
+    for name, value in (TO_SAMPLE if samples else TO_COMPARE).items():
+        if getattr(args, name) is None and not (args.prompts and name in ("prompt_tokens", "count")):
+            setattr(args, name, value)
+    if args.prompt_tokens is not None and args.prompt_tokens < 2:
+        raise OptionError("--prompt-tokens must be at least 2")
+    for name in () if samples else ONLY_SAMPLE:
+        delattr(args, name)  # results.json tells what was asked
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = parse_arguments(argv)
 
-    def work() -> None:
-        from .outputs import table
-        from .run import run
+    def work(args: argparse.Namespace, command: str) -> str:
+        from . import outputs, run, samples
 
-        results, found = run(args, shlex.join(["python", "-m", "hf_linattn.eval.generation", *argv]))
-        print("\n".join([table(found.summaries()), *_sentences(args, results, found)]))
+        if "prompt" in args:
+            return samples.summary(samples.run(args, command), args.output)
+        results, comparison = run.run(args, command)
+        return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
 
-    return exit_status(work, interrupted="the same command goes on after the last finished model")
-
-
-def _sentences(args: argparse.Namespace, results: dict[str, Any], found: Comparison) -> list[str]:
-    """What one needs to read the table."""
-    return [
-        f"original: {results['original']['note']}",
-        f"agreement: tokens before the first difference, of {args.new_tokens}; repetition: share of 4-grams "
-        "seen before in the continuation",
-        "KL(original || model) and top-1 are taken along the original's continuation; stderr over prompts",
-        f"{len(found.prompts)} prompts; results.json, generation.csv, generation.md and kl.png in "
-        f"{args.output_dir}",
-    ]
+    told = "the same command goes on after the last finished model"
+    return run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from tqdm import tqdm
 from hf_linattn import bypassed
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
-from hf_linattn.training.divergence import token_divergence
 
 from ..common.nll import scoring, window_logits
 from ..common.windows import Bos, Document, Texts, Window, encode
@@ -158,6 +157,8 @@ def _divergences(
     progress: bool,
 ) -> list[tuple[tuple[float, ...], tuple[bool, ...]]]:
     """KL(original || other), and whether the first choice is the same, along the original's continuations."""
+    from hf_linattn.training.divergence import token_divergence  # not before a model is there
+
     rows = [torch.tensor([*prompt, *first.ids]) for prompt, first in zip(prompts, originals, strict=True)]
     texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
     shapes = [(len(row), len(first.ids)) for row, first in zip(rows, originals, strict=True)]

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from hf_linattn.cli.files import replacing
 
+from ..common.formatting import text_table
 from ..common.plotting import look
 from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
@@ -28,15 +29,20 @@ MARK = "▸"
 Decode = Callable[[Sequence[int]], str]
 
 
-def table(summaries: Sequence[Summary]) -> str:
-    """One line per model, as aligned text."""
-    width = max(len("model"), *(len(one.model) for one in summaries))
-    titles = ("agreement", "identical", "repetition", "KL, nats", "stderr", "top-1")
-    lines = [" ".join([f"{'model':<{width}}", *(f"{title:>10}" for title in titles)])]
-    for one in summaries:
-        cells = [f"{cell:>10}" for cell in _cells(one)]
-        lines.append(" ".join([f"{one.model:<{width}}", *cells]))
-    return "\n".join(lines)
+def summary(results: Mapping[str, Any], comparison: Comparison, new_tokens: int, folder: Path) -> str:
+    """Give the table, and what one needs to read it."""
+    titles = ["model", "agreement", "identical", "repetition", "KL, nats", "stderr", "top-1"]
+    lines = [text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])]
+    lines += [f"original: {results['original']['note']}"]
+    lines += [
+        f"agreement: tokens before the first difference, of {new_tokens}; repetition: share of 4-grams "
+        "seen before in the continuation"
+    ]
+    lines += ["KL(original || model), top-1: along the original's continuation; stderr over prompts"]
+    prompts = len(comparison.prompts)
+    return "\n".join(
+        [*lines, f"{prompts} prompts; results.json, generation.csv, generation.md and kl.png in {folder}"]
+    )
 
 
 def _cells(one: Summary) -> list[str]:
@@ -49,21 +55,22 @@ def _format(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def write(folder: Path, found: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
+def write(folder: Path, comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
     """The csv, the page and the plot, each whole or not at all."""
-    save_csv(folder / "generation.csv", [_row(found, one, decode) for one in found.continuations], COLUMNS)
+    rows = [_row(comparison, one, decode) for one in comparison.continuations]
+    save_csv(folder / "generation.csv", rows, COLUMNS)
     with replacing(folder / "generation.md") as partial:
-        partial.write_text(page(found, new_tokens, decode, heading), encoding="utf-8")
+        partial.write_text(page(comparison, new_tokens, decode, heading), encoding="utf-8")
     with replacing(folder / "kl.png") as partial:
-        save_plot(partial, found.summaries())
+        save_plot(partial, comparison.summaries())
 
 
-def _row(found: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
+def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
     count = len(one.kl)
     return {
         "model": one.model,
         "prompt": one.prompt,
-        "prompt_tokens": len(found.prompts[one.prompt]),
+        "prompt_tokens": len(comparison.prompts[one.prompt]),
         "tokens": len(one.ids),
         "agreement": one.agreement,
         "repetition": one.repetition,
@@ -73,18 +80,19 @@ def _row(found: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]
     }
 
 
-def page(found: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
+def page(comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
     """Markdown: the table, KL by position, and the continuations of every prompt side by side."""
-    summaries = found.summaries()
+    summaries = comparison.summaries()
     lines = [f"# {heading}", "", *_summary_lines(summaries, new_tokens), *_bucket_lines(summaries)]
     lines += ["![KL against position](kl.png)", "", "## Continuations", ""]
     lines += [f"{MARK} marks where a continuation leaves the original's; ⏎ is a new line.", ""]
-    labels = found.labels
-    by_prompt = list(zip(*(found.of(label) for label in labels), strict=True))
+    labels = comparison.labels
+    by_prompt = list(zip(*(comparison.of(label) for label in labels), strict=True))
     for index, row in enumerate(by_prompt):
-        text = decode(found.prompts[index])
+        text = decode(comparison.prompts[index])
         shown = text if len(text) <= PROMPT_END else "… " + text[-PROMPT_END:]
-        lines += [f"### Prompt {index + 1}, {len(found.prompts[index])} tokens", "", f"> {_safe(shown)}", ""]
+        tokens = len(comparison.prompts[index])
+        lines += [f"### Prompt {index + 1}, {tokens} tokens", "", f"> {_safe(shown)}", ""]
         lines += _markdown(labels, [[_marked(one, row[0], decode) for one in row]])
     return "\n".join(lines)
 
@@ -164,9 +172,9 @@ def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
         figure.savefig(path, format="png", dpi=150)
 
 
-def rows_of(found: Comparison) -> list[dict[str, Any]]:
+def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
     """For json."""
-    return [asdict(one) for one in found.continuations]
+    return [asdict(one) for one in comparison.continuations]
 
 
 def continuations_of(rows: Sequence[Mapping[str, Any]]) -> list[Continuation]:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
-from transformers.utils import logging
 
 from hf_linattn import describe, is_patched, unpatch_model
-from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
-from ..common import results as files
-from ..common.entries import check_entries, entry_curves, named
-from ..common.models import Curve, load_model, load_tokenizer
+from ..common.model_specs import ModelLoader, error_prefix, specs_of
+from ..common.models import Curve, load_texts, load_tokenizer, name_of
+from ..common.results import ResumableRun, recorded
 from ..common.windows import encode, plan_windows
 from .comparison import ORIGINAL, Comparison
 from .measure import Side, compare_with, continue_all, inside, itself
@@ -34,67 +30,43 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
         OptionError: there is no original to compare with, or nothing to compare.
         LinattnError: a model or a patch does not suit.
     """
-    import datasets
-
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    earlier = files.load(args.output_dir, recorded, FORMAT)
-    if earlier is not None and earlier["complete"]:
-        return earlier, Comparison(earlier["prompts"], continuations_of(earlier["continuations"]))
-    files.check_writable(args.output_dir)
-    others = curves(args)
+    session = ResumableRun(args.output_dir, recorded(args), FORMAT, command)
+    earlier = continuations_of(session.earlier.get("continuations", []))
+    if session.complete:
+        return session.results, Comparison(session.results["prompts"], earlier)
+    others = model_specs(args)
     source = args.original or args.model[0]
     tokenizer = load_tokenizer(args.tokenizer or source)
     prompts = prompts_of(args, tokenizer)
     _check_tokenizers(args, tokenizer, prompts, others)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = str(accelerator or "cpu")
-    if args.compare:
-        check_entries([curve for curve in others if curve.patch is not None], dtype=args.dtype, device=device)
-    own, note = _original(args, others, device)
-    found = Comparison(prompts, continuations_of(earlier["continuations"]) if earlier else [])
-    seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
-    results = {
-        "format": FORMAT,
-        "complete": False,
-        "command": command,
-        "arguments": recorded,
-        "seed": args.seed,
-        "versions": files.versions(),
-        "original": {"source": source, "note": note},
-        "models": [asdict(curve) for curve in others],
-        "prompts": prompts,
-        "run": {"device": device, "threads": torch.get_num_threads(), "seconds": seconds},
-    }
-    for curve in [None, *others]:
-        label = ORIGINAL if curve is None else curve.label
-        if label not in found.labels:
-            start = time.perf_counter()
-            _measure(args, own, curve, found, device)
-            seconds[label] = round(time.perf_counter() - start, 3)
-            _save(args.output_dir, results, found)
-    write(
-        args.output_dir, found, args.new_tokens, tokenizer.decode, f"Generation beside {source_name(source)}"
-    )
-    results["complete"] = True
-    _save(args.output_dir, results, found)
-    return results, found
+    compared = [spec for spec in others if spec.patch is not None]
+    models = ModelLoader(compared, dtype=args.dtype, device=session.device, seed=args.seed)
+    original, note = _original(args, others, models)
+    comparison = Comparison(prompts, earlier)
+    facts = {"original": {"source": source, "note": note}, "models": [asdict(spec) for spec in others]}
+    session.begin({**facts, "prompts": prompts})
+    del session.results["rows"]  # they are called continuations here
+    for spec in [None, *others]:
+        label = ORIGINAL if spec is None else spec.label
+        if label not in comparison.labels:
+            with session.timed(label):
+                _measure(args, original, models, spec, comparison)
+            _fill(session, comparison)
+            session.save()
+    heading = f"Generation beside {name_of(source)}"
+    write(args.output_dir, comparison, args.new_tokens, tokenizer.decode, heading)
+    _fill(session, comparison)
+    session.finish()
+    return session.results, comparison
 
 
-def _save(folder: Path, results: dict[str, Any], found: Comparison) -> None:
-    results["summaries"] = [asdict(one) for one in found.summaries()]
-    results["continuations"] = rows_of(found)
-    files.save(folder, results)
+def _fill(session: ResumableRun, comparison: Comparison) -> None:
+    session.results["summaries"] = [asdict(one) for one in comparison.summaries()]
+    session.results["continuations"] = rows_of(comparison)
 
 
-def source_name(source: str) -> str:
-    """A folder without the way to it."""
-    return Path(source).name or source
-
-
-def curves(args: argparse.Namespace) -> list[Curve]:
-    """The models to compare with the original: folders, then entries.
+def model_specs(args: argparse.Namespace) -> list[Curve]:
+    """Name the models to compare with the original: folders, then entries.
 
     Raises:
         OptionError: nothing to compare, no original, or two of one name.
@@ -103,32 +75,31 @@ def curves(args: argparse.Namespace) -> list[Curve]:
     if args.compare and args.original is None:
         if len(folders) != 1:
             raise OptionError("entries of --compare are patches of one model: name it with --original")
-        return entry_curves(args.compare, folders[0])
+        return specs_of(args.compare, folders[0])
     if len(folders) > 1 and args.original is None:
         raise OptionError("several folders of --model need the model that they came from: --original")
     if args.original in folders:
         raise OptionError(f"{args.original} is the original itself; leave it out of --model")
-    names = [source_name(folder) for folder in folders]
+    names = [name_of(folder) for folder in folders]
     labels = [name if names.count(name) == 1 else folder for name, folder in zip(names, folders, strict=True)]
-    found = [Curve(label, folder) for label, folder in zip(labels, folders, strict=True)]
-    found += entry_curves(args.compare or [], args.original or "")
-    labels = [curve.label for curve in found]
-    if not found:
+    specs = [Curve(label, folder) for label, folder in zip(labels, folders, strict=True)]
+    specs += specs_of(args.compare or [], args.original or "")
+    labels = [spec.label for spec in specs]
+    if not specs:
         raise OptionError("nothing to compare: name folders with --model, or patches with --compare")
     if twice := {label for label in [*labels, ORIGINAL] if [*labels, ORIGINAL].count(label) > 1}:
         raise OptionError(f"two models would be called {', '.join(sorted(twice))}; rename a folder")
-    return found
+    return specs
 
 
 def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Token ids of every prompt.
+    """Cut the texts into prompts, or read a prompt per line, as token ids.
 
     Raises:
         DataError: there is no text, or too little.
     """
     if args.prompts is None:
-        documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
-        texts = encode(tokenizer, documents, bos=args.bos, join=args.join)
+        _, texts = load_texts(args, tokenizer)
         length = args.prompt_tokens
         plan = plan_windows(texts, [length], stride="full", max_tokens=length * args.count)
         return [texts.documents[w.document].ids[w.start : w.end].tolist() for w in plan.windows(length)]
@@ -150,37 +121,36 @@ def _check_tokenizers(
     """Refuse a folder whose tokenizer cuts the prompts otherwise; one that has none takes the original's."""
     text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
     wanted = encode(tokenizer, [text], bos="no").documents[0].ids
-    for source in dict.fromkeys(curve.source for curve in others):
+    for source in dict.fromkeys(spec.source for spec in others):
         if args.tokenizer is not None or source == (args.original or args.model[0]):
             continue
         try:
             theirs = load_tokenizer(source)
         except DataError:
             continue
-        found = encode(theirs, [text], bos="no").documents[0].ids
-        if not torch.equal(found, wanted):
+        if not torch.equal(encode(theirs, [text], bos="no").documents[0].ids, wanted):
             raise DataError(
                 f"{source} cuts the prompts into other tokens than {args.original}: predictions can be "
                 "compared over one vocabulary only; or name one tokenizer for both with --tokenizer"
             )
 
 
-def _original(args: argparse.Namespace, others: Sequence[Curve], device: str) -> tuple[Side, str]:
-    """The model that all are compared with, and a sentence on where it comes from.
+def _original(args: argparse.Namespace, others: Sequence[Curve], models: ModelLoader) -> tuple[Side, str]:
+    """Find the model that all are compared with, and say where it comes from.
 
     Raises:
         OptionError: it is patched, or the only folder is not, or was trained after it was patched.
     """
     if args.original is None and not args.compare:
-        return _original_inside(others[0].source, _load(args, others[0], device))
+        return _original_inside(others[0].source, models.load(others[0]))
     source = args.original or args.model[0]
-    model = _load(args, Curve(ORIGINAL, source), device)
+    model = models.load(Curve(ORIGINAL, source))
     if is_patched(model) and args.original is not None:
         patches = ", ".join(dict.fromkeys(row.patch for row in describe(model)))
         raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
-    if is_patched(model):  # `check_entries` has seen that its patch has no weights
+    if is_patched(model):  # its patch has no weights: `ModelLoader` has looked
         unpatch_model(model)
-    return itself(model), f"{source_name(source)}, unpatched"
+    return itself(model), f"{name_of(source)}, unpatched"
 
 
 def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
@@ -197,21 +167,16 @@ def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
     return inside(model), "the same weights with their own attention"
 
 
-def _load(args: argparse.Namespace, curve: Curve, device: str) -> torch.nn.Module:
-    set_seed(args.seed)
-    return load_model(curve, dtype=args.dtype, device=device)
-
-
 def _measure(
-    args: argparse.Namespace, own: Side, curve: Curve | None, found: Comparison, device: str
+    args: argparse.Namespace, original: Side, models: ModelLoader, spec: Curve | None, comparison: Comparison
 ) -> None:
     """Add the continuations of one model."""
     settings: dict[str, Any] = {"batch_size": args.batch_size, "progress": True}
-    if curve is None:
-        found.continuations.extend(continue_all(own, ORIGINAL, found.prompts, args.new_tokens, **settings))
+    if spec is None:
+        parts = continue_all(original, ORIGINAL, comparison.prompts, args.new_tokens, **settings)
+        comparison.continuations.extend(parts)
         return
-    with named(curve.label):
-        other = itself(_load(args, curve, device))
-        first = found.of(ORIGINAL)
-        parts = compare_with(own, other, curve.label, found.prompts, first, args.new_tokens, **settings)
-        found.continuations.extend(parts)
+    with error_prefix(spec.label), models.use(spec) as model:
+        first = comparison.of(ORIGINAL)
+        rest: tuple[Any, ...] = (spec.label, comparison.prompts, first, args.new_tokens)
+        comparison.continuations.extend(compare_with(original, itself(model), *rest, **settings))

@@ -14,7 +14,7 @@ from hf_linattn import bypassed
 from hf_linattn.errors import OptionError
 
 from ..common.nll import LOSS_CHUNK, scoring, window_logits
-from ..common.statistics import Piece, make_row, ratio_error
+from ..common.statistics import WindowScore, make_row, ratio_error
 from ..common.windows import Plan
 from .model import OWN, Layer, Spec, with_own
 
@@ -174,7 +174,7 @@ class Bench:
         pieces = []
         for window, total in zip(windows, nats, strict=True):
             size = documents[window.document].bytes_between(window.end - window.scored, window.end)
-            pieces.append(Piece(window.document, window.scored, size, total))
+            pieces.append(WindowScore(window.document, window.scored, size, total))
         row = make_row(length, pieces, [])
         groups: dict[int, list[tuple[float, int]]] = {}
         for index, window in enumerate(windows):

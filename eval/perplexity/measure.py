@@ -25,7 +25,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 
 from ..common.nll import scoring, stream_nats, window_nats
-from ..common.statistics import Bucket, Piece, Row, make_row
+from ..common.statistics import Bucket, Row, WindowScore, make_row
 from ..common.windows import Bos, Plan, Stride, Texts, bucket_edges, encode, plan_windows
 
 
@@ -42,7 +42,7 @@ def measure(
     join: bool = False,
     progress: bool = False,
 ) -> list[Row]:
-    """Perplexity at every length, shortest first: the numbers of the command `hf_linattn.eval.perplexity`.
+    """Measure perplexity at every length, shortest first, as the command `hf_linattn.eval.perplexity` does.
 
     In a process group every process must call it, with the same arguments; each gets all rows.
 
@@ -63,9 +63,23 @@ def measure(
         OptionError: a length, the stride, the budget or the batch size is out of its range.
         DataError: no document is long enough, or the loss is not finite.
         UnsupportedModelError: the model sees later tokens (an encoder).
+
+    Example:
+        >>> import torch
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        >>> _ = torch.manual_seed(0)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=27, num_hidden_layers=1, **sizes))
+        >>> letters = {letter: i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [])))
+        >>> rows = measure(model, tokenizer, ["a rose is a rose is a rose"], [8, 16], stride=4)
+        >>> [(row.length, row.tokens, round(row.perplexity)) for row in rows]
+        [(8, 8, 27), (16, 8, 27)]
     """
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
+    require_causal(model)
     return [
         score_length(model, plan, length, batch_size=batch_size, progress=progress) for length in plan.lengths
     ]
@@ -74,14 +88,25 @@ def measure(
 def score_length(
     model: nn.Module, plan: Plan, length: int, *, batch_size: int = 1, progress: bool = False
 ) -> Row:
-    """The row of one length."""
+    """Score the windows of one length with a causal model.
+
+    Args:
+        model: that `require_causal` lets pass; left as it is found.
+        plan: the windows of every length.
+        length: tokens per window, one of the plan's.
+        batch_size: windows per forward pass.
+        progress: show a bar on stderr.
+
+    Raises:
+        OptionError: the batch size is below 1.
+        DataError: the loss is not finite.
+    """
     if batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, got {batch_size}")
     windows = plan.windows(length)
     edges = bucket_edges(length - windows[0].scored, length)
     rank, size = _process()
     sums: dict[int, list[float]] = {}
-    require_causal(model)
     with scoring(model), _bar(len(windows) * length, f"length {length}", progress) as advance:
         # whole batches are dealt out: the rounding of a forward pass is the same for any number of processes
         for start in range(0, len(windows), batch_size)[rank::size]:
@@ -94,7 +119,7 @@ def score_length(
     for index, window in enumerate(windows):
         document = plan.texts.documents[window.document]
         size_in_bytes = document.bytes_between(window.end - window.scored, window.end)
-        pieces.append(Piece(window.document, window.scored, size_in_bytes, math.fsum(sums[index])))
+        pieces.append(WindowScore(window.document, window.scored, size_in_bytes, math.fsum(sums[index])))
     buckets = []
     for k, (low, high) in enumerate(pairwise(edges)):
         tokens = len(windows) * (high - low)
@@ -111,13 +136,13 @@ def score_stream(
     segment: int = 4096,
     progress: bool = False,
 ) -> list[Row]:
-    """One row per position bucket of documents read from their first token on, through the cache.
+    """Score documents read from their first token on, through the cache: a row per position bucket.
 
     The context of a token is all of its document so far. With linear attention the memory does not grow with
     it; any other model works too, with a cache as long as the document.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: that `require_causal` lets pass; left as it is found.
         texts: what `encode` gives.
         max_tokens: tokens read in all, an equal share from the start of every document; None reads all.
         segment: tokens per forward pass.
@@ -126,7 +151,6 @@ def score_stream(
     Raises:
         OptionError: the segment is below 1 token, or the share of a document below 2.
         DataError: there is nothing to score, or the loss is not finite.
-        UnsupportedModelError: the model sees later tokens (an encoder).
     """
     documents = texts.documents
     share = texts.longest if max_tokens is None else max_tokens // len(documents)
@@ -141,7 +165,6 @@ def score_stream(
     edges = bucket_edges(1, max(ends))
     rank, size = _process()
     sums: dict[int, list[float]] = {}
-    require_causal(model)
     with scoring(model), _bar(sum(ends), "stream", progress) as advance:
         for index in range(rank, len(documents), size):
             sums[index] = [0.0] * (len(edges) - 1)
@@ -149,12 +172,12 @@ def score_stream(
                 _add_by_position(sums[index], edges, start, nll)
                 advance(nll.numel() * size)
     sums = _exchange(sums)
-    pieces: dict[int, list[Piece]] = defaultdict(list)
+    pieces: dict[int, list[WindowScore]] = defaultdict(list)
     for index, document in enumerate(documents):
         for (low, high), nats in zip(pairwise(edges), sums[index], strict=True):
             stop = min(high, ends[index])
             if stop > low:
-                pieces[high].append(Piece(index, stop - low, document.bytes_between(low, stop), nats))
+                pieces[high].append(WindowScore(index, stop - low, document.bytes_between(low, stop), nats))
     return [make_row(end, pieces[end], []) for end in edges[1:]]
 
 

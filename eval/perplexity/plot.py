@@ -1,7 +1,8 @@
-"""The plot of the perplexity command: curves over length, as many as there are."""
+"""How the perplexity command shows its rows: curves over length, as many as there are, and tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +12,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from ..common.formatting import text_table
 from ..common.plotting import look
+from .arguments import PerplexityArguments
 
+COLUMNS = (
+    *("length", "perplexity", "byte_perplexity", "stderr", "tokens", "model"),
+    *("byte_stderr", "bytes", "nats", "windows", "documents", "stderr_over"),
+)
+"""Of results.csv."""
 INSIDE = 5
 """Curves whose names still fit into the plot; those of more stand beside it."""
 
@@ -26,7 +34,7 @@ def save_plot(
     reference: Collection[str] = (),
     kind: Literal["png", "svg"] = "png",
 ) -> None:
-    """Perplexity over length, both logarithmic, with standard errors and a line at the training length.
+    """Draw perplexity over length, both logarithmic, with standard errors and a line at the training length.
 
     Args:
         path: the file.
@@ -82,8 +90,60 @@ def _scale(axes: Axes, lengths: Sequence[int], values: Sequence[float], stream: 
 
 
 def _legend_beside(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
-    """Names in the order of the ends of the curves, where the eye looks for them."""
+    """List names in the order of the ends of the curves, where the eye looks for them."""
     pairs = list(zip(*axes.get_legend_handles_labels(), strict=True))
     pairs.sort(key=lambda pair: ends.get(pair[1], 0.0), reverse=True)
     handles, names = zip(*pairs, strict=True)
     figure.legend(handles, names, loc="outside right upper", frameon=False)
+
+
+def summary(results: Mapping[str, Any], arguments: PerplexityArguments) -> str:
+    """Give the table and the sentences one needs to read it."""
+    rows, folder = results["rows"], arguments.output_dir
+    if arguments.branches:
+        files = f"the same {rows[0]['tokens']} tokens at every length; numbers and plot in {folder}"
+        return "\n".join([curve_table(rows), *results["sentences"], files])
+    data, lines = results["data"], [curve_table(rows) if arguments.compare else row_table(rows)]
+    if arguments.stream:
+        lines.append("length: end of a position bucket; the context is all of the document before a token")
+        for label in dict.fromkeys(row["model"] for row in rows):
+            lines.append(f"{label}, all positions: {overall([r for r in rows if r['model'] == label]):.5g}")
+    elif arguments.stride == "full":
+        lines.append("windows side by side; all tokens but the first of each window are scored")
+    else:
+        lines.append(f"the same tokens at every length: the last {arguments.stride} of each window")
+    if "documents_long_enough" in data:
+        lines.append(f"{data['documents_long_enough']} of {data['documents']} documents are long enough")
+    lines.append(f"stderr over {rows[0]['stderr_over']}; results.json, .csv and a plot in {folder}")
+    return "\n".join(lines)
+
+
+def curve_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Align the perplexities: a line per curve, a column per length."""
+    lengths = sorted({row["length"] for row in rows})
+    cells = {(row["model"], row["length"]): f"{row['perplexity']:.5g}" for row in rows}
+    labels = dict.fromkeys(row["model"] for row in rows)
+    lines = [[label, *(cells.get((label, length), "-") for length in lengths)] for label in labels]
+    return text_table(["perplexity at", *map(str, lengths)], lines)
+
+
+def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Align the rows, a line each."""
+    lines = [
+        [
+            row["model"],
+            str(row["length"]),
+            f"{row['perplexity']:.5g}",
+            "-" if row["stderr"] is None else f"{row['stderr']:.4g}",
+            f"{row['byte_perplexity']:.4f}",
+            str(row["tokens"]),
+        ]
+        for row in rows
+    ]
+    return text_table(["model", "length", "perplexity", "stderr", "byte_ppl", "tokens"], lines)
+
+
+def overall(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Perplexity of all tokens of the rows together; meaningful where rows are disjoint, as in a stream."""
+    total = math.fsum(row["nats"] * row["tokens"] for row in rows)
+    return math.exp(total / sum(row["tokens"] for row in rows))

@@ -1,175 +1,184 @@
-"""The measurement behind the perplexity command: texts and curves in, rows and files out."""
+"""The measurement behind the perplexity command: texts and models in, rows and files out."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env, set_seed
+from torch import nn
 
 from hf_linattn.cli.files import replacing
-from hf_linattn.data import load_documents
-from hf_linattn.errors import DataError, OptionError
+from hf_linattn.errors import DataError
+from hf_linattn.patching.causality import require_causal
 
-from ..common import results as files
-from ..common.entries import check_entries, entry_curves, is_reference, named, refuse_growing_cache
-from ..common.models import UNPATCHED, Curve, load_model, load_tokenizer, train_length
-from ..common.statistics import Row
+from ..common.model_specs import ModelLoader, error_prefix, is_reference, refuse_growing_cache
+from ..common.models import Curve, load_texts, load_tokenizer, train_length
+from ..common.results import ResumableRun
 from ..common.windows import Plan, Texts, encode, plan_windows
+from .arguments import PerplexityArguments
+from .branches import FORMAT as BRANCHES_FORMAT
+from .branches import sentences, use_each, window_sizes
 from .measure import score_length, score_stream
-from .plot import save_plot
-from .tables import COLUMNS
+from .plot import COLUMNS, save_plot
 
 FORMAT = "hf_linattn.perplexity/1"
 
 
-def curves(args: argparse.Namespace) -> list[Curve]:
-    """The model, or all entries of --compare, and the baselines, with labels that differ."""
-    name = Path(args.model).name or args.model
-    main_label = " ".join(filter(None, [name, args.patch, args.rope_scaling]))
-    found = entry_curves(args.compare or [], args.model)
-    found = found or [Curve(main_label, args.model, args.patch, args.options, args.rope_scaling)]
-    for baseline in dict.fromkeys(args.baseline):
-        if baseline == UNPATCHED:
-            found.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
-            continue
-        label = Path(baseline).name or baseline
-        found.append(Curve(baseline if label in [curve.label for curve in found] else label, baseline))
-    if len({curve.label for curve in found}) < len(found):
-        raise OptionError("a baseline is the measured model itself; leave out --baseline")
-    return found
+@dataclass(frozen=True)
+class Measured:
+    """A curve: its label, and the model while it is measured."""
+
+    label: str
+    use: Callable[[], AbstractContextManager[nn.Module]]
 
 
-def check_tokenizers(args: argparse.Namespace, documents: list[str], texts: Texts) -> None:
-    """Refuse a baseline with other tokens: its numbers would answer another question."""
-    for curve in curves(args)[1:]:
-        if curve.source == args.model or args.tokenizer is not None:
-            continue
-        other = encode(load_tokenizer(curve.source), documents, bos=args.bos, join=args.join)
-        pairs = zip(other.documents, texts.documents, strict=True)
-        if not all(torch.equal(theirs.ids, ours.ids) for theirs, ours in pairs):
-            raise DataError(
-                f"baseline {curve.source} cuts the text into other tokens than {args.model}: measure it in a "
-                "run of its own and compare byte_perplexity, or name one tokenizer for both with --tokenizer"
-            )
+def perplexity(arguments: PerplexityArguments, command: str | None = None) -> dict[str, Any]:
+    """Measure all curves that are missing and write all files; return the content of results.json.
 
+    In several processes every one must call it; the first one writes.
 
-def missing_rows(
-    args: argparse.Namespace, curve: Curve, plan: Texts | Plan, done: set[int], device: torch.device
-) -> Iterator[Row]:
-    """Measure what is not done yet; the model is loaded only if something is missing."""
-    lengths = [] if isinstance(plan, Texts) else [length for length in plan.lengths if length not in done]
-    if (isinstance(plan, Texts) and done) or (isinstance(plan, Plan) and not lengths):
-        return
-    set_seed(args.seed)
-    model = load_model(curve, dtype=args.dtype, device=device)
-    if isinstance(plan, Texts):
-        refuse_growing_cache(model)
-        budget = None if args.max_tokens == "all" else args.max_tokens
-        yield from score_stream(model, plan, max_tokens=budget, segment=args.segment, progress=True)
-        return
-    for length in lengths:
-        yield score_length(model, plan, length, batch_size=args.batch_size, progress=True)
+    Args:
+        arguments: the options of the command.
+        command: how the run was started, for the record; by default the call from Python.
 
+    Raises:
+        DataError: the text is missing or too short, or the folder holds another run.
+        OptionError: an argument does not suit the model.
+        UnsupportedModelError: the model sees later tokens, or has no hybrid for `branches`.
+        LinattnError: the model or a patch does not suit.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
 
-def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Measure all curves; the first process writes the files. The content of results.json comes back."""
     # torchrun on a machine without accelerator: only cpu=True makes its processes one group
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
-    results = _run(args, command, state)
+    results = _run(arguments, command or f"perplexity({arguments!r})", state)
     # a process that ended while the first still draws the plot would sometimes abort on its way out
     state.wait_for_everyone()
     state.destroy_process_group()
     return results
 
 
-def _run(args: argparse.Namespace, command: str, state: PartialState) -> dict[str, Any]:
-    recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    earlier = files.load(args.output_dir, recorded, FORMAT)
+def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, Any]:
+    run = ResumableRun(
+        arguments.output_dir,
+        arguments.recorded(),
+        BRANCHES_FORMAT if arguments.branches else FORMAT,
+        command,
+        device=state.device,
+        writes=state.is_main_process,
+    )
     state.wait_for_everyone()  # before anyone writes
-    if earlier is not None and earlier["complete"]:
-        return earlier
-    files.check_writable(args.output_dir)
-    rows: list[dict[str, Any]] = earlier["rows"] if earlier else []
-    seconds: dict[str, float] = earlier["run"]["seconds"] if earlier else {}
-    length = args.train_length or train_length(args.model)
-    documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
-    texts = encode(load_tokenizer(args.tokenizer or args.model), documents, bos=args.bos, join=args.join)
-    budget = None if args.max_tokens == "all" else args.max_tokens
-    plan: Texts | Plan = texts
-    if not args.stream:
-        plan = plan_windows(texts, args.lengths, stride=args.stride, max_tokens=budget)
-    check_tokenizers(args, documents, texts)
-    results = {
-        "format": FORMAT,
-        "complete": False,
-        "command": command,
-        "arguments": recorded,
-        "seed": args.seed,
-        "versions": files.versions(),
-        "data": describe_data(texts, plan),
-        "train_length": length,
-        "models": [asdict(curve) for curve in curves(args)],
-        "rows": rows,
-        "run": {
-            "processes": state.num_processes,
-            "device": str(state.device),
-            "threads": torch.get_num_threads(),
-            "seconds": seconds,
-        },
-    }
-    measured = curves(args)
-    if args.compare:
-        entries = measured[: len(args.compare)]
-        check_entries(entries, dtype=args.dtype, device=state.device, stream=args.stream)
-    _measure(args, measured, plan, results, state)
-    results["complete"] = True
-    if state.is_main_process:
-        files.save_csv(args.output_dir / "results.csv", rows, COLUMNS)
-        reference = {curve.label for curve in measured if is_reference(curve)}
-        with replacing(args.output_dir / "perplexity.png") as partial:
-            save_plot(partial, rows, length, stream=args.stream, reference=reference)
-        files.save(args.output_dir, results)  # last: it says that the others are there
-    return results
-
-
-def _measure(
-    args: argparse.Namespace,
-    measured: list[Curve],
-    plan: Texts | Plan,
-    results: dict[str, Any],
-    state: PartialState,
-) -> None:
-    """Add the missing rows to the results, which are saved after each."""
-    rows, seconds = results["rows"], results["run"]["seconds"]
+    if run.complete:
+        return run.results
+    specs = arguments.model_specs()
+    length = arguments.train_length or train_length(arguments.model)
+    if arguments.branches:  # a model without hybrids is refused before the text is read
+        hybrid = _models(arguments, [], run.device).load(specs[0])
+        require_causal(hybrid)
+        sizes = window_sizes(hybrid)
+        measured = [Measured(name, partial(use_each, hybrid, name)) for name in arguments.branches]
+    documents, texts = load_texts(arguments, load_tokenizer(arguments.tokenizer or arguments.model))
+    plan = texts if arguments.stream else _plan(arguments, texts)
+    if arguments.branches:
+        run.begin({"train_length": length, "windows": sizes, "sentences": []})
+    else:
+        _check_tokenizers(arguments, specs, documents, texts)
+        models = _models(arguments, specs[: len(arguments.compare or [])], run.device)
+        measured = [Measured(spec.label, partial(_use_causal, models, spec)) for spec in specs]
+        facts = {"data": describe_data(texts, plan), "train_length": length}
+        run.begin({**facts, "models": [asdict(spec) for spec in specs]}, {"processes": state.num_processes})
     for index, curve in enumerate(measured, 1):
-        done = {row["length"] for row in rows if row["model"] == curve.label}
         if state.is_main_process and len(measured) > 1:
             print(f"{curve.label} ({index} of {len(measured)})", file=sys.stderr)
-        start = time.perf_counter()
-        with named(curve.label) if args.compare else nullcontext():
-            for row in missing_rows(args, curve, plan, done, state.device):
-                rows.append({"model": curve.label, **asdict(row)})
-                seconds[f"{curve.label} {row.length}"] = round(time.perf_counter() - start, 3)
-                start = time.perf_counter()
-                # a stream gives all its rows at once: one that is half written would pass for a whole one
-                if state.is_main_process and not args.stream:
-                    files.save(args.output_dir, results)
-        if state.is_main_process:
-            files.save(args.output_dir, results)
+        with error_prefix(curve.label) if arguments.compare else nullcontext():
+            _measure(arguments, curve, plan, run)
+    if arguments.branches:
+        run.results["sentences"] = sentences(run.rows, sizes)
+    if state.is_main_process:
+        grey = {"none"} if arguments.branches else {spec.label for spec in specs if is_reference(spec)}
+        name = "branches" if arguments.branches else "perplexity"
+        with replacing(arguments.output_dir / f"{name}.png") as partial_file:
+            save_plot(partial_file, run.rows, length, stream=arguments.stream, reference=grey)
+    run.finish("results.csv", COLUMNS)
+    return run.results
+
+
+def _models(arguments: PerplexityArguments, compared: list[Curve], device: torch.device) -> ModelLoader:
+    settings: dict[str, Any] = {"dtype": arguments.dtype, "seed": arguments.seed}
+    return ModelLoader(compared, device=device, stream=arguments.stream, **settings)
+
+
+@contextmanager
+def _use_causal(models: ModelLoader, spec: Curve) -> Iterator[nn.Module]:
+    with models.use(spec) as model:
+        require_causal(model)
+        yield model
+
+
+def _plan(arguments: PerplexityArguments, texts: Texts) -> Plan:
+    assert arguments.lengths is not None
+    assert arguments.stride is not None
+    return plan_windows(texts, arguments.lengths, stride=arguments.stride, max_tokens=arguments.budget)
+
+
+def _measure(arguments: PerplexityArguments, curve: Measured, plan: Texts | Plan, run: ResumableRun) -> None:
+    """Add the missing rows of one curve; its model is only made if there are some."""
+    done = {row["length"] for row in run.rows if row["model"] == curve.label}
+    if isinstance(plan, Texts):
+        if done:
+            return
+        assert arguments.segment is not None
+        settings: dict[str, Any] = {"max_tokens": arguments.budget, "segment": arguments.segment}
+        with run.timed(f"{curve.label} stream"), curve.use() as model:
+            refuse_growing_cache(model)
+            rows = score_stream(model, plan, progress=True, **settings)
+        # a stream gives all its rows at once: one that is half written would pass for a whole one
+        run.rows += [{"model": curve.label, **asdict(row)} for row in rows]
+        run.save()
+        return
+    lengths = [length for length in plan.lengths if length not in done]
+    if not lengths:
+        return
+    assert arguments.batch_size is not None
+    with curve.use() as model:
+        for length in lengths:
+            with run.timed(f"{curve.label} {length}"):
+                row = score_length(model, plan, length, batch_size=arguments.batch_size, progress=True)
+            run.rows.append({"model": curve.label, **asdict(row)})
+            run.save()
+
+
+def _check_tokenizers(
+    arguments: PerplexityArguments, specs: list[Curve], documents: list[str], texts: Texts
+) -> None:
+    """Refuse a baseline with other tokens: its numbers would answer another question.
+
+    Raises:
+        DataError: naming the baseline.
+    """
+    for spec in specs[1:]:
+        if spec.source == arguments.model or arguments.tokenizer is not None:
+            continue
+        tokenizer = load_tokenizer(spec.source)
+        other = encode(tokenizer, documents, bos=arguments.bos, join=arguments.join)
+        pairs = zip(other.documents, texts.documents, strict=True)
+        if not all(torch.equal(theirs.ids, ours.ids) for theirs, ours in pairs):
+            raise DataError(
+                f"baseline {spec.source} cuts the text into other tokens than {arguments.model}: measure it "
+                "in a run of its own and compare byte_perplexity, or name one tokenizer for both with "
+                "--tokenizer"
+            )
 
 
 def describe_data(texts: Texts, plan: Texts | Plan) -> dict[str, Any]:
-    """What the results say about the data."""
+    """Say what was read: documents, tokens, bytes, and how many documents are long enough."""
     facts: dict[str, Any] = {
         "documents": len(texts.documents),
         "tokens": sum(map(len, texts.documents)),

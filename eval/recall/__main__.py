@@ -1,24 +1,27 @@
 """Recall: can a model, patched or not, find again what it read?
 
-python -m hf_linattn.eval.recall --model DIR --patch elu1,window --tasks induction,passkey --output-dir out
+python -m hf_linattn.eval.recall --model DIR --compare elu1,window --tasks induction,passkey --output-dir out
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hf_linattn.cli.main import exit_status
-
-from ..common.cli import checked, doubling, whole
-from ..common.entries import parse_entries
-from .measure import Row, measure_recall
+from ..common.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    argparse_type,
+    command_parser,
+    doubling_range,
+    names_of,
+    positive_int,
+    run_command,
+)
+from ..common.model_specs import parse_specs
 from .tasks import TASKS
-
-__all__ = ["Row", "main", "measure_recall"]
 
 LENGTHS, DEPTHS = "128,256,512,1024", "0,0.25,0.5,0.75,1"
 EPILOG = """\
@@ -27,7 +30,7 @@ examples (`recall` stands for `python -m hf_linattn.eval.recall`):
   recall --model DIR --lengths 128,...,4096 --output-dir out
 
   # what is left of that after a patch, before any training: entries as in `perplexity --compare`
-  recall --model DIR --patch elu1,window:size=64,logn@yarn:8 --output-dir out
+  recall --model DIR --compare elu1,window:size=64,logn@yarn:8 --output-dir out
 
   # fine-tuned folders beside their original, which comes first
   recall --model original tuned-elu1 tuned-hedgehog --tasks induction,mqar --output-dir out
@@ -51,14 +54,6 @@ renewed after every row: the same command goes on where it stopped. docs/recall.
 """
 
 
-def _tasks(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in TASKS:
-            raise argparse.ArgumentTypeError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
-    return list(dict.fromkeys(names))
-
-
 def _depths(text: str) -> list[float]:
     try:
         depths = [float(part) for part in text.split(",")]
@@ -72,70 +67,64 @@ def _depths(text: str) -> list[float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hf_linattn.eval.recall",
-        description="What a model finds again of what it read, by length and depth.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Make the command's parser."""
+    parser = command_parser(
+        "recall", "What a model finds again of what it read, by length and depth.", EPILOG
     )
     add = parser.add_argument
     model_help = "folders or names of causal language models; the first is also measured without its patch"
     add("--model", required=True, nargs="+", help=model_help)
-    patch_help = (
+    seed = "of samples and of patches with random parameters"
+    add_model_arguments(parser, None, tokenizer="the first model's", seed=seed)
+    compare_help = (
         "patches to try on the first model, by comma: PATCH[:OPTION=VALUE...][@KIND:FACTOR] as in "
-        "`perplexity --compare`; repeatable"
+        "hf_linattn.eval.perplexity; repeatable"
     )
-    add("--patch", type=checked(parse_entries), action="extend", metavar="ENTRIES", help=patch_help)
-    add("--tokenizer", help="folder or name of the tokenizer (default: the first model's)")
-    add("--tasks", type=_tasks, help=f"by comma (default: {','.join(TASKS)}; with --cases only those)")
+    specs = argparse_type(parse_specs)
+    add(
+        "--compare",
+        "--patch",
+        dest="patch",
+        type=specs,
+        action="extend",
+        metavar="ENTRIES",
+        help=compare_help,
+    )
+    tasks_help = f"by comma (default: {','.join(TASKS)}; with --cases only those)"
+    add("--tasks", type=names_of(list(TASKS), "task"), help=tasks_help)
     add("--cases", type=Path, metavar="FILE.jsonl", help="questions of your own")
-    add("--lengths", type=doubling, default=LENGTHS, help="tokens; '...' doubles (default: %(default)s)")
+    add(
+        "--lengths", type=doubling_range, default=LENGTHS, help="tokens; '...' doubles (default: %(default)s)"
+    )
     add("--depths", type=_depths, default=DEPTHS, help="0: start, 1: end (default: %(default)s)")
     samples_help = "samples per task, length and depth (default: %(default)s)"
-    add("--samples", type=whole, default=20, help=samples_help)
-    add("--batch-size", type=whole, help="samples per forward pass (default: 8192 tokens' worth)")
+    add("--samples", type=positive_int, default=20, help=samples_help)
+    add("--batch-size", type=positive_int, help="samples per forward pass (default: 8192 tokens' worth)")
     bos_help = "BOS before each sample: as the tokenizer does, yes or no (default: %(default)s)"
     add("--bos", choices=("auto", "yes", "no"), default="auto", help=bos_help)
-    add("--train-length", type=whole, help="length to mark in the plot (default: from the configuration)")
-    dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="auto", help="(default: as saved)")
-    add("--seed", type=int, default=0, help="of samples and of patches with random parameters (default: 0)")
-    output_help = "folder for the results; the same command resumes there"
-    add("--output-dir", type=Path, required=True, help=output_help)
+    train_help = "length to mark in the plot (default: from the configuration)"
+    add("--train-length", type=positive_int, help=train_help)
+    add_output_arguments(parser)
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = build_parser().parse_args(argv)
-    if args.tasks is None:
-        args.tasks = [] if args.cases else list(TASKS)
 
-    def work() -> None:
+    def work(args: argparse.Namespace, command: str) -> str:
+        from .plot import summary
         from .run import run
 
-        results = run(args, shlex.join(["python", "-m", "hf_linattn.eval.recall", *argv]))
-        print(summary(results, args.output_dir))
+        return summary(run(args, command), args.output_dir)
 
-    return exit_status(work, interrupted="the same command goes on after the last finished row")
+    told = "the same command goes on after the last finished row"
+    return run_command(build_parser(), work, argv, check=_with_tasks, interrupted=told)
 
 
-def summary(results: dict[str, Any], folder: Path) -> str:
-    """The verdicts, the tables and what one needs to read them."""
-    from .tables import tables
-
-    return "\n".join(
-        [
-            *(verdict["text"] for verdict in results["verdicts"]),
-            "",
-            tables(results["rows"]),
-            "",
-            "accuracy: answers right as a whole under greedy decoding; mean over depths +- standard error",
-            f"results.json, results.csv and pictures in {folder}",
-        ]
-    )
+def _with_tasks(args: argparse.Namespace) -> argparse.Namespace:
+    if args.tasks is None:
+        args.tasks = [] if args.cases else list(TASKS)
+    return args
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ import torch
 
 from hf_linattn.errors import DataError
 
-from .sample import Candidates, Sample
 from .tasks import TASKS
-from .vocabulary import Vocabulary
+from .vocabulary import Candidates, Sample, Vocabulary
 
 KEYS = ("prompt", "answer", "name", "depth", "candidates")
 NAME = "cases"

@@ -20,9 +20,8 @@ from hf_linattn.patching.causality import require_causal
 from ..common.nll import scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
-from .sample import Sample
 from .tasks import TASKS, build
-from .vocabulary import Vocabulary
+from .vocabulary import Sample, Vocabulary
 
 BATCH_TOKENS = 8192
 """Tokens per forward pass unless a batch size is given."""

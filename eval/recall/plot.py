@@ -1,10 +1,11 @@
-"""Pictures of a recall run: a heatmap length x depth per task, models side by side; curves over length."""
+"""How the recall command shows its rows: heatmaps length x depth, curves over length, and tables."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from hf_linattn.cli.files import replacing
 
-from ..common.plotting import GREY, look
-from ..diagnose.plot import MAP, WORDY
+from ..common.formatting import text_table
+from ..common.plotting import GREY, MAP, look, write_cells
+from .measure import Row
 from .verdict import over_depths, percent
 
+COLUMNS = ("task", "model", *(field.name for field in fields(Row) if field.name != "task"))
+"""Of results.csv."""
 IN_A_ROW = 4
 """Panels beside each other."""
 Rows = Sequence[Mapping[str, Any]]
@@ -67,13 +71,7 @@ def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:
         ax.set_xlabel("tokens", fontsize=8)
         if index % columns == 0:
             ax.set_ylabel("depth (0: start)", fontsize=8)
-        if values.size <= WORDY:
-            for (line, column), value in np.ndenumerate(values):
-                if math.isfinite(value):
-                    colour = "black" if value > 0.6 else "white"
-                    ax.text(
-                        column, line, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8
-                    )
+        write_cells(ax, values, lambda value: f"{100 * value:.0f}", lambda value: value > 0.6, 8)
     bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="accuracy (%)")
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}"))
     figure.suptitle(_title(rows, verdict, int(12 * figure.get_figwidth())), fontsize=10)
@@ -130,3 +128,35 @@ def _title(rows: Rows, verdict: Mapping[str, Any] | None, width: int) -> str:
     chances = [row["chance"] for row in rows]
     low, high = percent(min(chances)), percent(max(chances))
     return f"{rows[0]['task']} (chance {low if low == high else f'{low} to {high}'})"
+
+
+def summary(results: Mapping[str, Any], folder: Path) -> str:
+    """Give the verdicts, the tables and what one needs to read them."""
+    rows = results["rows"]
+    lines = [verdict["text"] for verdict in results["verdicts"]]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        lines += ["", _table([row for row in rows if row["task"] == task])]
+    lines += [
+        "",
+        "accuracy: answers right as a whole under greedy decoding; mean over depths +- standard error",
+    ]
+    return "\n".join([*lines, f"results.json, results.csv and pictures in {folder}"])
+
+
+def _table(rows: Rows) -> str:
+    """Align the accuracies of one task (means over depths): a line per model, a column per length."""
+    lengths = sorted({row["length"] for row in rows})
+    lines, chances = [], {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        points = {p["length"]: p for p in over_depths([row for row in rows if row["model"] == model])}
+        chances.update({length: point["chance"] for length, point in points.items()})
+        lines.append([model, *(_cell(points.get(length)) for length in lengths)])
+    lines.append(["chance", *(percent(chances[length]) for length in lengths)])
+    return text_table([rows[0]["task"], *map(str, lengths)], lines)
+
+
+def _cell(point: Mapping[str, Any] | None) -> str:
+    if point is None:
+        return "-"
+    error = "" if point["stderr"] is None else f" +- {100 * point['stderr']:.1f}"
+    return f"{100 * point['accuracy']:.1f}{error} %"

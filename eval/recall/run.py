@@ -5,37 +5,31 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
-from transformers import set_seed
-from transformers.utils import logging
 
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.interface import NAME
 
-from ..common import results as files
-from ..common.entries import check_entries, entry_curves, is_reference, named
-from ..common.models import UNPATCHED, Curve, load_config, load_model, load_tokenizer, train_length
+from ..common.model_specs import ModelLoader, error_prefix, is_reference, specs_of
+from ..common.models import UNPATCHED, Curve, load_config, load_tokenizer, name_of, train_length
+from ..common.results import ResumableRun, recorded
 from .custom import grouped, load_cases
 from .measure import check_fit, embedding_rows, make_row, require_decoder, score
-from .plot import save_pictures
-from .sample import Sample
-from .tables import COLUMNS, FORMAT
+from .plot import COLUMNS, save_pictures
 from .tasks import build
-from .verdict import judge
-from .vocabulary import Vocabulary
+from .verdict import assess_baseline
+from .vocabulary import Sample, Vocabulary
+
+FORMAT = "hf_linattn.recall/1"
 
 
 @dataclass(frozen=True)
-class Part:
+class Question:
     """What becomes one row per model."""
 
     task: str
@@ -45,42 +39,31 @@ class Part:
     samples: Callable[[], list[Sample]]
 
 
-def curves(args: argparse.Namespace) -> list[Curve]:
-    """The unpatched original first, then the entries of --patch, then the other models.
+def model_specs(args: argparse.Namespace) -> list[Curve]:
+    """Name the unpatched original first, then the entries of --compare, then the other models.
 
     Raises:
         OptionError: two of them are the same.
     """
     source = args.model[0]
-    name = Path(source).name or source
+    name = name_of(source)
     patched = hasattr(load_config(source), NAME)
-    found = [Curve(f"{name} {UNPATCHED}" if patched else name, source, UNPATCHED)]
+    specs = [Curve(f"{name} {UNPATCHED}" if patched else name, source, UNPATCHED)]
     if patched:
-        found.append(Curve(name, source))
-    with _as_patch():
-        entries = entry_curves(args.patch or [], source)
-    for entry in entries:
+        specs.append(Curve(name, source))
+    for entry in specs_of(args.patch or [], source):
         if is_reference(entry):
             raise OptionError(
-                f"--patch {entry.label}: the model's own attention is measured first anyway; leave it out"
+                f"--compare {entry.label}: the model's own attention is measured first anyway; leave it out"
             )
-    found += entries
+        specs.append(entry)
     for other in args.model[1:]:
         load_config(other)  # a wrong folder should not wait for the measurements of the others
-        label = Path(other).name or other
-        found.append(Curve(other if label in [curve.label for curve in found] else label, other))
-    if len({curve.label for curve in found}) < len(found):
+        label = name_of(other)
+        specs.append(Curve(other if label in [spec.label for spec in specs] else label, other))
+    if len({spec.label for spec in specs}) < len(specs):
         raise OptionError("--model names a model twice")
-    return found
-
-
-@contextmanager
-def _as_patch() -> Iterator[None]:
-    """Entries are called --compare in perplexity's command, and --patch here."""
-    try:
-        yield
-    except OptionError as error:
-        raise OptionError(str(error).replace("--compare", "--patch")) from error
+    return specs
 
 
 def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -89,59 +72,39 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     Raises:
         LinattnError: nothing was measured, or what was is in results.json.
     """
-    logging.disable_progress_bar()
-    recorded = {key: value for key, value in vars(args).items() if key != "output_dir"}
+    arguments = recorded(args)
     if args.cases is not None:
         cases = load_cases(args.cases)
-        recorded["cases"] = f"{args.cases} sha256:{hashlib.sha256(args.cases.read_bytes()).hexdigest()}"
-    earlier = files.load(args.output_dir, recorded, FORMAT)
-    if earlier is not None and earlier["complete"]:
-        return earlier
-    files.check_writable(args.output_dir)
-    measured = curves(args)
+        arguments["cases"] = f"{args.cases} sha256:{hashlib.sha256(args.cases.read_bytes()).hexdigest()}"
+    session = ResumableRun(args.output_dir, arguments, FORMAT, command)
+    if session.complete:
+        return session.results
+    specs = model_specs(args)
     tokenizer = load_tokenizer(args.tokenizer or args.model[0])
     size = load_config(args.model[0]).get_text_config().vocab_size
     vocabulary = Vocabulary(tokenizer, size, args.bos)
     check_fit(vocabulary, args.tasks, args.lengths)
     check_tokenizers(args, tokenizer)
-    found = parts(args, vocabulary)
+    asked = questions(args, vocabulary)
     if args.cases is not None:
         for name, length, depth, samples in grouped(cases, vocabulary, args.lengths):
-            found.append(Part(name, length, depth, len(samples), partial(list, samples)))
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
-    if entries := [curve for curve in measured if curve.label in (args.patch or [])]:
-        with _as_patch():
-            check_entries(entries, dtype=args.dtype, device=device)
-    results = {
-        "format": FORMAT,
-        "complete": False,
-        "command": command,
-        "arguments": recorded,
-        "seed": args.seed,
-        "versions": files.versions(),
-        "train_length": args.train_length or train_length(args.model[0]),
-        "models": [asdict(curve) for curve in measured],
-        "verdicts": [],
-        "rows": earlier["rows"] if earlier else [],
-        "run": {
-            "device": str(device),
-            "threads": torch.get_num_threads(),
-            "seconds": earlier["run"]["seconds"] if earlier else {},
-        },
-    }
-    for index, curve in enumerate(measured):
-        with named(curve.label):
-            _measure(args, curve, vocabulary, found, results, device)
+            asked.append(Question(name, length, depth, len(samples), partial(list, samples)))
+    compared = [spec for spec in specs if spec.label in (args.patch or [])]
+    models = ModelLoader(compared, dtype=args.dtype, device=session.device, seed=args.seed)
+    length_trained = args.train_length or train_length(args.model[0])
+    facts = {"train_length": length_trained, "models": [asdict(spec) for spec in specs], "verdicts": []}
+    session.begin(facts)
+    for index, spec in enumerate(specs):
+        with error_prefix(spec.label):
+            _measure(args, models, spec, vocabulary, asked, session)
         if index == 0:
-            results["verdicts"] = [asdict(verdict) for verdict in judge(results["rows"], curve.label)]
-            if len(measured) > 1:
-                print("\n".join(verdict["text"] for verdict in results["verdicts"]), file=sys.stderr)
-    results["complete"] = True
-    files.save_csv(args.output_dir / "results.csv", results["rows"], COLUMNS)
-    save_pictures(args.output_dir, results["rows"], results["verdicts"], results["train_length"])
-    files.save(args.output_dir, results)
-    return results
+            verdicts = assess_baseline(session.rows, spec.label)
+            session.results["verdicts"] = [asdict(verdict) for verdict in verdicts]
+            if len(specs) > 1:
+                print("\n".join(verdict.text for verdict in verdicts), file=sys.stderr)
+    save_pictures(args.output_dir, session.rows, session.results["verdicts"], length_trained)
+    session.finish("results.csv", COLUMNS)
+    return session.results
 
 
 def check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
@@ -160,14 +123,14 @@ def check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
             )
 
 
-def parts(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Part]:
-    """All rows that the built-in tasks give for a model."""
+def questions(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Question]:
+    """List what the built-in tasks ask of a model."""
 
     def samples(task: str, length: int, depth: float) -> list[Sample]:
         return [build(task, vocabulary, length, depth, args.seed, index) for index in range(args.samples)]
 
     return [
-        Part(task, length, depth, args.samples, partial(samples, task, length, depth))
+        Question(task, length, depth, args.samples, partial(samples, task, length, depth))
         for task in args.tasks
         for length in sorted(set(args.lengths))
         for depth in sorted(set(args.depths))
@@ -176,35 +139,31 @@ def parts(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Part]:
 
 def _measure(
     args: argparse.Namespace,
-    curve: Curve,
+    models: ModelLoader,
+    spec: Curve,
     vocabulary: Vocabulary,
-    found: Sequence[Part],
-    results: dict[str, Any],
-    device: torch.device,
+    asked: Sequence[Question],
+    session: ResumableRun,
 ) -> None:
     """Add the missing rows of one model to the results, which are saved after each."""
-    rows, seconds = results["rows"], results["run"]["seconds"]
-    done = {(row["task"], row["length"], row["depth"]) for row in rows if row["model"] == curve.label}
-    missing = [part for part in found if (part.task, part.length, part.depth) not in done]
+    done = {(row["task"], row["length"], row["depth"]) for row in session.rows if row["model"] == spec.label}
+    missing = [one for one in asked if (one.task, one.length, one.depth) not in done]
     if not missing:
         return
-    set_seed(args.seed)
-    model = load_model(curve, dtype=args.dtype, device=device)
-    require_decoder(model)
-    if embedding_rows(model) < vocabulary.size:
-        raise DataError(
-            f"{curve.source} has {embedding_rows(model)} tokens, and the first model {vocabulary.size}"
-        )
-    tokens = sum(part.length * part.count for part in missing)
-    with tqdm(total=tokens, desc=curve.label, unit="tok", unit_scale=True) as bar:
-        for part in missing:
-            start = time.perf_counter()
-            bar.set_postfix_str(f"{part.task} {part.length}")
-            samples = part.samples()
-            outcomes = score(model, samples, args.batch_size, bar.update)
-            row = make_row(part.task, part.length, part.depth, samples, outcomes)
-            rows.append({"task": row.task, "model": curve.label, **asdict(row)})
-            depth = "" if part.depth is None else f" {part.depth:g}"
-            label = f"{curve.label} {part.task} {part.length}{depth}"
-            seconds[label] = round(time.perf_counter() - start, 3)
-            files.save(args.output_dir, results)
+    with models.use(spec) as model:
+        require_decoder(model)
+        if embedding_rows(model) < vocabulary.size:
+            raise DataError(
+                f"{spec.source} has {embedding_rows(model)} tokens, and the first model {vocabulary.size}"
+            )
+        tokens = sum(one.length * one.count for one in missing)
+        with tqdm(total=tokens, desc=spec.label, unit="tok", unit_scale=True) as bar:
+            for one in missing:
+                bar.set_postfix_str(f"{one.task} {one.length}")
+                depth = "" if one.depth is None else f" {one.depth:g}"
+                with session.timed(f"{spec.label} {one.task} {one.length}{depth}"):
+                    samples = one.samples()
+                    outcomes = score(model, samples, args.batch_size, bar.update)
+                row = make_row(one.task, one.length, one.depth, samples, outcomes)
+                session.rows.append({"task": row.task, "model": spec.label, **asdict(row)})
+                session.save()

@@ -14,8 +14,7 @@ import torch
 
 from hf_linattn.errors import DataError, OptionError
 
-from .sample import Candidates, Sample
-from .vocabulary import Vocabulary
+from .vocabulary import Candidates, Sample, Vocabulary
 
 DIGITS = 5
 CHOICES = 10

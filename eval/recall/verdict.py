@@ -40,13 +40,13 @@ class Verdict:
     text: str
 
 
-def judge(rows: Sequence[Mapping[str, Any]], model: str) -> list[Verdict]:
+def assess_baseline(rows: Sequence[Mapping[str, Any]], model: str) -> list[Verdict]:
     """One verdict per task that the model was asked."""
     own = [row for row in rows if row["model"] == model]
-    return [_judge(own, task, model) for task in dict.fromkeys(row["task"] for row in own)]
+    return [_assess(own, task, model) for task in dict.fromkeys(row["task"] for row in own)]
 
 
-def _judge(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict:
+def _assess(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict:
     points = over_depths([row for row in rows if row["task"] == task])
     best = max(points, key=lambda point: point["accuracy"] - point["chance"])
     accuracy, stderr, chance = best["accuracy"], best["stderr"], best["chance"]

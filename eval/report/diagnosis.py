@@ -1,4 +1,4 @@
-"""The report's section about attention: diagnoses read, compared in a table, said in words and drawn."""
+"""Make the report's section about attention: diagnoses compared in a table, in sentences and in pictures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Shown:
+class DiagnosisSection:
     """One diagnosis on the page.
 
     Attributes:
@@ -47,7 +47,6 @@ class Shown:
         sentence: what it means.
         pictures: by the names of `FIGURES`.
         windows, length: of the text.
-        versions: of the packages.
     """
 
     label: str
@@ -57,58 +56,41 @@ class Shown:
     pictures: dict[str, Picture]
     windows: int
     length: int
-    versions: dict[str, str]
 
 
-def collect(folders: Sequence[Path]) -> list[Shown]:
-    """Read and draw; models with their own attention in every layer come first.
+def collect(folders: Sequence[Path]) -> list[DiagnosisSection]:
+    """Read and draw diagnoses; models with their own attention in every layer come first.
 
     Args:
-        folders: each of the diagnose command, or a folder of such folders.
+        folders: each of the diagnose command.
 
     Raises:
-        DataError: one of them holds no diagnosis, or one that cannot be read.
+        DataError: one of them cannot be read, or they are of different texts.
     """
-    found: list[Path] = []
-    for folder in folders:
-        here = [folder] if (folder / "diagnose.json").is_file() else []
-        below = [path.parent for path in sorted(folder.glob("*/diagnose.json"))]
-        if not here + below:
-            raise DataError(
-                f"no diagnosis in {folder}: give the --output-dir of hf_linattn.eval.diagnose, or a folder "
-                "of such folders"
-            )
-        found += [path for path in here + below if path not in found]
-    contents = {folder: read(folder) for folder in found}
+    contents = {folder: read(folder) for folder in folders}
     _check_same_text({folder: content for folder, (content, *_) in contents.items()})
     labels = [str(content["label"]) for content, *_ in contents.values()]
-    shown = []
+    sections = []
     for label, (folder, (content, diagnosis, matrices)) in zip(labels, contents.items(), strict=True):
         name = label if labels.count(label) == 1 else f"{label} ({folder.name})"
         pictures = {
             key: picture(draw, diagnosis, matrices, f"{TITLES[key]}, {name}. {_described(diagnosis, key)}")
             for key, draw in FIGURES.items()
         }
-        means = [_mean(diagnosis, number) for number in COLUMNS]
-        means += [_largest(diagnosis, "kurtosis"), _largest(diagnosis, "inf_norm")]
-        size = (diagnosis.windows, diagnosis.length)
+        numbers = [_mean(diagnosis, number) for number in COLUMNS]
+        numbers += [_largest(diagnosis, "kurtosis"), _largest(diagnosis, "inf_norm")]
         patched = any(layer.attention != "softmax" for layer in diagnosis.layers)
-        item = Shown(
-            name,
-            content["command"],
-            means,
-            sentence(diagnosis),
-            pictures,
-            *size,
-            versions=content["versions"],
-        )
-        shown.append((patched, item))
-    return [item for _, item in sorted(shown, key=lambda pair: pair[0])]
+        size = (diagnosis.windows, diagnosis.length)
+        section = DiagnosisSection(name, content["command"], numbers, sentence(diagnosis), pictures, *size)
+        sections.append((patched, section))
+    return [section for _, section in sorted(sections, key=lambda pair: pair[0])]
 
 
 def _check_same_text(contents: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Numbers in one table must be of the same windows."""
+    """Refuse numbers in one table that are of different windows."""
     names = ("data", "column", "split", "length", "windows", "bos", "join")
+    if not contents:
+        return
     (first, known), *others = contents.items()
     for folder, content in others:
         pairs = ((n, known["arguments"].get(n), content["arguments"].get(n)) for n in names)
@@ -130,7 +112,7 @@ def _largest(diagnosis: Diagnosis, name: str) -> float | None:
 
 
 def _described(diagnosis: Diagnosis, key: str) -> str:
-    """The picture in words, for those who do not see it."""
+    """Return the picture in words, for those who do not see it."""
     if key == "activations":
         return "Kurtosis by layer: " + ", ".join(
             "none" if layer.kurtosis is None else f"{layer.kurtosis:.3g}" for layer in diagnosis.layers
@@ -141,7 +123,7 @@ def _described(diagnosis: Diagnosis, key: str) -> str:
 
 
 def sentence(diagnosis: Diagnosis) -> str:
-    """What the numbers mean."""
+    """Return what the numbers mean."""
     share, relative = _mean(diagnosis, "effective_share"), _mean(diagnosis, "relative_entropy")
     text = ""
     if share is not None and relative is not None:

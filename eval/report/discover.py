@@ -1,4 +1,4 @@
-"""Which result folders are there: each recognised by what lies in it, read, and found to be whole."""
+"""Find result folders: each recognised by what lies in it, read, and checked to be whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
     "generation": "hf_linattn.eval.generation",
     "branches": "hf_linattn.eval.branches",
     "diagnose": "hf_linattn.eval.diagnose",
-    "cost": "hf_linattn.eval.cost",
+    "cost": "hf_linattn.bench --cost",
 }
 """What can stand on the page, and the command that leaves it."""
 
@@ -50,12 +50,12 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One folder.
+class ResultFolder:
+    """One folder with results.
 
     Attributes:
-        kind: of `KINDS`.
-        folder: where it is.
+        kind: one of `KINDS`.
+        folder: its path.
         content: its results.json, or plan.json of a conversion.
         stages: training runs, one for a fine-tuning.
         validation: of a conversion: nats per token, by stage.
@@ -69,38 +69,38 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Everything that was found, and the folders whose results this page does not show, with the reason."""
+class Discovery:
+    """All result folders, and sentences about those whose results the page does not show."""
 
-    found: list[Found]
-    left_out: list[str]
+    folders: list[ResultFolder]
+    not_shown: list[str]
 
 
-def walk(folders: Sequence[Path]) -> Walk:
-    """Read every result folder among these, and below them.
+def discover(folders: Sequence[Path]) -> Discovery:
+    """Read every result folder among these, and up to `LEVELS` levels below them.
 
     Raises:
         DataError: a folder does not exist, holds nothing that is known, or results that are unfinished or
             damaged.
     """
-    found: dict[Path, Found] = {}
-    left_out: list[str] = []
+    results: dict[Path, ResultFolder] = {}
+    not_shown: list[str] = []
     for folder in folders:
         if not folder.is_dir():
             raise DataError(f"no such folder: {folder}")
-        here, strange = [], []
+        known, others = [], []
         for path in _below(folder, LEVELS):
             kind = _kind(path)
             if kind in KINDS:
-                here.append(path)
-                if path.resolve() not in found:
-                    found[path.resolve()] = _read(kind, path)
+                known.append(path)
+                if path.resolve() not in results:
+                    results[path.resolve()] = _read(kind, path)
             elif kind is not None:
-                strange.append(f"{path} holds results of {kind}, which this page does not show")
-        if not here:
-            raise DataError(strange[0] if strange else _nothing(folder))
-        left_out += strange
-    return Walk(list(found.values()), list(dict.fromkeys(left_out)))
+                others.append(f"{path} holds results of {kind}, which this page does not show")
+        if not known:
+            raise DataError(others[0] if others else _nothing(folder))
+        not_shown += others
+    return Discovery(list(results.values()), list(dict.fromkeys(not_shown)))
 
 
 def _nothing(folder: Path) -> str:
@@ -112,7 +112,7 @@ def _nothing(folder: Path) -> str:
 
 
 def _below(folder: Path, levels: int) -> Iterator[Path]:
-    """The folder, and those below it except the stages of a conversion."""
+    """Yield the folder, and those below it except the stages of a conversion."""
     yield folder
     if levels and not (folder / "plan.json").is_file():
         for path in sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != "."):
@@ -120,7 +120,7 @@ def _below(folder: Path, levels: int) -> Iterator[Path]:
 
 
 def _kind(folder: Path) -> str | None:
-    """Of `KINDS`; the command of another known format; None where nothing is.
+    """Return one of `KINDS`, or the command of another known format, or None where there are no results.
 
     Raises:
         DataError: a training run without its results, or a file that cannot be read or is not known.
@@ -134,7 +134,7 @@ def _kind(folder: Path) -> str | None:
         if (folder / "run.json").is_file():
             raise DataError(f"{folder} is a fine-tuning that is not finished: run.json, but no results.json")
         return None
-    content = _json(path)
+    content = read_json(path)
     form = content.get("format")
     if form is None and {"steps", "tokens", "arguments"} <= content.keys():
         return "finetune"
@@ -147,35 +147,41 @@ def _kind(folder: Path) -> str | None:
     raise DataError(f"{path} is no file of this package: its format is {form!r}; known: {', '.join(FORMATS)}")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DataError: the file is not there, or holds something else.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path} holds no JSON object")
-    return found
+    return content
 
 
-def _read(kind: str, folder: Path) -> Found:
+def _read(kind: str, folder: Path) -> ResultFolder:
     if kind == "diagnose":  # read where it is drawn
-        return Found(kind, folder, _json(folder / "diagnose.json"))
+        return ResultFolder(kind, folder, read_json(folder / "diagnose.json"))
     if kind == "convert":
         plan = _checked(kind, folder / "plan.json")
         names = [name for name in plan["stages"] if not (folder / name / "results.json").is_file()]
-        validation = _json(folder / "validation.json") if (folder / "validation.json").is_file() else {}
+        path = folder / "validation.json"
+        validation = read_json(path) if path.is_file() else {}
         if names:
             raise DataError(
                 f"{folder} is a conversion that is not finished: no results.json of stage {', '.join(names)}"
             )
         stages = [_stage(folder / name) for name in plan["stages"]]
-        return Found(kind, folder, plan, stages, validation)
+        return ResultFolder(kind, folder, plan, stages, validation)
     content = _checked(kind, folder / "results.json")
-    return Found(kind, folder, content, [_stage(folder)] if kind == "finetune" else [])
+    return ResultFolder(kind, folder, content, [_stage(folder)] if kind == "finetune" else [])
 
 
 def _checked(kind: str, path: Path) -> dict[str, Any]:
-    content = _json(path)
+    content = read_json(path)
     if content.get("complete") is False:
         raise DataError(f"{path} is not finished: start its command again ({content.get('command')})")
     missing = [name for name in NEEDED[kind] if name not in content]
@@ -187,17 +193,17 @@ def _checked(kind: str, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(found: Found) -> Iterator[None]:
-    """Turn what is not as its command leaves it into one error that names the folder.
+def reading(folder: ResultFolder) -> Iterator[None]:
+    """Turn a missing key or a wrong type in the results into one error that names the folder.
 
     Raises:
-        DataError: the block did not find something in the results.
+        DataError: the block failed on what is in the results.
     """
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
         raise DataError(
-            f"{found.folder} holds no whole results of {KINDS[found.kind]}: {type(error).__name__} {error}"
+            f"{folder.folder} holds no whole results of {KINDS[folder.kind]}: {type(error).__name__} {error}"
         ) from error
 
 

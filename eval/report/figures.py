@@ -1,126 +1,198 @@
-"""The report's figures as SVG, each in a light and a dark version."""
+"""Draw the report's figures as SVG, each in a light and a dark version."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from ..bench.plots import draw_cost
+from ..common.models import UNPATCHED
 from ..common.plotting import Picture, look, themed
-from .summary import Run, Summary
+from ..recall import plot as recall_plot
+from .rows import Comparison, Curves, ModelRow
+
+OLDER = "loss"
+"""The unit of runs whose results.json does not tell it."""
+PANELS_IN_A_ROW = 2
 
 
-def style(summary: Summary, run: Run, ink: str) -> dict[str, Any]:
-    """Colour, marker and line of a run, the same in all figures."""
-    if run.role == "control":
+def places(comparison: Comparison) -> dict[str, int | None]:
+    """Return row -> index of its colour in every figure; None for the original and the control."""
+    others = [row.name for row in comparison.rows if row.role == "patch"]
+    return {row.name: others.index(row.name) if row.name in others else None for row in comparison.rows}
+
+
+def style(comparison: Comparison, row: ModelRow, ink: str) -> dict[str, Any]:
+    """Return colour, marker and line of a row, the same in all figures."""
+    if row.role == "control":
         return {"color": ink, "marker": "o", "linestyle": "-"}
-    if run.role == "original":
-        return look(None)
-    return look(summary.patched.index(run) if run.place is None else run.place)
+    return look(places(comparison)[row.name])
 
 
-def length_curves(summary: Summary) -> Picture | None:
-    """Perplexity over tokens of context, both logarithmic."""
-    runs = [run for run in summary.runs if run.points]
-    if not runs:
-        return None
+def length_curves(comparison: Comparison, curves: Curves) -> Picture:
+    """Draw perplexity over tokens of context, both logarithmic."""
 
-    def draw(axes: Axes, ink: str, grid: str) -> None:
+    def draw(axes: Axes, ink: str) -> None:
         ends = []
-        for run in runs:
-            look = style(summary, run, ink)
-            lengths = [point.length for point in run.points]
-            values = [point.perplexity for point in run.points]
-            errors = [point.stderr or 0.0 for point in run.points]
+        for row in curves.rows:
+            look_ = style(comparison, row, ink)
+            lengths = [point.length for point in row.points]
+            values = [point.perplexity for point in row.points]
+            errors = [point.stderr or 0.0 for point in row.points]
             axes.errorbar(
-                lengths, values, errors, **look, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
+                lengths, values, errors, **look_, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
             )
-            ends.append((run.label, lengths[-1], values[-1], str(look["color"])))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        _length_axis(axes, summary.lengths)
-        _value_axis(axes)
-        _mark_train_length(axes, summary, grid)
+            ends.append((row.name, lengths[-1], values[-1], str(look_["color"])))
+        _log_axes(axes, curves.lengths, curves.train_length)
         axes.set(xlabel="tokens of context", ylabel="perplexity per token (lower is better)")
         _label_ends(axes, ends)
 
     shown = "; ".join(
-        f"{run.label}: " + ", ".join(f"{p.perplexity:.4g} at {p.length:,}" for p in run.points)
-        for run in runs
+        f"{row.name}: " + ", ".join(f"{p.perplexity:.4g} at {p.length:,}" for p in row.points)
+        for row in curves.rows
     )
     return _picture(draw, f"Perplexity against context length. {shown}.", (9.6, 5.2))
 
 
-def loss_curves(summary: Summary) -> Picture | None:
-    """Training and validation loss over tokens."""
-    runs = [run for run in summary.runs if run.losses]
-    if not runs:
+def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
+    """Draw perplexity by position in the longest window; None where windows are scored at their ends only."""
+    rows = [row for row in curves.rows if len(row.points[-1].buckets) > 2]
+    if not rows:
         return None
 
-    def draw(axes: Axes, ink: str, grid: str) -> None:
+    def draw(axes: Axes, ink: str) -> None:
         ends = []
-        for run in runs:
-            colour = str(style(summary, run, ink)["color"])
-            tokens, losses = _column(run, "loss")
-            axes.plot(tokens, losses, color=colour, linewidth=1, alpha=0.35)
-            tokens, losses = _column(run, "eval_loss")
-            axes.plot(tokens, losses, color=colour, marker=style(summary, run, ink)["marker"], linewidth=2)
-            if tokens:
-                ends.append((run.label, tokens[-1], losses[-1], colour))
-        axes.set(xlabel="tokens of fine-tuning", ylabel="loss (nats per token)")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        _label_ends(axes, ends)
-
-    shown = "; ".join(
-        f"{run.label}: {run.tuning['eval_loss_before']:.3f} to {run.tuning['eval_loss']:.3f}"
-        for run in runs
-        if run.tuning and run.tuning.get("eval_loss") is not None
-    )
-    return _picture(draw, f"Loss during fine-tuning; validation loss of {shown or 'no run'}.", (9.6, 4.4))
-
-
-def bucket_curves(summary: Summary) -> Picture | None:
-    """Perplexity by position in the longest window; None where windows are scored at their ends only."""
-    runs = [run for run in summary.runs if run.points and len(run.points[-1].buckets) > 2]
-    if not runs:
-        return None
-
-    def draw(axes: Axes, ink: str, grid: str) -> None:
-        ends = []
-        for run in runs:
-            look = style(summary, run, ink)
-            buckets = run.points[-1].buckets
+        for row in rows:
+            look_ = style(comparison, row, ink)
+            buckets = row.points[-1].buckets
             positions = [math.sqrt(max(b["start"], 1) * b["end"]) for b in buckets]
             values = [b["perplexity"] for b in buckets]
-            axes.plot(positions, values, **look, linewidth=2, markersize=5)
-            ends.append((run.label, positions[-1], values[-1], str(look["color"])))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        _length_axis(axes, [b["end"] for b in runs[0].points[-1].buckets])
-        _value_axis(axes)
-        _mark_train_length(axes, summary, grid)
+            axes.plot(positions, values, **look_, linewidth=2, markersize=5)
+            ends.append((row.name, positions[-1], values[-1], str(look_["color"])))
+        _log_axes(axes, [b["end"] for b in rows[0].points[-1].buckets], curves.train_length)
         axes.set(xlabel="position in the window", ylabel="perplexity per token")
         _label_ends(axes, ends)
 
     return _picture(draw, "Perplexity by the position of a token in the longest window.", (9.6, 4.6))
 
 
-def _column(run: Run, name: str) -> tuple[list[int], list[float]]:
-    points = [(int(row["tokens"]), float(row[name])) for row in run.losses if row.get(name)]
+def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
+    """Return (task, letter of its group, heatmap with the rows side by side), one per task and group."""
+    pictures = []
+    groups = comparison.groups["recall"]
+    for group in range(len(groups.settings)):
+        rows = [row for row in comparison.rows if row.groups.get("recall") == group]
+        for task in dict.fromkeys(line["task"] for row in rows for line in row.recall):
+            lines = [{**ln, "model": row.name} for row in rows for ln in row.recall if ln["task"] == task]
+            verdict = comparison.verdicts.get(task)
+            shown = "; ".join(f"{row.name}: {_accuracies(row, task)}" for row in rows)
+            picture = themed(
+                lambda ink, grid, lines=lines, verdict=verdict: recall_plot.heatmap(lines, verdict),  # type: ignore[misc]
+                f"Recall of {task} by length and depth. {shown}.",
+            )
+            pictures.append((task, groups.letter(group), picture))
+    return pictures
+
+
+def _accuracies(row: ModelRow, task: str) -> str:
+    lengths = sorted({line["length"] for line in row.recall if line["task"] == task})
+    means = []
+    for length in lengths:
+        own = [ln["accuracy"] for ln in row.recall if ln["task"] == task and ln["length"] == length]
+        means.append(f"{100 * math.fsum(own) / len(own):.1f} % at {length:,}")
+    return ", ".join(means) or "not asked"
+
+
+def loss_curves(comparison: Comparison) -> Picture | None:
+    """Draw training and validation loss over tokens, a panel per kind of stage, as their units differ."""
+    curves: dict[tuple[str, str], list[tuple[ModelRow, list[dict[str, str]]]]] = {}
+    for row in comparison.rows:
+        for stage in row.stages:
+            name = stage.name if "convert" in row.results else "fine-tuning"
+            unit = stage.results.get("label", OLDER)
+            curves.setdefault((name, unit), []).append((row, stage.losses))
+    if not curves:
+        return None
+
+    def build(ink: str, grid: str) -> Figure:
+        columns = min(PANELS_IN_A_ROW, len(curves))
+        lines = math.ceil(len(curves) / columns)
+        size = (9.6, 4.4) if len(curves) == 1 else (1.4 + 4.4 * columns, 3.4 * lines + 0.5)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(lines, columns, squeeze=False)
+        for ax in axes.flat[len(curves) :]:
+            ax.set_axis_off()
+        handles: dict[str, Any] = {}
+        for ax, ((name, unit), runs) in zip(axes.flat, curves.items(), strict=False):
+            for row, losses in runs:
+                look_ = style(comparison, row, ink)
+                ax.plot(*_column(losses, "loss"), color=look_["color"], linewidth=1, alpha=0.35)
+                (line,) = ax.plot(*_column(losses, "eval_loss"), linewidth=1.8, markersize=5, **look_)
+                handles.setdefault(row.name, line)
+            ax.set(title=f"stage {name}" if name != "fine-tuning" else name, xlabel="tokens", ylabel=unit)
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            ax.tick_params(labelsize=8)
+            ax.grid(linewidth=0.7)
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=4
+        )
+        return figure
+
+    shown = []
+    for (name, _), runs in curves.items():
+        for row, losses in runs:
+            _, values = _column(losses, "eval_loss")
+            values = values or _column(losses, "loss")[1]
+            shown += [f"{row.name}, {name}: {values[0]:.4g} to {values[-1]:.4g}"] if values else []
+    return themed(build, f"Losses of every training stage. {'; '.join(shown)}.")
+
+
+def _column(losses: Sequence[Mapping[str, str]], name: str) -> tuple[list[int], list[float]]:
+    points = [(int(row["tokens"]), float(row[name])) for row in losses if row.get(name)]
     return [tokens for tokens, _ in points], [value for _, value in points]
 
 
-def _length_axis(axes: Axes, lengths: Sequence[int]) -> None:
+def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
+    """Return (letter of its group, figure), the unpatched model of each run pale next to its row."""
+    pictures = []
+    groups = comparison.groups["cost"]
+    for group in range(len(groups.settings)):
+        rows = [row for row in comparison.rows if row.groups.get("cost") == group]
+
+        def build(ink: str, grid: str, rows: list[ModelRow] = rows) -> Figure:
+            figure = Figure(figsize=(11.5, 3.9 + 0.2 * (len(rows) // 2)), layout="constrained")
+            curves: list[tuple[str, Sequence[Mapping[str, Any]], Mapping[str, Any]]] = []
+            for row in rows:
+                look_ = style(comparison, row, ink)
+                if row.unpatched_cost:
+                    pale = {**look_, "linestyle": "--", "alpha": 0.4}
+                    curves.append((f"{row.name}, {UNPATCHED}", row.unpatched_cost, pale))
+                curves.append((row.name, row.cost, look_))
+            draw_cost(figure, curves)
+            return figure
+
+        shown = "; ".join(
+            f"{row.name}: "
+            + ", ".join(f"{line['cache_bytes']:,} B at {line['length']:,}" for line in row.cost)
+            for row in rows
+        )
+        alt = f"Bytes of the cache and tokens per second by length. {shown}."
+        pictures.append((groups.letter(group), themed(build, alt)))
+    return pictures
+
+
+def _log_axes(axes: Axes, lengths: Sequence[int], train_length: int | None) -> None:
+    """Make both axes logarithmic, name the lengths, and mark the length that the model was trained at."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def _value_axis(axes: Axes) -> None:
     low, high = axes.get_ylim()
     # few decades want more numbers on the axis than the powers of ten
     subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
@@ -130,25 +202,21 @@ def _value_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _mark_train_length(axes: Axes, summary: Summary, grid: str) -> None:
-    if not summary.train_length:
-        return
-    colour = axes.xaxis.label.get_color()
-    axes.axvline(summary.train_length, color=colour, linewidth=1, linestyle=":", zorder=1)
-    axes.annotate(
-        f"trained at {summary.train_length:,}",
-        (summary.train_length, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(5, -12),
-        textcoords="offset points",
-        fontsize=9,
-    )
+    if train_length:
+        colour = axes.xaxis.label.get_color()
+        axes.axvline(train_length, color=colour, linewidth=1, linestyle=":", zorder=1)
+        axes.annotate(
+            f"trained at {train_length:,}",
+            (train_length, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, -12),
+            textcoords="offset points",
+            fontsize=9,
+        )
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names at the ends of the lines, moved apart where they would overlap."""
+    """Write names at the ends of the lines, moved apart where they would overlap."""
     if not ends:
         return
     axes.get_ylim()  # settles the limits, on which the transformation rests
@@ -178,7 +246,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
         )
 
 
-def _picture(draw: Callable[[Axes, str, str], None], alt: str, size: tuple[float, float]) -> Picture:
+def _picture(draw: Callable[[Axes, str], None], alt: str, size: tuple[float, float]) -> Picture:
     def build(ink: str, grid: str) -> Figure:
         figure = Figure(figsize=size)
         figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
@@ -187,7 +255,7 @@ def _picture(draw: Callable[[Axes, str, str], None], alt: str, size: tuple[float
         axes.tick_params(length=3)
         axes.grid(linewidth=0.7)
         axes.set_axisbelow(True)
-        draw(axes, ink, grid)
+        draw(axes, ink)
         return figure
 
     return themed(build, alt)

@@ -1,4 +1,4 @@
-"""What may stand side by side: results that were asked the same share a group; others say how they differ."""
+"""Decide what may stand side by side: results measured alike share a group; others say how they differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .discover import Found
+from .discover import ResultFolder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -21,36 +21,36 @@ class Groups:
     settings: list[dict[str, Any]] = field(default_factory=list)
 
     def index(self, settings: Mapping[str, Any]) -> int:
-        """Number of the group with these settings."""
+        """Return the number of the group with these settings; new settings make a new group."""
         wanted = json.loads(json.dumps(settings))
         if wanted not in self.settings:
             self.settings.append(wanted)
         return self.settings.index(wanted)
 
-    def mark(self, group: int | None) -> str:
-        """A letter where there are several groups."""
-        return "" if group is None or len(self.settings) < 2 else letter(group)
+    def letter(self, group: int | None) -> str:
+        """Return the letter of a group where there are several, else nothing."""
+        return "" if group is None or len(self.settings) < 2 else group_letter(group)
 
-    def told(self) -> list[tuple[str, str]]:
-        """(letter, in words): the first with all its settings, others by what differs from it."""
+    def describe(self) -> list[tuple[str, str]]:
+        """Return (letter, text): the first with all its settings, others by what differs from it."""
         first = self.settings[0] if self.settings else {}
         lines = []
         for group, settings in enumerate(self.settings):
             if group == 0:
                 pairs = [f"{name} {_value(value)}" for name, value in settings.items() if value is not None]
-                lines.append((letter(0), ", ".join(pairs)))
+                lines.append((group_letter(0), ", ".join(pairs)))
                 continue
             others = [
-                f"{name} {_value(settings.get(name))} where {letter(0)} has {_value(first.get(name))}"
+                f"{name} {_value(settings.get(name))} where {group_letter(0)} has {_value(first.get(name))}"
                 for name in dict.fromkeys([*first, *settings])
                 if settings.get(name) != first.get(name)
             ]
-            lines.append((letter(group), ", ".join(others)))
+            lines.append((group_letter(group), ", ".join(others)))
         return lines
 
 
-def letter(group: int) -> str:
-    """`a`, `b`, ..., `z`, `a2`, ..."""
+def group_letter(group: int) -> str:
+    """Return `a`, `b`, ..., `z`, `a2`, ..."""
     again, place = divmod(group, len(LETTERS))
     return LETTERS[place] + (str(again + 1) if again else "")
 
@@ -61,15 +61,15 @@ def _value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def settings_of(found: Found, original: str | None = None) -> dict[str, Any]:
-    """What a result was asked, apart from the model.
+def settings_of(folder: ResultFolder, original: str | None = None) -> dict[str, Any]:
+    """Return how something was measured, apart from the model.
 
     Args:
-        found: results of perplexity, recall, generation or cost.
-        original: key of the model that a generation was compared with.
+        folder: results of perplexity, recall, generation or cost.
+        original: name of the model that a generation was compared with.
     """
-    content, arguments = found.content, found.content["arguments"]
-    if found.kind == "perplexity":
+    content, arguments = folder.content, folder.content["arguments"]
+    if folder.kind == "perplexity":
         facts = content.get("data", {})
         names = ["stride", "max_tokens", "bos", "join", "stream", "column", "split"]
         names += ["segment"] if arguments.get("stream") else []
@@ -82,21 +82,21 @@ def settings_of(found: Found, original: str | None = None) -> dict[str, Any]:
             "tokens scored": sorted(set(counts.values())),
             **{name: arguments.get(name) for name in names},
         }
-    if found.kind == "recall":
+    if folder.kind == "recall":
         plain = ("lengths", "depths", "samples", "bos", "seed", "cases")
         return {name: arguments.get(name) for name in plain}
-    if found.kind == "generation":
+    if folder.kind == "generation":
         text = hashlib.sha256(json.dumps(content.get("prompts")).encode()).hexdigest()[:8]
         return {
             "beside": original,
             "prompts": f"{len(content.get('prompts', []))} (sha256 {text})",
             "new tokens": arguments.get("new_tokens"),
         }
-    told = content["run"]
+    run = content["run"]
     return {
         "batch": arguments.get("batch_size"),
         "new tokens": arguments.get("new_tokens"),
-        **{name: told.get(name) for name in ("dtype", "device", "machine", "threads")},
+        **{name: run.get(name) for name in ("dtype", "device", "machine", "threads")},
         **{name: content["versions"].get(name) for name in ("torch", "transformers")},
     }
 
@@ -105,10 +105,10 @@ def _name(source: Any) -> Any:
     return Path(source).name if isinstance(source, str) else source
 
 
-def training_of(found: Found, base: str) -> dict[str, Any]:
-    """What a training run was given, apart from patch and output folder."""
-    content, arguments = found.content, found.content["arguments"]
-    if found.kind == "convert":
+def training_of(folder: ResultFolder, base: str) -> dict[str, Any]:
+    """Return how a model was trained, apart from patch and output folder; `base` is what it began with."""
+    content, arguments = folder.content, folder.content["arguments"]
+    if folder.kind == "convert":
         return {"command": "convert", "model": base, "data": _name(arguments.get("data"))}
     plain = ("block_size", "lr", "lora", "seed", "train_only_patch")
     return {

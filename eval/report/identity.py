@@ -1,4 +1,4 @@
-"""Which results are of the same model: sources as results files record them, brought to one key each."""
+"""Tell which results are of the same model: sources as results files record them, one key a model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 from hf_linattn.patching.interface import NAME
 
 from ..common.models import UNPATCHED
-from .discover import Found, reading
+from .discover import ResultFolder, reading
 
 AS_IT_IS = ""
-"""Variant of a model as its folder has it."""
+"""Variant of a model with the attention that its folder has."""
 UP = 3
 """How many levels above a results folder a relative source is looked for, after the current directory."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelResult:
     """One model in one results file.
 
     Attributes:
-        found: the results.
+        folder: the results.
         label: what the model is called there.
-        key: of the folder, the same in all files.
+        key: of the model's folder, the same in all results files.
         variant: `AS_IT_IS`, "unpatched", or the patch put on at measuring, with options and scaling of RoPE.
         main: the file is about this model; others stand in it to be compared with.
     """
 
-    found: Found
+    folder: ResultFolder
     label: str
     key: str
     variant: str
@@ -40,21 +40,21 @@ class Subject:
 
 
 class Models:
-    """Keys of sources.
+    """Give each source of a model its key.
 
     A source that is a folder is that folder; one that a training run recorded as its output folder is that
     run; else the only model known by the same folder name; else its own text.
 
     Args:
-        found: all results on the page.
+        folders: all results on the page.
     """
 
-    def __init__(self, found: Sequence[Found]) -> None:
+    def __init__(self, folders: Sequence[ResultFolder]) -> None:
         self.notes: list[str] = []
         self.unpatched: set[str] = set()  # known to have their own attention although the folder is gone
         self.shown: dict[str, Path] = {}  # folder whose name a row gets
         self._recorded: dict[str, set[str]] = defaultdict(set)
-        for item in found:
+        for item in folders:
             with reading(item):
                 item.content["arguments"].items()
                 list(_sources(item))
@@ -67,7 +67,7 @@ class Models:
                 for text in texts:
                     self._recorded[str(text)].add(key)
         self._known: dict[str, set[str]] = defaultdict(set)  # folder name -> keys that are there
-        sources = [(source, item) for item in found for source in _sources(item)]
+        sources = [(source, item) for item in folders for source in _sources(item)]
         for there in [*self.shown, *(self._there(source, item.folder) for source, item in sources)]:
             if there is not None:
                 self._known[self.folder(there).name].add(there)
@@ -83,7 +83,7 @@ class Models:
                 self.notes.append(f"{name}: {what}")
 
     def key(self, source: str, near: Path) -> str:
-        """Key of a source in the results that are in the folder `near`."""
+        """Return the key of a source that is named by results in the folder `near`."""
         there = self._there(source, near)
         if there is not None:
             return there
@@ -107,11 +107,11 @@ class Models:
         return None
 
     def folder(self, key: str) -> Path:
-        """The folder whose name stands for this key."""
+        """Return the folder whose name stands for this key."""
         return self.shown.get(key, Path(key))
 
     def patched(self, key: str) -> bool | None:
-        """Whether the folder has a patch; None where that cannot be known."""
+        """Tell whether the folder has a patch; None where that cannot be known."""
         try:
             config = json.loads((Path(key) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -123,8 +123,8 @@ def _above(near: Path, path: Path) -> list[Path]:
     return [folder / path for folder in [near.resolve(), *near.resolve().parents][: UP + 1]]
 
 
-def _sources(item: Found) -> Iterable[str]:
-    """Every model that a results file names."""
+def _sources(item: ResultFolder) -> Iterable[str]:
+    """Yield every model that a results file names."""
     arguments = item.content["arguments"]
     models = item.content.get("models")
     if item.kind in ("finetune", "convert", "branches"):
@@ -135,8 +135,8 @@ def _sources(item: Found) -> Iterable[str]:
             yield str(item.content["original"]["source"])
 
 
-def subjects(item: Found, models: Models) -> list[Subject]:
-    """The models in a results file, the one that it is about first."""
+def model_results(item: ResultFolder, models: Models) -> list[ModelResult]:
+    """Return the models in a results file, the one that it is about first."""
     arguments = item.content["arguments"]
     if item.kind in ("finetune", "convert"):
         last = item.stages[-1].results["arguments"].get("output_dir")
@@ -144,7 +144,7 @@ def subjects(item: Found, models: Models) -> list[Subject]:
         base = models.key(str(arguments["model"]), item.folder)
         if arguments.get("patch") and base != own:
             models.unpatched.add(base)  # a patch is put on a model that has none
-        return [Subject(item, str(last), own, AS_IT_IS, True)]
+        return [ModelResult(item, str(last), own, AS_IT_IS, True)]
     if item.kind == "branches":
         fields = {name: arguments.get(name) for name in ("patch", "options")}
         curves: list[dict[str, Any]] = [{"label": "", "source": arguments["model"], **fields}]
@@ -156,14 +156,14 @@ def subjects(item: Found, models: Models) -> list[Subject]:
     if item.kind == "recall" and curves[0]["label"] == Path(curves[0]["source"]).name:
         # the command calls a patched folder's original "... unpatched"
         models.unpatched.add(models.key(str(curves[0]["source"]), item.folder))
-    found = []
+    results = []
     for place, curve in enumerate(curves):
         key = models.key(str(curve["source"]), item.folder)
         as_is = any(c.get("patch") is None and c["source"] == curve["source"] for c in curves)
         variant = _variant(curve, models.patched(key), as_is)
         main = place == 0 if item.kind != "generation" else curve["label"] != "original"
-        found.append(Subject(item, str(curve["label"]), key, variant, main))
-    return found
+        results.append(ModelResult(item, str(curve["label"]), key, variant, main))
+    return results
 
 
 def _variant(curve: Mapping[str, Any], patched: bool | None, as_is: bool) -> str:
@@ -179,7 +179,7 @@ def _variant(curve: Mapping[str, Any], patched: bool | None, as_is: bool) -> str
 
 
 def names(pairs: Sequence[tuple[str, str]], models: Models) -> dict[tuple[str, str], str]:
-    """(key, variant) -> a name, as short as tells them apart."""
+    """Return (key, variant) -> a name, as short as tells them apart."""
     keys = list(dict.fromkeys(key for key, _ in pairs))
     folders = {key: models.folder(key) for key in keys}
     longest = max((len(folder.parts) for folder in folders.values()), default=1)

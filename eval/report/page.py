@@ -1,4 +1,4 @@
-"""The page over result folders: rows, groups and figures of `report_rows` as one HTML file."""
+"""Write the report: a comparison of models as one HTML file, and its table as json and csv."""
 
 from __future__ import annotations
 
@@ -8,83 +8,102 @@ from typing import Any
 
 from hf_linattn.errors import DataError
 
-from ..common.hardware import machine
-from .rows import Compared
+from ..common.results import machine
+from .rows import Comparison
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+PROMPT_SHOWN = 420
+"""Characters from the end of a prompt that the page shows."""
 
 
-def render(compared: Compared, *, title: str, notes: Sequence[str], samples: dict[str, Any]) -> str:
-    """The page as HTML: one file without any address in it.
+def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
+    """Return the page as HTML: one file without any address in it.
 
     Args:
-        compared: what `report_rows.compare` gives.
+        comparison: the models and what was measured of them.
         title: heading of the page.
         notes: sentences of the user's, shown below the heading.
-        samples: file of the sample command, or nothing.
     """
-    from ..common.plotting import COLOURS, GREY
-    from . import diagnosis, findings, row_figures
-    from .__main__ import PROMPT_SHOWN, environment, markup
-    from .figures import bucket_curves, length_curves
+    from ..common import pages
+    from . import diagnosis, figures, findings
     from .table import columns
 
-    found = []
-    for group in range(len(compared.groups["perplexity"].settings)):
-        summary = row_figures.summary_of(compared, group)
-        found.append(
-            {
-                "mark": compared.groups["perplexity"].mark(group),
-                "lengths": length_curves(summary),
-                "buckets": bucket_curves(summary),
-                "findings": [markup(text) for text in findings.findings(summary)],
-            }
-        )
-    place = row_figures.places(compared)
-    colours = {
-        row.name: "var(--ink)"
-        if row.role == "control"
-        else GREY
-        if place[row.name] is None
-        else COLOURS[place[row.name] % len(COLOURS)]  # type: ignore[operator]
-        for row in compared.rows
-    }
-    folders = [item.folder for item in compared.diagnoses]
-    diagnoses = diagnosis.collect(folders) if folders else []
-    return str(
-        environment()
-        .get_template("page.html.j2")
-        .render(
-            title=title,
-            notes=list(notes),
-            compared=compared,
-            rows=compared.rows,
-            colours=colours,
-            columns=columns(compared),
-            curves=found,
-            recall=row_figures.recall_maps(compared),
-            losses=row_figures.loss_curves(compared),
-            costs=row_figures.cost_curves(compared),
-            asked={kind: groups.told() for kind, groups in compared.groups.items()},
-            branch_rows=[row for row in compared.rows if row.branches],
-            samples=_samples(samples, PROMPT_SHOWN),
-            diagnoses=diagnoses,
-            diagnosis_columns=diagnosis.COLUMNS.values(),
-            versions=compared.versions,
-            machine=machine(),
-        )
+    curves = [
+        {
+            "letter": each.letter,
+            "lengths": figures.length_curves(comparison, each),
+            "buckets": figures.bucket_curves(comparison, each),
+            "findings": list(map(pages.markup, findings.findings(comparison, each))),
+        }
+        for each in comparison.curves
+    ]
+    diagnoses = diagnosis.collect([item.folder for item in comparison.diagnoses])
+    return pages.render(
+        TEMPLATE,
+        title=title,
+        notes=list(notes),
+        tiles=_tiles(comparison),
+        comparison=comparison,
+        rows=comparison.rows,
+        colours=_colours(comparison),
+        columns=columns(comparison),
+        curves=curves,
+        recall=figures.recall_maps(comparison),
+        losses=figures.loss_curves(comparison),
+        costs=figures.cost_curves(comparison),
+        groups={kind: groups.describe() for kind, groups in comparison.groups.items()},
+        branch_rows=[row for row in comparison.rows if row.branches],
+        prompts=comparison.prompts,
+        prompt_shown=PROMPT_SHOWN,
+        diagnoses=diagnoses,
+        diagnosis_columns=diagnosis.COLUMNS.values(),
+        cautions=list(map(pages.markup, findings.cautions(comparison))),
+        seeds=_values(comparison, "seed"),
+        machine=machine(),
     )
 
 
-def _samples(content: dict[str, Any], shown: int) -> list[dict[str, Any]]:
-    """Prompts, each with what every model wrote."""
-    found = []
-    for index, text in enumerate(content.get("prompts", [])):
-        wrote = [(each["model"], each["text"]) for each in content["samples"] if each["prompt"] == index]
-        found.append({"text": text[-shown:], "cut": len(text) > shown, "wrote": wrote})
-    return found
+def _tiles(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return (value, text) of what all rows have in common, and in how many ways things were measured."""
+    tiles = [(str(len(comparison.rows) or len(comparison.diagnoses)), "models compared")]
+    tokens = {row.tokens for row in comparison.rows if row.tokens is not None}
+    if len(tokens) == 1:
+        tiles.append((f"{tokens.pop():,}", "tokens of training each"))
+    scored = {point.tokens for row in comparison.rows for point in row.points}
+    if len(scored) == 1:
+        tiles.append((f"{scored.pop():,}", "tokens scored per length"))
+    documents = {curves.data.get("documents") for curves in comparison.curves}
+    if len(documents) == 1 and (count := documents.pop()) is not None:
+        tiles.append((f"{count:,}", "documents measured on"))
+    if comparison.train_length is not None:
+        tiles.append((f"{comparison.train_length:,}", "tokens: the model's training length"))
+    ways = {
+        "perplexity": "perplexity was measured",
+        "recall": "recall was asked",
+        "generation": "generation was compared",
+        "cost": "cost was measured",
+    }
+    for kind, groups in comparison.groups.items():
+        if len(groups.settings) > 1:
+            tiles.append((str(len(groups.settings)), f"different ways in which {ways[kind]}"))
+    return tiles
 
 
-def write_results(path: Path, compared: Compared) -> None:
-    """The table as JSON, and as CSV beside it.
+def _values(comparison: Comparison, name: str) -> list[Any]:
+    """Return the different values of an entry of the trainings' results."""
+    stages = [stage for row in comparison.rows for stage in row.stages]
+    return sorted({stage.results[name] for stage in stages if stage.results.get(name) is not None})
+
+
+def _colours(comparison: Comparison) -> dict[str, str]:
+    """Return row -> its colour in the figures, as CSS."""
+    from .figures import style
+
+    return {row.name: str(style(comparison, row, "var(--ink)")["color"]) for row in comparison.rows}
+
+
+def write_results(path: Path, comparison: Comparison) -> None:
+    """Write the table as JSON, and as CSV next to it.
 
     Raises:
         DataError: there is no row.
@@ -92,19 +111,23 @@ def write_results(path: Path, compared: Compared) -> None:
     from hf_linattn.cli.files import write_json
 
     from ..common.results import save_csv
-    from .table import flat
+    from .table import flat, lengths_of
 
-    rows = flat(compared)
+    rows = flat(comparison)
     if not rows:
         raise DataError("--results is the table of models, and these folders hold diagnoses only")
     content = {
         "format": "hf_linattn.summary/1",
+        "lengths": lengths_of(comparison),
+        "train_length": comparison.train_length,
         "rows": rows,
-        "asked": {kind: dict(groups.told()) for kind, groups in compared.groups.items() if groups.settings},
-        "notes": compared.notes,
-        "versions": compared.versions,
+        "asked": {
+            kind: dict(groups.describe()) for kind, groups in comparison.groups.items() if groups.settings
+        },
+        "notes": comparison.notes,
+        "versions": comparison.versions,
         "machine": machine(),
-        "commands": compared.commands,
+        "commands": {row.name: row.commands for row in comparison.rows},
     }
     write_json(path, content)
     save_csv(path.with_suffix(".csv"), rows)

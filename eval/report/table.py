@@ -1,14 +1,15 @@
-"""The table of the report, as cells of the page and as flat rows for json and csv."""
+"""Make the table of the report, as cells of the page and as flat rows for json and csv."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from ..common.formatting import number, size
-from .rows import Compared, Row
+from ..common.formatting import exponential, number, size
+from .rows import Comparison, ModelRow, Role
 
 NONE = "-"
 """What was not measured."""
@@ -17,11 +18,11 @@ TIMES = "\u00d7"
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: what is in it, small lines below, and the letter of what was asked."""
+    """One cell: what is in it, small lines below, and the letter of its group."""
 
     text: str = NONE
     small: list[str] = field(default_factory=list)
-    mark: str = ""
+    letter: str = ""
     best: bool = False
 
 
@@ -34,201 +35,242 @@ class Column:
     cells: list[Cell]
 
 
-def lengths_of(compared: Compared) -> list[int]:
-    """Every length with a perplexity."""
-    return sorted({length for row in compared.rows for length in row.perplexities})
+def lengths_of(comparison: Comparison) -> list[int]:
+    """Return every length with a perplexity."""
+    return sorted({length for row in comparison.rows for length in row.perplexities})
 
 
-def tasks_of(compared: Compared) -> list[str]:
-    """Every task of recall, in the order of the results."""
-    return list(dict.fromkeys(line["task"] for row in compared.rows for line in row.recall))
+def tasks_of(comparison: Comparison) -> list[str]:
+    """Return every task of recall, in the order of the results."""
+    return list(dict.fromkeys(line["task"] for row in comparison.rows for line in row.recall))
 
 
-def cost_lengths(compared: Compared, *, measured: bool) -> list[int]:
-    """Every length with bytes, or just those that were run."""
-    lines = [line for row in compared.rows for line in row.cost]
+def cost_lengths(comparison: Comparison, *, measured: bool) -> list[int]:
+    """Return every length with bytes, or just those that were run."""
+    lines = [line for row in comparison.rows for line in row.cost]
     return sorted({line["length"] for line in lines if line["measured"] or not measured})
 
 
-def mean_recall(row: Row, task: str) -> tuple[float, float] | None:
-    """Accuracy and chance, means over all lengths and depths; None if the task was not asked."""
+def mean_recall(row: ModelRow, task: str) -> tuple[float, float] | None:
+    """Return accuracy and chance, means over all lengths and depths; None if the task was not asked."""
     lines = [line for line in row.recall if line["task"] == task]
     if not lines:
         return None
     return tuple(math.fsum(line[name] for line in lines) / len(lines) for name in ("accuracy", "chance"))  # type: ignore[return-value]
 
 
-def cost_at(row: Row, length: int) -> dict[str, Any] | None:
-    """The row of `eval.cost` at a length."""
+def cost_at(row: ModelRow, length: int) -> dict[str, Any] | None:
+    """Return the row of `bench --cost` at a length."""
     return next((line for line in row.cost if line["length"] == length), None)
 
 
-def columns(compared: Compared) -> list[Column]:
-    """What there is, from left to right."""
-    found = [_perplexity(compared, length) for length in lengths_of(compared)]
-    found += [_recall(compared, task) for task in tasks_of(compared)]
-    if any(row.generation for row in compared.rows):
-        found += [_generation(compared, "agreement"), _generation(compared, "kl")]
-    if any(row.stages for row in compared.rows):
-        found.append(Column("training", "tokens", [_training(row) for row in compared.rows]))
-    every, run = cost_lengths(compared, measured=False), cost_lengths(compared, measured=True)
-    found += [_bytes(compared, length) for length in dict.fromkeys(every[:1] + every[-1:])]
-    for length in run[-1:]:
-        found += [_speed(compared, kind, length) for kind in ("prefill", "decode")]
-    return found
+def columns(comparison: Comparison) -> list[Column]:
+    """Return the columns for which there is any number, from left to right."""
+
+    def column(
+        title: str, small: str, cell: Callable[[ModelRow], Cell | None], kind: str | None = None
+    ) -> None:
+        """Add a column of cells, with the letters of a kind's groups, unless all are empty."""
+        cells = [cell(row) or Cell() for row in comparison.rows]
+        if all(each.text == NONE for each in cells):
+            return
+        for place, row in enumerate(comparison.rows):
+            if kind in row.groups and cells[place].text != NONE:
+                letter = comparison.groups[kind].letter(row.groups[kind])
+                cells[place] = replace(cells[place], letter=letter)
+        shown.append(Column(title, small, cells))
+
+    shown: list[Column] = []
+    lengths = lengths_of(comparison)
+    for length in lengths:
+        column("perplexity", f"at {length:,}", partial(_perplexity, comparison, length), "perplexity")
+    if len(lengths) > 1:
+        first, last = lengths[0], lengths[-1]
+        column(f"{last:,}", f"over {first:,}", partial(_last_over_first, first, last))
+    for task in tasks_of(comparison):
+        column("recall", task, partial(_recall, task), "recall")
+    column("agreement", "tokens", _agreement, "generation")
+    column("KL", "nats per token", _kl, "generation")
+    column("training", "tokens", _training)
+    column("validation", "swapped to trained", _validation)
+    column("memory", "of a sequence", partial(_state, lengths[-1] if lengths else None))
+    every = cost_lengths(comparison, measured=False)
+    for length in dict.fromkeys(every[:1] + every[-1:]):
+        column("state", f"at {length:,}", partial(_bytes, length), "cost")
+    for length in cost_lengths(comparison, measured=True)[-1:]:
+        for kind in ("prefill", "decode"):
+            column(f"{kind}, tokens/s", f"at {length:,}", partial(_speed, kind, length), "cost")
+    return shown
 
 
-def _perplexity(compared: Compared, length: int) -> Column:
-    groups = compared.groups["perplexity"]
-    best: dict[int, float] = {}
-    for row in compared.rows:
-        if length in row.perplexities:
-            group = row.groups["perplexity"]
-            best[group] = min(best.get(group, math.inf), row.perplexities[length])
-    cells = []
-    for row in compared.rows:
-        point = next((point for point in row.points if point.length == length), None)
-        if point is None:
-            cells.append(Cell())
-            continue
-        small = [] if point.stderr is None else [f"± {number(point.stderr)}"]
-        for role, word in (("original", "original"), ("control", "control")):
-            ratio = compared.ratio(row, role, length)  # type: ignore[arg-type]
-            small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {word}"]
-        group = row.groups["perplexity"]
-        alone = sum(other.groups.get("perplexity") == group for other in compared.rows) == 1
-        lowest = point.perplexity == best[group] and not alone
-        cells.append(Cell(number(point.perplexity), small, groups.mark(group), lowest))
-    return Column("perplexity", f"at {length:,}", cells)
+def _perplexity(comparison: Comparison, length: int, row: ModelRow) -> Cell | None:
+    point = next((point for point in row.points if point.length == length), None)
+    if point is None:
+        return None
+    small = [] if point.stderr is None else [f"\u00b1 {number(point.stderr)}"]
+    roles: tuple[Role, ...] = ("original", "control")
+    for role in roles:
+        ratio = comparison.ratio(row, role, length)
+        small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {role}"]
+    group = [r for r in comparison.rows if r.groups.get("perplexity") == row.groups["perplexity"]]
+    lowest = min(r.perplexities.get(length, math.inf) for r in group)
+    return Cell(number(point.perplexity), small, best=point.perplexity == lowest and len(group) > 1)
 
 
-def _recall(compared: Compared, task: str) -> Column:
-    cells = []
-    for row in compared.rows:
-        found = mean_recall(row, task)
-        if found is None:
-            cells.append(Cell())
-            continue
-        mark = compared.groups["recall"].mark(row.groups["recall"])
-        cells.append(Cell(f"{100 * found[0]:.1f} %", [f"chance {100 * found[1]:.2g} %"], mark))
-    return Column("recall", task, cells)
+def _last_over_first(first: int, last: int, row: ModelRow) -> Cell | None:
+    values = row.perplexities
+    if first not in values or last not in values:
+        return None
+    return Cell(f"{values[last] / values[first]:.2f} {TIMES}")
 
 
-def _generation(compared: Compared, name: str) -> Column:
-    cells = []
-    for row in compared.rows:
-        one = row.generation
-        if one.get(name) is None:
-            cells.append(Cell())
-            continue
-        mark = compared.groups["generation"].mark(row.groups["generation"])
-        if name == "agreement":
-            cells.append(Cell(f"{one[name]:.1f}", [f"identical {one['identical']}/{one['prompts']}"], mark))
-        else:
-            error = [] if one["kl_stderr"] is None else [f"± {one['kl_stderr']:.2g}"]
-            cells.append(Cell(f"{one[name]:.3g}", [*error, f"same token {one['top1']:.0%}"], mark))
-    titles = {"agreement": ("agreement", "tokens"), "kl": ("KL", "nats per token")}
-    return Column(*titles[name], cells)
+def _recall(task: str, row: ModelRow) -> Cell | None:
+    mean = mean_recall(row, task)
+    return None if mean is None else Cell(f"{100 * mean[0]:.1f} %", [f"chance {100 * mean[1]:.2g} %"])
 
 
-def _training(row: Row) -> Cell:
+def _agreement(row: ModelRow) -> Cell | None:
+    one = row.generation
+    if one.get("agreement") is None:
+        return None
+    return Cell(f"{one['agreement']:.1f}", [f"identical {one['identical']}/{one['prompts']}"])
+
+
+def _kl(row: ModelRow) -> Cell | None:
+    one = row.generation
+    if one.get("kl") is None:
+        return None
+    error = [] if one["kl_stderr"] is None else [f"\u00b1 {one['kl_stderr']:.2g}"]
+    return Cell(f"{one['kl']:.3g}", [*error, f"same token {one['top1']:.0%}"])
+
+
+def _training(row: ModelRow) -> Cell | None:
     if row.tokens is None:
-        return Cell()
-    if "convert" in row.found:
+        return None
+    if "convert" in row.results:
         return Cell(f"{row.tokens:,}", [f"{s.name} {s.results['tokens']:,}" for s in row.stages])
     return Cell(f"{row.tokens:,}", [f"{row.stages[0].results['seconds']:,.0f} s"])
 
 
-def _bytes(compared: Compared, length: int) -> Column:
-    cells = []
-    for row in compared.rows:
-        line = cost_at(row, length)
-        if line is None:
-            cells.append(Cell())
-            continue
-        small = [] if line["bytes_ratio"] is None else [f"{line['bytes_ratio']:.3g} {TIMES} unpatched"]
-        mark = compared.groups["cost"].mark(row.groups["cost"])
-        cells.append(Cell(size(line["cache_bytes"]), small + ["computed"] * (not line["measured"]), mark))
-    return Column("state", f"at {length:,}", cells)
+def _validation(row: ModelRow) -> Cell | None:
+    if row.validation_change is None:
+        return None
+    before, after = map(exponential, row.validation_change)
+    return Cell(f"{number(before)} \u2192 {number(after)}", ["perplexity"])
 
 
-def _speed(compared: Compared, kind: str, length: int) -> Column:
-    cells = []
-    for row in compared.rows:
-        line = cost_at(row, length)
-        if line is None or not line["measured"]:
-            cells.append(Cell())
-            continue
-        ratio = line[f"{kind}_ratio"]
-        small = [] if ratio is None else [f"{ratio:.3g} {TIMES} unpatched"]
-        mark = compared.groups["cost"].mark(row.groups["cost"])
-        cells.append(Cell(f"{line[f'{kind}_tokens_per_second']:,.0f}", small, mark))
-    return Column(f"{kind}, tokens/s", f"at {length:,}", cells)
+def _state(longest: int | None, row: ModelRow) -> Cell | None:
+    """Show what `eval.generation` says of the memory: constant, or so much per token."""
+    if not row.state:
+        return None
+    constant, per_token = row.state["state_bytes"], row.state["bytes_per_token"]
+    if not per_token:
+        return Cell(size(constant), ["at any length"])
+    small = [] if longest is None else [f"{size(per_token * longest + constant)} at {longest:,}"]
+    return Cell(f"{size(per_token)} per token", small)
 
 
-def flat(compared: Compared) -> list[dict[str, Any]]:
-    """One dictionary per row with the same names in all; None for what is missing."""
+def _bytes(length: int, row: ModelRow) -> Cell | None:
+    line = cost_at(row, length)
+    if line is None:
+        return None
+    return Cell(
+        size(line["cache_bytes"]), _ratio(line["bytes_ratio"]) + ["computed"] * (not line["measured"])
+    )
+
+
+def _speed(kind: str, length: int, row: ModelRow) -> Cell | None:
+    line = cost_at(row, length)
+    if line is None or not line["measured"]:
+        return None
+    return Cell(f"{line[f'{kind}_tokens_per_second']:,.0f}", _ratio(line[f"{kind}_ratio"]))
+
+
+def _ratio(ratio: float | None) -> list[str]:
+    return [] if ratio is None else [f"{ratio:.3g} {TIMES} unpatched"]
+
+
+def flat(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return one dictionary per row with the same names in all; None for what is missing."""
     return [
         {
             "row": row.name,
-            "role": row.role if row.role != "patch" else None,
-            "own_attention": row.own,
+            "run": row.name,
+            "role": None if row.role == "patch" and row.own_attention is not False else row.role,
+            "patch": row.patch,
+            "own_attention": row.own_attention,
             "training_tokens": row.tokens,
             "stages": " ".join(f"{stage.name}:{stage.results['tokens']}" for stage in row.stages) or None,
-            **_flat_perplexity(compared, row),
-            **_flat_recall(compared, row),
-            **{name: row.generation.get(name) for name in _GENERATION if _any(compared, "generation")},
-            **_flat_cost(compared, row),
-            **{f"{kind}_asked": _asked(compared, row, kind) for kind in compared.groups},
+            **_flat_training(row),
+            **_flat_perplexity(comparison, row),
+            **_flat_recall(comparison, row),
+            **{name: row.generation.get(name) for name in _GENERATION if _any(comparison, "generation")},
+            **_flat_cost(comparison, row),
+            **{name: row.state.get(name) for name in ("state_bytes", "bytes_per_token")},
+            **{f"{kind}_asked": _asked(comparison, row, kind) for kind in comparison.groups},
         }
-        for row in compared.rows
+        for row in comparison.rows
     ]
 
 
 _GENERATION = ("agreement", "identical", "prompts", "kl", "kl_stderr", "top1", "repetition")
 
 
-def _any(compared: Compared, kind: str) -> bool:
-    return any(kind in row.groups for row in compared.rows)
+def _any(comparison: Comparison, kind: str) -> bool:
+    return any(kind in row.groups for row in comparison.rows)
 
 
-def _asked(compared: Compared, row: Row, kind: str) -> str | None:
-    """The letter of what a row was asked; `a` where all were asked the same."""
-    return None if kind not in row.groups else compared.groups[kind].mark(row.groups[kind]) or "a"
+def _asked(comparison: Comparison, row: ModelRow, kind: str) -> str | None:
+    """Return the letter of a row's group; `a` where there is one group."""
+    return None if kind not in row.groups else comparison.groups[kind].letter(row.groups[kind]) or "a"
 
 
 def _by(lengths: Sequence[int], value: Callable[[int], Any], name: str) -> dict[str, Any]:
     return {f"{name}_{length}": value(length) for length in lengths}
 
 
-def _flat_perplexity(compared: Compared, row: Row) -> dict[str, Any]:
-    lengths = lengths_of(compared)
+def _flat_training(row: ModelRow) -> dict[str, Any]:
+    before, after = row.validation_change or (None, None)
+    return {
+        "fine_tuning_tokens": row.tokens or 0,
+        "fine_tuning_seconds": math.fsum(stage.results.get("seconds", 0) for stage in row.stages),
+        "validation_loss_before": before,
+        "validation_loss_after": after,
+    }
+
+
+def _flat_perplexity(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
+    lengths = lengths_of(comparison)
     errors = {point.length: point.stderr for point in row.points}
     return {
         **_by(lengths, row.perplexities.get, "perplexity"),
         **_by(lengths, errors.get, "stderr"),
-        **_by(lengths, lambda n: compared.ratio(row, "original", n), "ratio_to_original"),
-        **_by(lengths, lambda n: compared.ratio(row, "control", n), "ratio_to_control"),
+        **_by(lengths, lambda n: comparison.ratio(row, "original", n), "ratio_to_original"),
+        **_by(lengths, lambda n: comparison.ratio(row, "control", n), "ratio_to_control"),
+        "longest_over_shortest": row.longest_over_shortest,
     }
 
 
-def _flat_recall(compared: Compared, row: Row) -> dict[str, Any]:
-    found: dict[str, float | None] = {}
-    for task in tasks_of(compared):
+def _flat_recall(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
+    values: dict[str, float | None] = {}
+    for task in tasks_of(comparison):
         mean = mean_recall(row, task)
-        found[f"recall_{task}"], found[f"chance_{task}"] = mean or (None, None)
-    return found
+        values[f"recall_{task}"], values[f"chance_{task}"] = mean or (None, None)
+    return values
 
 
-def _flat_cost(compared: Compared, row: Row) -> dict[str, Any]:
-    every, run = cost_lengths(compared, measured=False), cost_lengths(compared, measured=True)
+def _flat_cost(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
+    every, run = cost_lengths(comparison, measured=False), cost_lengths(comparison, measured=True)
     lines = {line["length"]: line for line in row.cost}
 
     def value(name: str) -> Callable[[int], Any]:
         return lambda length: lines.get(length, {}).get(name)
 
-    found = {**_by(every, value("cache_bytes"), "cache_bytes"), **_by(run, value("peak_bytes"), "peak_bytes")}
+    values = {
+        **_by(every, value("cache_bytes"), "cache_bytes"),
+        **_by(run, value("peak_bytes"), "peak_bytes"),
+    }
     for kind in ("prefill", "decode"):
-        found |= _by(run, value(f"{kind}_tokens_per_second"), f"{kind}_tokens_per_second")
-        found |= _by(run, value(f"{kind}_ratio"), f"{kind}_ratio")
-    return found
+        values |= _by(run, value(f"{kind}_tokens_per_second"), f"{kind}_tokens_per_second")
+        values |= _by(run, value(f"{kind}_ratio"), f"{kind}_ratio")
+    return values

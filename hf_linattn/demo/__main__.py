@@ -1,4 +1,4 @@
-"""The whole story in one command: patch a model, fine-tune it, measure it at growing lengths, see a page.
+"""Tell the whole story in one command: patch a model, fine-tune it, measure it, see a page.
 
 python -m hf_linattn.demo --output-dir demo-out
 """
@@ -20,7 +20,7 @@ from hf_linattn.cli.arguments import argparse_type, json_object, positive_int, p
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, LinattnError, OptionError
 
-BASE = Path(__file__).resolve().parent.parent / "examples" / "base"
+BASE = Path(__file__).resolve().parent.parent.parent / "examples" / "base"
 """The model that comes with the repository."""
 
 # The default takes under 5 minutes on 2 cores; of its time half is training, half measuring.
@@ -50,10 +50,10 @@ commands.json, logs/ and report.html. Interrupted at any moment, the same comman
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.demo",
-        description="Patch, fine-tune and measure a model beside its control, and write one page about it.",
+        description="Patch, fine-tune and measure a model and its control, and write one page about it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> Path:
-    """Do everything that is not done yet; the page.
+    """Do everything that is not done yet; return the page.
 
     Raises:
         LinattnError: an argument cannot be used, the folder holds another demo, or a job failed.
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> Path:
 
 
 def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every patch with its options, all checked.
+    """Return every patch with its options, all checked.
 
     Raises:
         LinattnError: a patch or an option is unknown, or a patch is named twice.
@@ -187,7 +187,7 @@ def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _inspect(model: str) -> tuple[Any, int | None]:
-    """The tokenizer, and the tokens of context that the model was trained on.
+    """Return the tokenizer, and the tokens of context that the model was trained on.
 
     Raises:
         DataError: there is no model or no tokenizer.
@@ -204,7 +204,7 @@ def _inspect(model: str) -> tuple[Any, int | None]:
 
 
 def _fingerprint(folder: Path) -> str | None:
-    """A hash of a model's files (of the first 16 MiB of each), so that another model there is noticed."""
+    """Hash a model's files (the first 16 MiB of each), so that another model there is noticed."""
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
@@ -259,12 +259,13 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _table(path: Path) -> str:
-    """The run and its perplexities, from results.csv, as aligned text."""
+    """Return the rows and their perplexities, from results.csv, as aligned text."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    lengths = [name for name in rows[0] if name.startswith("perplexity_")]
+    names = [name for name in rows[0] if name.startswith("perplexity_")]
+    lengths = [name for name in names if name.removeprefix("perplexity_").isdecimal()]
     lines = [["run", *(name.removeprefix("perplexity_") for name in lengths)]]
-    lines += [[row["run"], *(f"{float(row[n]):.4g}" if row[n] else "-" for n in lengths)] for row in rows]
+    lines += [[row["row"], *(f"{float(row[n]):.4g}" if row[n] else "-" for n in lengths)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ""
     for first, *others in lines:

@@ -1,4 +1,4 @@
-"""The texts of the demo: what is trained on, what is kept back, and prompts from the latter."""
+"""Prepare the texts of the demo: what is trained on, what is kept back, and prompts from the latter."""
 
 from __future__ import annotations
 
@@ -84,21 +84,7 @@ def prepare(
     sizes = [
         len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for _, text in held_out
     ]
-    join = any(max(sizes) < length <= sum(sizes) for length in lengths)
-    reach = sum(sizes) if join else max(sizes)
-    fitting = [length for length in lengths if length <= reach]
-    if not fitting:
-        raise DataError(
-            f"the held-out text has {sum(sizes)} tokens, the longest document {max(sizes)}; the smallest "
-            "length "
-            f"is {min(lengths)}: give more text with --eval-data, or smaller --lengths"
-        )
-    if join:
-        notes.append("The held-out documents are shorter than some lengths, so they are joined into one.")
-    if len(fitting) < len(lengths):
-        notes.append(
-            f"The held-out text ends at {reach:,} tokens; lengths beyond {max(fitting):,} are left out."
-        )
+    fitting, join = _fit(sizes, lengths, notes)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     as_table = data is not None or eval_data is not None
@@ -119,8 +105,31 @@ def prepare(
     return done
 
 
+def _fit(sizes: Sequence[int], lengths: Sequence[int], notes: list[str]) -> tuple[list[int], bool]:
+    """Return the lengths that documents of these sizes fill, and whether they must be joined for that.
+
+    Raises:
+        DataError: they fill none.
+    """
+    join = any(max(sizes) < length <= sum(sizes) for length in lengths)
+    reach = sum(sizes) if join else max(sizes)
+    fitting = [length for length in lengths if length <= reach]
+    if not fitting:
+        raise DataError(
+            f"the held-out text has {sum(sizes)} tokens, the longest document {max(sizes)}; the smallest "
+            f"length is {min(lengths)}: give more text with --eval-data, or smaller --lengths"
+        )
+    if join:
+        notes.append("The held-out documents are shorter than some lengths, so they are joined into one.")
+    if len(fitting) < len(lengths):
+        notes.append(
+            f"The held-out text ends at {reach:,} tokens; lengths beyond {max(fitting):,} are left out."
+        )
+    return fitting, join
+
+
 def _stdlib(budget: int) -> tuple[Documents, Documents, list[str]]:
-    """A subset of the standard library's files that depends on their names only, and the held-out files."""
+    """Choose a subset of the standard library's files by their names only, and the held-out files."""
     files = stdlib_files(held_out=False)
     files.sort(key=lambda path: hashlib.sha256(path.name.encode()).hexdigest())
     train = _up_to(_read(files), budget)
@@ -138,7 +147,7 @@ def _read(files: Sequence[Path]) -> Documents:
 
 
 def _up_to(documents: Documents, budget: int) -> Documents:
-    """The first documents that together have `budget` characters."""
+    """Return the first documents that together have `budget` characters."""
     taken: Documents = []
     for document in documents:
         if budget <= 0:
@@ -149,7 +158,7 @@ def _up_to(documents: Documents, budget: int) -> Documents:
 
 
 def _own(data: str | None, eval_data: str | None, budget: int) -> tuple[Documents, Documents, list[str]]:
-    """The user's text."""
+    """Read the user's text, and keep back a part of it if there is no other to measure on."""
     if data is None:
         raise DataError("--eval-data needs --data: the text to train on")
     documents = _load(data)
@@ -183,7 +192,7 @@ def _load(source: str) -> Documents:
 
 
 def _write(documents: Documents, folder: Path, kind: str, as_table: bool) -> str:
-    """One .jsonl file, or a folder of text files; the name of it."""
+    """Write one .jsonl file, or a folder of text files; return its name."""
     if as_table:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{kind}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
@@ -198,7 +207,7 @@ def _write(documents: Documents, folder: Path, kind: str, as_table: bool) -> str
 
 
 def _write_prompts(folder: Path, tokenizer: Any, text: str, block_size: int) -> list[str]:
-    """The beginning of a text: once short, once longer than the training rows where it is long enough."""
+    """Write the beginning of a text: once short, once longer than the training rows if it can be."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     folder.mkdir()
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""The demo as a list of commands: fine-tune, measure, sample, report."""
+"""List the commands of the demo: fine-tune, measure, sample, report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_linattn.cli.jobs import Job, last_step
 from hf_linattn.demo.data import DemoData
 
 ORIGINAL, CONTROL = "unpatched", "control"
+HELD_OUT = "Every model read the same text, and no document that it was measured on was trained on."
 EVAL_BLOCKS = 16
 VALIDATIONS = 5
 
@@ -31,12 +32,12 @@ class Plan:
     settings: dict[str, Any]
 
     def run_folder(self, name: str) -> Path:
-        """Where the fine-tuned model of a run is."""
+        """Return where the fine-tuned model of a run is."""
         return self.folder / "runs" / name
 
 
 def make_jobs(plan: Plan) -> tuple[list[Job], dict[str, list[str]]]:
-    """All jobs in a good order, and by run the commands as a user would type them."""
+    """Return all jobs in a good order, and by run the commands as a user would type them."""
     trained = {CONTROL: None, **{name: name for name in plan.patches}}
     commands: dict[str, list[str]] = {ORIGINAL: [], **{name: [] for name in trained}, "page": []}
     jobs: list[Job] = []
@@ -63,7 +64,7 @@ def make_jobs(plan: Plan) -> tuple[list[Job], dict[str, list[str]]]:
 
 
 def _since_now(path: Path) -> Callable[[], bool]:
-    """Whether the file has been written after this call: the page is always made anew."""
+    """Return a test whether the file has been written after this call: the page is always made anew."""
     before = path.stat().st_mtime_ns if path.exists() else None
     return lambda: path.exists() and path.stat().st_mtime_ns != before
 
@@ -115,10 +116,10 @@ def _perplexity_job(plan: Plan, name: str) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = {"complete": False, "rows": []}
-        return found
+            results = {"complete": False, "rows": []}
+        return results
 
     return {
         "name": f"perplexity {name}",
@@ -130,20 +131,18 @@ def _perplexity_job(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _sample_words(plan: Plan, models: list[str], output: Path) -> list[str]:
-    words = ["python", "-m", "hf_linattn.eval.sample"]
-    for model in models:
-        words += ["--model", model]
+    words = ["python", "-m", "hf_linattn.eval.generation", "--model", *models]
     for prompt in plan.data.prompts:
         words += ["--prompt-file", prompt]
-    words += ["--max-new-tokens", str(plan.settings["new_tokens"]), "--seed", str(plan.settings["seed"])]
+    words += ["--new-tokens", str(plan.settings["new_tokens"]), "--seed", str(plan.settings["seed"])]
     return [*words, "--dtype", "float32", "--greedy", "--output", str(output)]
 
 
 def _report_words(plan: Plan, samples: Path) -> list[str]:
-    words = ["python", "-m", "hf_linattn.eval.report", "--runs", str(plan.folder / "runs")]
-    words += ["--perplexity", str(plan.folder / "perplexity"), "--samples", str(samples)]
+    words = ["python", "-m", "hf_linattn.eval.report"]
+    words += [str(plan.folder / "runs"), str(plan.folder / "perplexity"), "--samples", str(samples)]
     words += ["--commands", str(plan.folder / "commands.json")]
-    for note in plan.data.notes:
+    for note in (*plan.data.notes, *([] if plan.settings["eval_data"] else [HELD_OUT])):
         words += ["--note", note]
     words += ["--results", str(plan.folder / "results.json")]
     return [*words, "--output", str(plan.folder / "report.html")]

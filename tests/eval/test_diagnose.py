@@ -12,8 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn import patch_model
 from hf_linattn.errors import DataError, LinattnError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.eval.diagnose import statistics
-from hf_linattn.eval.diagnose.__main__ import diagnose
+from hf_linattn.eval.diagnose import diagnose, statistics
 from hf_linattn.eval.diagnose.attention_weights import watching
 from hf_linattn.eval.diagnose.measure import layer_of
 

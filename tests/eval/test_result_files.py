@@ -15,8 +15,8 @@ from hf_linattn.eval.common import results
 TEXT = ("--data", "{data}", "--lengths", "64")
 COMMANDS = {
     "perplexity": TEXT,
-    "branches": (*TEXT, "--patch", "window+elu1", "--options", '{{"size": 16}}'),
-    "cost": ("--lengths", "16", "--new-tokens", "2", "--repeats", "2"),
+    "perplexity --branches": (*TEXT, "--branches", "--patch", "window+elu1", "--options", '{{"size": 16}}'),
+    "bench --cost": ("--cost", "--lengths", "16", "--new-tokens", "2", "--rounds", "2"),
     "diagnose": ("--data", "{data}", "--length", "64"),
     "generation": ("--data", "{data}", "--compare", "elu1", "--prompt-tokens", "8", "--new-tokens", "4"),
     "harness": ("--tasks", "tiny", "--include-path", "{data}"),
@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_the_work(
         pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'hf-linattn[harness]'")
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("work was begun"))
     out = tmp_path / "file" / "out"
-    main = import_module(f"hf_linattn.eval.{name}").main
+    main = import_module(f"hf_linattn.eval.{name.split()[0]}.__main__").main
     assert main(["--model", str(folder), *words, "--output-dir", str(out)]) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: cannot write {out}: Not a directory"
     assert (tmp_path / "file").read_text() == "in the way"
@@ -83,3 +83,41 @@ def test_only_a_run_of_the_same_command_and_arguments_is_gone_on_with(tmp_path):
         (tmp_path / "results.json").write_text(text, encoding="latin-1")
         with pytest.raises(DataError, match="no file of this command"):
             results.load(tmp_path, {}, "x/1")
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path):
+    arguments = {"a": 1, "seed": 7}
+    run = results.ResumableRun(tmp_path / "out", arguments, "x/1", "python -m x")
+    assert (run.complete, run.rows, list(tmp_path.iterdir())) == (False, [], [])
+    run.begin({"models": ["m"]})
+    with run.timed("first"):
+        run.rows.append({"value": 1})
+    run.save()
+    with pytest.raises(ZeroDivisionError), run.timed("second"):
+        run.rows.append({"value": 1 / 0})
+    again = results.ResumableRun(tmp_path / "out", arguments, "x/1", "python -m x")
+    assert not again.complete
+    assert again.rows == [{"value": 1}]
+    assert list(again.seconds) == ["first"]
+    again.begin({"models": ["m"]})
+    again.rows.append({"value": 2})
+    again.finish("results.csv", ("value",))
+    done = results.ResumableRun(tmp_path / "out", arguments, "x/1", "python -m x")
+    assert done.complete
+    assert done.results == again.results
+    keys = ("format", "complete", "command", "arguments", "seed", "versions", "models", "rows", "run")
+    assert tuple(done.results) == keys
+    assert list(done.results["run"]) == ["device", "threads", "seconds"]
+    assert (tmp_path / "out" / "results.csv").read_text().split() == ["value", "1", "2"]
+    with pytest.raises(DataError, match=r"other arguments \(--a\)"):
+        results.ResumableRun(tmp_path / "out", {**arguments, "a": 2}, "x/1", "python -m x")
+
+
+def test_a_process_that_does_not_write_leaves_no_file(tmp_path):
+    run = results.ResumableRun(tmp_path / "out", {"seed": 0}, "x/1", "python -m x", writes=False)
+    run.begin({})
+    run.rows.append({"value": 1})
+    run.save()
+    run.finish("results.csv")
+    assert run.results["complete"]
+    assert not (tmp_path / "out").exists()

@@ -11,8 +11,9 @@ import base64
 import json
 from pathlib import Path
 
+from hf_linattn.eval.report.discover import discover
 from hf_linattn.eval.report.figures import length_curves
-from hf_linattn.eval.report.summary import collect
+from hf_linattn.eval.report.rows import compare
 from hf_linattn.registry import patches
 from tools.catalogue.docstrings import GROUPS
 
@@ -54,15 +55,15 @@ def results_table(demo: Path) -> str:
         state = (
             f"{row['state_bytes']:,} B" if row["state_bytes"] else f"{row['bytes_per_token']:,} B per token"
         )
-        lines.append(f"| {row['run']} | " + " | ".join(cells) + f" | {state} |")
-    tokens = max(row["fine_tuning_tokens"] for row in results["rows"])
+        lines.append(f"| {row['row']} | " + " | ".join(cells) + f" | {state} |")
+    tokens = max(row["training_tokens"] or 0 for row in results["rows"])
     text = TEXT.format(tokens=tokens, machine=results["machine"], **results["versions"])
     return text + "\n".join(lines)
 
 
 def write_figure(demo: Path) -> None:
-    summary = collect(demo / "runs", demo / "perplexity", demo / "samples.json")
-    picture = length_curves(summary)
+    comparison = compare(discover([demo / "runs", demo / "perplexity"]), commands=demo / "commands.json")
+    picture = length_curves(comparison, comparison.curves[0])
     for name, uri in (("length_curve.svg", picture.light), ("length_curve_dark.svg", picture.dark)):
         (ROOT / "docs" / "images" / name).write_bytes(base64.b64decode(uri.partition("base64,")[2]))
 

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.fixtures_perplexity import make_folder
 from hf_linattn.eval.bench import __main__ as bench
-from hf_linattn.eval.bench import outputs
+from hf_linattn.eval.bench import plots
 
 QUICK = ["--rounds", "2", "--min-time", "0.01", "--threads", "1", "--device", "cpu"]
 
@@ -38,8 +38,8 @@ def finished(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_pictures(finished, monkeypatch):
     """They take the most time by far; the run of `finished` has them."""
-    monkeypatch.setattr(outputs, "save_plots", lambda folder, rows: [])
-    monkeypatch.setattr(outputs, "pictures", lambda rows, group: [])
+    monkeypatch.setattr(plots, "save_plots", lambda folder, rows: [])
+    monkeypatch.setattr(plots, "pictures", lambda rows, group: [])
 
 
 @pytest.fixture(scope="module")

@@ -93,36 +93,3 @@ TRAIN_CSV = """step,tokens,loss,lr,grad_norm,tokens_per_second,eval_loss
 def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-
-
-def comparison(folder):
-    """An original, a control and two patches, with samples."""
-    curves = {
-        "unpatched": (None, {512: 16.0, 1024: 115.0, 8192: 202.0}),
-        "control": (None, {512: 15.0, 1024: 110.0, 8192: 200.0}),
-        "elu1": ("elu1", {512: 45.0, 1024: 45.5, 8192: 46.0}),
-        "softmax1": ("softmax1", {512: 15.1, 1024: 109.0, 8192: 201.0}),
-    }
-    for name, (patch, values) in curves.items():
-        source = "base" if name == "unpatched" else folder / "runs" / name
-        write(folder / "perplexity" / name / "results.json", perplexity_results(source, values))
-        if name != "unpatched":
-            write(
-                folder / "runs" / name / "results.json",
-                finetune_results(folder / "runs" / name, patch, 5.0, 4.0),
-            )
-            write(folder / "runs" / name / "train.csv", TRAIN_CSV)
-    sources = ["base", *(str(folder / "runs" / name) for name in curves if name != "unpatched")]
-    linear = str(folder / "runs" / "elu1")
-    states = [
-        {"model": s, "state_bytes": 16896 * (s == linear), "bytes_per_token": 1024 * (s != linear)}
-        for s in sources
-    ]
-    samples = [
-        {"model": s, "prompt": 0, "text": f"</pre><script>alert('{index}')"}
-        for index, s in enumerate(sources)
-    ]
-    write(
-        folder / "samples.json", {"models": states, "prompts": ["x" * 1000 + " <b>end"], "samples": samples}
-    )
-    return folder

@@ -171,3 +171,29 @@ def everything(folder):
     cost(out / "cost-base", base, "base", patched=False)
     branches(out / "branches", hedgehog / "distill")
     return folder / "out"
+
+
+def comparison(folder):
+    """An original, a control and two patches, with samples; numbers as of a model trained at 512 tokens."""
+    curves = {
+        "unpatched": (None, {512: 16.0, 1024: 115.0, 8192: 202.0}),
+        "control": (None, {512: 15.0, 1024: 110.0, 8192: 200.0}),
+        "elu1": ("elu1", {512: 45.0, 1024: 45.5, 8192: 46.0}),
+        "softmax1": ("softmax1", {512: 15.1, 1024: 109.0, 8192: 201.0}),
+    }
+    sources = {"unpatched": model(folder / "base")}
+    for name, (patch, values) in curves.items():
+        if name != "unpatched":
+            sources[name] = tuned(folder / "runs" / name, sources["unpatched"], patch)
+        perplexity(folder / "perplexity" / name, sources[name], values)
+    states = [
+        {"model": str(s), "state_bytes": 16896 * (n == "elu1"), "bytes_per_token": 1024 * (n != "elu1")}
+        for n, s in sources.items()
+    ]
+    samples = [
+        {"model": str(s), "prompt": 0, "text": f"</pre><script>alert('{index}')"}
+        for index, s in enumerate(sources.values())
+    ]
+    content = {"models": states, "prompts": ["x" * 1000 + " <b>end"], "samples": samples}
+    write(folder / "samples.json", content)
+    return folder

@@ -9,7 +9,7 @@ import torch
 
 from hf_linattn.eval.bench import memory
 from hf_linattn.eval.bench.candidates import IN_PLACE, SDPA, build
-from hf_linattn.eval.bench.settings import Setting, parse_shape
+from hf_linattn.eval.bench.config import BenchConfig, parse_shape
 from hf_linattn.eval.bench.timing import Clock, Timed, measure
 
 SMALL, LARGE = "1x8x64", "1x32/8x128"
@@ -32,7 +32,7 @@ def one_thread():
 
 @pytest.mark.parametrize(("kind", "shape", "length", "limits"), LIMITS, ids=lambda x: str(x)[:12])
 def test_speed_beside_sdpa(kind, shape, length, limits):
-    candidates = build(Setting(parse_shape(shape), kind, length), list(limits))
+    candidates = build(BenchConfig(parse_shape(shape), kind, length), list(limits))
     if kind == "decode":  # SDPA over keys that are there: what copying a cache takes depends on the allocator
         candidates = [each for each in candidates if each.name != SDPA]
         assert candidates[0].name == IN_PLACE
@@ -46,7 +46,7 @@ def test_speed_beside_sdpa(kind, shape, length, limits):
 def test_a_decoded_token_costs_the_same_behind_any_length():
     steps = []
     for length in (64, 8192):
-        elu1 = build(Setting(parse_shape(SMALL), "decode", length), ["elu1"])[-1]
+        elu1 = build(BenchConfig(parse_shape(SMALL), "decode", length), ["elu1"])[-1]
         steps.append(Timed(str(length), elu1.call))
     found, _ = measure(steps, Clock(), rounds=9)
     assert found["8192"].speed > 0.5
@@ -56,7 +56,7 @@ def test_a_decoded_token_costs_the_same_behind_any_length():
 def test_memory_of_elu1_grows_with_the_length_alone(kind):
     sizes = {}
     for length in (256, 1024):
-        candidates = build(Setting(parse_shape(SMALL), kind, length), ["elu1", "relu2"])
+        candidates = build(BenchConfig(parse_shape(SMALL), kind, length), ["elu1", "relu2"])
         sizes[length] = {each.name: memory.peak(each.call) for each in candidates if each.name != SDPA}
     growth = {name: size / sizes[256][name] for name, size in sizes[1024].items()}
     assert growth["elu1"] < 5  # 4 times the tokens
@@ -64,7 +64,9 @@ def test_memory_of_elu1_grows_with_the_length_alone(kind):
 
 
 def test_training_takes_little_more_memory_than_its_results():
-    candidates = build(Setting(parse_shape(SMALL), "train", 4096), ["elu1", "gated", "softmax1", "hedgehog"])
+    candidates = build(
+        BenchConfig(parse_shape(SMALL), "train", 4096), ["elu1", "gated", "softmax1", "hedgehog"]
+    )
     size = 8 * 4096 * 64 * 4  # of the queries; the output and three gradients are 4 of them
     peaks = {each.name: memory.peak(each.call) / size for each in candidates}
     assert peaks["elu1"] < 4.5
@@ -75,7 +77,7 @@ def test_training_takes_little_more_memory_than_its_results():
 
 def test_memory_of_a_decoded_token_does_not_grow():
     sizes = [
-        memory.peak(build(Setting(parse_shape(SMALL), "decode", length), ["elu1"])[-1].call)
+        memory.peak(build(BenchConfig(parse_shape(SMALL), "decode", length), ["elu1"])[-1].call)
         for length in (64, 4096)
     ]
     # the mask of the past is a number per token and row

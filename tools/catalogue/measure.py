@@ -103,11 +103,12 @@ def _measured(subject: Subject, settings: Settings, model: str, work: Path, fold
 
 
 def _perplexity(words: Sequence[str]) -> dict[str, Any]:
-    from hf_linattn.eval.perplexity.__main__ import parse_arguments
-    from hf_linattn.eval.perplexity.run import run
+    from hf_linattn.eval.perplexity import PerplexityArguments, perplexity
+    from hf_linattn.eval.perplexity.__main__ import build_parser
 
     command = shlex.join(["python", "-m", "hf_linattn.eval.perplexity", *words])
-    results = run(parse_arguments(list(words)), command)
+    arguments = PerplexityArguments(**vars(build_parser().parse_args(list(words))))
+    results = perplexity(arguments, command)
     row = results["rows"][0]
     return {name: row[name] for name in ("perplexity", "stderr", "tokens", "windows")}
 

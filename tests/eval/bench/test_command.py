@@ -1,4 +1,5 @@
 """The benchmark command: files, resuming, pages, and what a stranger would try."""
+# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import csv
 import json
@@ -6,7 +7,15 @@ import sys
 from itertools import product
 
 import pytest
-from helpers.fixtures_bench import arguments, refused, results_of, whole_arguments
+from helpers.fixtures_bench import (
+    arguments,
+    finished,
+    model,
+    no_pictures,
+    refused,
+    results_of,
+    whole_arguments,
+)
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -18,9 +27,10 @@ from transformers import (
 
 from hf_linattn import patch_model
 from hf_linattn.eval.bench import __main__ as bench
-from hf_linattn.eval.bench import model as whole
-from hf_linattn.eval.bench import operator, peers
-from hf_linattn.eval.bench.settings import KINDS
+from hf_linattn.eval.bench import peers, series
+from hf_linattn.eval.bench.caches import random_tokens
+from hf_linattn.eval.bench.config import KINDS
+from hf_linattn.eval.bench.model import ModelSeries
 from hf_linattn.ops.cpp import linear
 from hf_linattn.ops.cpp.build import CPP, asked
 
@@ -49,7 +59,7 @@ def test_a_run_leaves_numbers_pictures_and_a_page(finished):
 def test_a_finished_run_is_shown_again_not_measured(finished, monkeypatch, capsys):
     before = results_of(finished)["rows"]
     (finished / "report.html").unlink()
-    monkeypatch.setattr(operator, "measure", None)
+    monkeypatch.setattr(series, "measure", None)
     assert bench.main(arguments(finished, "--patches", "elu1,softmax1")) == 0
     shown = capsys.readouterr().out
     assert "times as fast as softmax" in shown
@@ -68,7 +78,7 @@ def test_other_dtypes_have_series_of_their_own(tmp_path, capsys):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
-    real, seen = operator.measure, []
+    real, seen = series.measure, []
 
     def measure(*args, **options):
         seen.append(1)
@@ -76,7 +86,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch, caps
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(operator, "measure", measure)
+    monkeypatch.setattr(series, "measure", measure)
     assert bench.main(arguments(tmp_path)) == 130
     assert "goes on after the last finished setting" in capsys.readouterr().err
     first = results_of(tmp_path)
@@ -228,22 +238,23 @@ def test_the_model_is_left_as_it_was_and_decodes_behind_the_same_cache(model):
 
     loaded = patch_model(AutoModelForCausalLM.from_pretrained(model), "elu1").train()
     before = {name: x.clone() for name, x in loaded.state_dict().items()}
-    one = whole.Whole(loaded, "elu1", "tiny", batch=1, seed=0, limits=operator.Limits(1, 0.0))
+    sizes = {"batch": 1, "seed": 0, "limits": series.Limits(1, 0.0)}
     for kind in ("prefill", "train", "decode"):
-        assert [row["measured"] for row in one.run(kind, 12)] == [True, True]
+        one = ModelSeries(loaded, kind, "elu1", "tiny", **sizes)
+        assert [row["measured"] for row in one.run(12)] == [True, True]
     assert loaded.training
     assert all(x.grad is None for x in loaded.parameters())
     assert all(torch.equal(before[name], x) for name, x in loaded.state_dict().items())
     loaded.eval()
     with torch.no_grad():
-        step, _ = one._call("decode", 12)
-        want = loaded(one.ids(13)).logits[:, -1:]
+        step, _ = one._call(12)
+        want = loaded(random_tokens(loaded, 1, 13, 0)).logits[:, -1:]
         torch.testing.assert_close(step(), want)
         torch.testing.assert_close(step(), want)
 
 
 def test_a_whole_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
-    real, seen = whole.measure, []
+    real, seen = series.measure, []
 
     def measure(*args, **options):
         seen.append(1)
@@ -251,7 +262,7 @@ def test_a_whole_run_goes_on_where_it_stopped(model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(whole, "measure", measure)
+    monkeypatch.setattr(series, "measure", measure)
     asked = whole_arguments(model, tmp_path, "--kinds", "prefill")
     assert bench.main(asked) == 130
     assert {row["length"] for row in results_of(tmp_path)["rows"]} == {16}

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from hf_linattn.eval.bench import peers, roofline
-from hf_linattn.eval.bench.candidates import inputs
-from hf_linattn.eval.bench.operator import Limits, Series
-from hf_linattn.eval.bench.settings import Setting, parse_shape
+from hf_linattn.eval.bench.candidates import random_inputs
+from hf_linattn.eval.bench.config import BenchConfig, parse_shape
+from hf_linattn.eval.bench.operator import OperatorSeries
+from hf_linattn.eval.bench.series import Limits
 
 
 def performer(function):
@@ -28,7 +29,7 @@ def right(query, key, value):
     return numerator(query, key, value) / (query @ key.mT).tril().sum(-1, keepdim=True)
 
 
-PEER_SETTING = Setting(parse_shape("1x4/2x8"), "train", 64)
+PEER_CONFIG = BenchConfig(parse_shape("1x4/2x8"), "train", 64)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def no_peers(monkeypatch):
 
 
 def test_peers_that_are_not_installed_say_so(no_peers):
-    found, notes = peers.candidates(PEER_SETTING)
+    found, notes = peers.candidates(PEER_CONFIG)
     assert [each.name for each in found] == ["torch.compile"]
     assert "torch.compile" not in notes  # it computes what we do
     assert notes["fla"].startswith("its kernels run on CUDA only")
@@ -61,7 +62,7 @@ def test_peers_that_are_not_installed_say_so(no_peers):
 def test_peers_are_checked_before_they_are_timed(no_peers, monkeypatch, function, note):
     for name, module in performer(function).items():
         monkeypatch.setitem(sys.modules, name, module)
-    found, notes = peers.candidates(Setting(PEER_SETTING.shape, "prefill", 64))
+    found, notes = peers.candidates(BenchConfig(PEER_CONFIG.shape, "prefill", 64))
     assert "performer" in [each.name for each in found]
     assert note in notes["performer"] if note else "performer" not in notes
 
@@ -72,7 +73,7 @@ def test_a_peer_that_fails_is_a_note(no_peers, monkeypatch):
 
     for name, module in performer(fails).items():
         monkeypatch.setitem(sys.modules, name, module)
-    found, notes = peers.candidates(PEER_SETTING)
+    found, notes = peers.candidates(PEER_CONFIG)
     assert notes["performer"] == "failed: AssertionError: 0 active drivers"
     assert "performer" not in [each.name for each in found]
 
@@ -82,8 +83,9 @@ def test_a_peer_that_fails_is_a_note(no_peers, monkeypatch):
     for name, module in performer(later).items():
         monkeypatch.setitem(sys.modules, name, module)
     names = ["fla", "performer", "torch.compile"]
-    series = Series(["elu1"], {}, Limits(1, 0.0), roofline.Ceiling(1.0, 1.0), peers=names)
-    rows = {row["candidate"]: row for row in series.run(PEER_SETTING)}
+    ceiling = roofline.Ceiling(1.0, 1.0)
+    series = OperatorSeries(PEER_CONFIG, ["elu1"], {}, Limits(1, 0.0), ceiling, peers=names)
+    rows = {row["candidate"]: row for row in series.run(64)}
     assert rows["performer"]["note"].startswith("failed: RuntimeError")
     assert rows["torch.compile"]["measured"]
     assert series.notes["fla"]
@@ -91,16 +93,16 @@ def test_a_peer_that_fails_is_a_note(no_peers, monkeypatch):
 
 def test_the_form_given_to_the_compiler_is_right_at_ragged_lengths():
     for length in (1, 63, 64, 65, 200):
-        setting = Setting(parse_shape("2x2x8x6"), "prefill", length, True, "float64")
-        given = inputs(setting)
-        phi_q, phi_k = (F.elu(x) + 1 for x in (given.query, given.key))
-        output = peers.vectorised(phi_q, phi_k, given.value)
-        torch.testing.assert_close(output, right(phi_q, phi_k, given.value).transpose(1, 2))
+        config = BenchConfig(parse_shape("2x2x8x6"), "prefill", length, True, "float64")
+        tensors = random_inputs(config)
+        phi_q, phi_k = (F.elu(x) + 1 for x in (tensors.query, tensors.key))
+        output = peers.vectorised(phi_q, phi_k, tensors.value)
+        torch.testing.assert_close(output, right(phi_q, phi_k, tensors.value).transpose(1, 2))
 
 
 def test_peers_stand_beside_causal_prefill_and_training_only(no_peers):
     for kind, causal in (("decode", True), ("prefill", False)):
-        assert peers.candidates(Setting(PEER_SETTING.shape, kind, 64, causal)) == ([], {})
-    found, notes = peers.candidates(PEER_SETTING, names=["performer"])
+        assert peers.candidates(BenchConfig(PEER_CONFIG.shape, kind, 64, causal)) == ([], {})
+    found, notes = peers.candidates(PEER_CONFIG, names=["performer"])
     assert found == []
     assert list(notes) == ["performer"]

@@ -1,4 +1,4 @@
-"""Parts of the benchmark: what is timed computes what it says, ratios and crossings are what they say."""
+"""Parts of the benchmark: what is timed computes what it says; ratios and break-even lengths."""
 
 import math
 
@@ -7,27 +7,29 @@ import torch
 import torch.nn.functional as F
 
 from hf_linattn.errors import OptionError, UnknownPatchError
-from hf_linattn.eval.bench import memory, peers, roofline, settings
-from hf_linattn.eval.bench.break_even import crossing
-from hf_linattn.eval.bench.candidates import IN_PLACE, SDPA, build, check, inputs
+from hf_linattn.eval.bench import config as bench_config
+from hf_linattn.eval.bench import memory, peers, roofline
+from hf_linattn.eval.bench.break_even import break_even
+from hf_linattn.eval.bench.caches import Growth
+from hf_linattn.eval.bench.candidates import IN_PLACE, SDPA, build, check, random_inputs
+from hf_linattn.eval.bench.config import KINDS, BenchConfig, Shape, parse_shape, parse_shapes
 from hf_linattn.eval.bench.forecast import Forecast
 from hf_linattn.eval.bench.model import first_smaller
-from hf_linattn.eval.bench.operator import Limits, Series
-from hf_linattn.eval.bench.settings import KINDS, Setting, Shape, parse_shape, parse_shapes
-from hf_linattn.eval.bench.timing import Clock, Sample, Timed, measure
-from hf_linattn.eval.cost.measure import Growth
+from hf_linattn.eval.bench.operator import OperatorSeries
+from hf_linattn.eval.bench.series import Limits
+from hf_linattn.eval.bench.timing import Clock, Timed, TimeSample, measure
 
 SHAPE = parse_shape("2x4/2x8x6")
 
 
-def oracle(setting, given, phi=None):
+def oracle(config, tensors, phi=None):
     """N x N attention in float64, `[B, N, H, Dv]`."""
-    query, key, value = given.query.double(), given.key.double(), given.value.double()
+    query, key, value = tensors.query.double(), tensors.key.double(), tensors.value.double()
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     weights = scores.exp() if phi is None else phi(query) @ phi(key).mT
-    weights = weights.tril() if settings.causal else weights
+    weights = weights.tril() if config.causal else weights
     return (weights / weights.sum(-1, keepdim=True) @ value).transpose(1, 2)
 
 
@@ -38,23 +40,23 @@ def elu1(x):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["prefill", "train"])
 def test_candidates_compute_attention(kind, causal):
-    setting = Setting(SHAPE, kind, 70, causal, "float64")
-    given = inputs(setting)
-    reference, patched = build(setting, ["elu1"])
+    config = BenchConfig(SHAPE, kind, 70, causal, "float64")
+    tensors = random_inputs(config)
+    reference, patched = build(config, ["elu1"])
     assert (reference.name, patched.name) == (SDPA, "elu1")
     assert (reference.linear, patched.linear) == (False, True)
-    torch.testing.assert_close(reference.call(), oracle(setting, given).detach())
-    torch.testing.assert_close(patched.call(), oracle(setting, given, elu1).detach())
+    torch.testing.assert_close(reference.call(), oracle(config, tensors).detach())
+    torch.testing.assert_close(patched.call(), oracle(config, tensors, elu1).detach())
 
 
 def test_a_decoded_token_is_the_last_of_a_prefill_however_often():
-    setting = Setting(SHAPE, "decode", 33, True, "float64")
-    given = inputs(setting)
-    assert given.query.shape[2] == 34
-    candidates = {each.name: each for each in build(setting, ["elu1", "softmax1", "window+elu1"])}
+    config = BenchConfig(SHAPE, "decode", 33, True, "float64")
+    tensors = random_inputs(config)
+    assert tensors.query.shape[2] == 34
+    candidates = {each.name: each for each in build(config, ["elu1", "softmax1", "window+elu1"])}
     assert list(candidates) == [SDPA, IN_PLACE, "elu1", "softmax1", "window+elu1"]
     for name, phi in ((SDPA, None), (IN_PLACE, None), ("elu1", elu1)):
-        want = oracle(setting, given, phi)[:, -1:]
+        want = oracle(config, tensors, phi)[:, -1:]
         for _ in range(3):  # the cache is put back
             with candidates[name].around():
                 torch.testing.assert_close(candidates[name].call(), want)
@@ -74,16 +76,16 @@ def test_training_has_gradients_of_inputs_and_of_learned_maps(monkeypatch):
         return asked[-1]
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    build(Setting(SHAPE, "train", 16), ["hedgehog"])[-1].call()
+    build(BenchConfig(SHAPE, "train", 16), ["hedgehog"])[-1].call()
     assert len(asked[0]) > 3
     assert all(x is not None and x.abs().sum() > 0 for x in asked[0])
 
 
 def test_inputs_are_the_same_for_all_kinds():
-    first, again = (inputs(Setting(SHAPE, "prefill", 9)) for _ in range(2))
+    first, again = (random_inputs(BenchConfig(SHAPE, "prefill", 9)) for _ in range(2))
     assert torch.equal(first.query, again.query)
     assert first.value.shape == (2, 2, 9, 6)
-    assert inputs(Setting(SHAPE, "train", 9)).key.requires_grad
+    assert random_inputs(BenchConfig(SHAPE, "train", 9)).key.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,12 @@ def test_patches_of_the_other_direction_and_unknown_ones_are_refused():
         check("window", {"window": {"sise": 3}}, causal=True)
 
 
+def prefill_series(limits, **options):
+    """elu1 compared with softmax in prefill."""
+    config = BenchConfig(SHAPE, "prefill", 1)
+    return OperatorSeries(config, ["elu1"], {}, limits, roofline.Ceiling(1.0, 1.0), **options)
+
+
 class Scripted(Clock):
     """Seconds from a list per candidate; the calls name themselves."""
 
@@ -131,8 +139,8 @@ def test_ratios_are_within_a_round_and_everybody_goes_first_once():
     # a machine that is slow in the second round; the warm-up is not counted
     clock = Scripted(
         {
-            "a": [Sample(9, 9), Sample(1, 1.0), Sample(7, 4.0), Sample(1, 1.0)],
-            "b": [Sample(9, 9), Sample(1, 0.5), Sample(9, 2.0), Sample(1, 0.25)],
+            "a": [TimeSample(9, 9), TimeSample(1, 1.0), TimeSample(7, 4.0), TimeSample(1, 1.0)],
+            "b": [TimeSample(9, 9), TimeSample(1, 0.5), TimeSample(9, 2.0), TimeSample(1, 0.25)],
         }
     )
     found, slow = measure(timed("a", "b"), clock, rounds=3, least=0.0)
@@ -146,8 +154,8 @@ def test_ratios_are_within_a_round_and_everybody_goes_first_once():
 def test_short_calls_are_repeated_and_slow_ones_left_out():
     clock = Scripted(
         {
-            "a": [Sample(9, 0.004), Sample(9, 0.002), Sample(9, 0.003), Sample(1, 1)],
-            "b": [Sample(30.0, 30.0)],
+            "a": [TimeSample(9, 0.004), TimeSample(9, 0.002), TimeSample(9, 0.003), TimeSample(1, 1)],
+            "b": [TimeSample(30.0, 30.0)],
         },
     )
     found, slow = measure(timed("a", "b"), clock, rounds=1, least=0.01, budget=20)
@@ -158,7 +166,7 @@ def test_short_calls_are_repeated_and_slow_ones_left_out():
 
 
 def test_without_its_reference_nothing_has_a_ratio():
-    clock = Scripted({"a": [Sample(30, 30)], "b": [Sample(1, 1), Sample(1, 1)]})
+    clock = Scripted({"a": [TimeSample(30, 30)], "b": [TimeSample(1, 1), TimeSample(1, 1)]})
     found, slow = measure(timed("a", "b"), clock, rounds=1, least=0, budget=5)
     assert list(slow) == ["a"]
     assert found["b"].speed is None
@@ -190,17 +198,20 @@ def test_the_clock_of_one_thread_leaves_sleep_out(monkeypatch):
         ([(100, 2.0)], 100, True),
     ],
 )
-def test_crossings(points, tokens, everywhere):
-    found = crossing(points)
+def test_break_even_lengths(points, tokens, everywhere):
+    found = break_even(points)
     assert (found.tokens, found.everywhere) == (tokens, everywhere)
 
 
-def test_crossings_in_words():
-    assert crossing([]) is None
-    assert crossing([(128, 0.5), (512, 2.0)]).told("decode", "faster") == "decode faster from 256 tokens on"
-    never = crossing([(128, 0.5), (2048, 0.7)]).told("decode", "faster")
+def test_break_even_in_words():
+    assert break_even([]) is None
+    assert (
+        break_even([(128, 0.5), (512, 2.0)]).describe("decode", "faster")
+        == "decode faster from 256 tokens on"
+    )
+    never = break_even([(128, 0.5), (2048, 0.7)]).describe("decode", "faster")
     assert never == "decode never faster within what was measured (128 to 2,048 tokens)"
-    assert "at every length measured, from 128" in crossing([(128, 2.0)]).told("decode", "faster")
+    assert "at every length measured, from 128" in break_even([(128, 2.0)]).describe("decode", "faster")
 
 
 def test_caches_are_compared_by_what_they_are_made_of():
@@ -208,8 +219,8 @@ def test_caches_are_compared_by_what_they_are_made_of():
     assert first_smaller([state], [cache]).tokens == 101
     assert first_smaller([state], [window]).tokens is None
     found = first_smaller([state], [cache])
-    assert found.told("its cache", "smaller") == "its cache smaller from 101 tokens on"
-    assert first_smaller([state], [window]).told("its cache", "smaller") == "its cache never smaller"
+    assert found.describe("its cache", "smaller") == "its cache smaller from 101 tokens on"
+    assert first_smaller([state], [window]).describe("its cache", "smaller") == "its cache never smaller"
 
 
 def test_forecasts_follow_the_last_two_lengths():
@@ -250,40 +261,43 @@ def test_peak_memory_is_what_is_alive_at_once():
 
 
 def test_work_is_what_loops_would_count():
-    setting = Setting(Shape(2, 4, 2, 8, 6), "prefill", 5)
-    reference, patched = build(setting, ["elu1"])
+    config = BenchConfig(Shape(2, 4, 2, 8, 6), "prefill", 5)
+    reference, patched = build(config, ["elu1"])
     flops = sum(2 * (8 + 6) for _ in range(2 * 4) for i in range(5) for j in range(i + 1))
     numbers = 2 * 5 * (4 * 8 + 2 * 8 + 2 * 6 + 4 * 6)  # q, k, v, o
-    assert roofline.work(setting, reference.model) == roofline.Work(flops, 4 * numbers)
-    done = roofline.work(setting, patched.model)
+    assert roofline.count_operations(config, reference.model) == roofline.OperationCount(flops, 4 * numbers)
+    count = roofline.count_operations(config, patched.model)
     inside = 2 * 4 * 5 * 5 * (8 + 6)  # half of a chunk of 5, a multiply-add is two
     states = 2 * 5 * (4 + 2) * 2 * 8 * (6 + 1)
-    assert done == roofline.Work(inside + states, 4 * numbers)
-    train = Setting(settings.shape, "train", 5)
-    assert roofline.work(train, reference.model).flops == 3 * flops
-    decode = Setting(settings.shape, "decode", 100)
-    assert roofline.work(decode, patched.model).bytes < roofline.work(decode, reference.model).bytes
-    assert roofline.work(setting, build(setting, ["relu2"])[-1].model) is None
+    assert count == roofline.OperationCount(inside + states, 4 * numbers)
+    train = BenchConfig(config.shape, "train", 5)
+    assert roofline.count_operations(train, reference.model).flops == 3 * flops
+    decode = BenchConfig(config.shape, "decode", 100)
+    assert (
+        roofline.count_operations(decode, patched.model).bytes
+        < roofline.count_operations(decode, reference.model).bytes
+    )
+    assert roofline.count_operations(config, build(config, ["relu2"])[-1].model) is None
 
 
 def test_shares_take_the_harder_bound():
     ceiling = roofline.Ceiling(flops=100.0, bytes=10.0)
-    assert roofline.share(roofline.Work(100, 1), 2.0, ceiling) == (0.5, "arithmetic")
-    assert roofline.share(roofline.Work(1, 10), 4.0, ceiling) == (0.25, "memory")
+    assert roofline.share(roofline.OperationCount(100, 1), 2.0, ceiling) == (0.5, "arithmetic")
+    assert roofline.share(roofline.OperationCount(1, 10), 4.0, ceiling) == (0.25, "memory")
     measured = roofline.ceilings("float32", "cpu")
     assert measured.flops > 1e8
     assert measured.bytes > 1e7
 
 
 def test_what_is_too_slow_or_too_large_has_a_row_that_says_so(monkeypatch):
-    series = Series(["elu1"], {}, Limits(rounds=1, least=0.0, budget=100.0), roofline.Ceiling(1.0, 1.0))
-    rows = series.run(Setting(SHAPE, "prefill", 16))
+    series = prefill_series(Limits(rounds=1, least=0.0, budget=100.0))
+    rows = series.run(16)
     assert [row["measured"] for row in rows] == [True, True]
     assert rows[1]["speed"] > 0
     assert rows[1]["memory_ratio"] > 0
     assert rows[0]["bound"] in ("arithmetic", "memory")
     series.forecasts[SDPA].points[:] = [(8, 1.0, 10), (16, 600.0, 20)]
-    late = {row["candidate"]: row for row in series.run(Setting(SHAPE, "prefill", 64))}
+    late = {row["candidate"]: row for row in series.run(64)}
     assert "not run: one call would take about" in late[SDPA]["note"]
     assert late["elu1"]["measured"]
     assert late["elu1"]["speed"] is late["elu1"]["memory_ratio"] is None
@@ -292,30 +306,29 @@ def test_what_is_too_slow_or_too_large_has_a_row_that_says_so(monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(memory, "peak", exhausted)
-    rows = Series(["elu1"], {}, Limits(), roofline.Ceiling(1.0, 1.0)).run(Setting(SHAPE, "prefill", 16))
+    rows = prefill_series(Limits()).run(16)
     assert {row["note"] for row in rows} == {"not run: out of memory"}
 
 
 def test_a_series_that_begins_far_out_is_tried_below_first(monkeypatch):
-    from hf_linattn.eval.bench import operator
+    from hf_linattn.eval.bench import operator, series
 
     lengths, real = [], operator.build
 
-    def watched(setting, *rest):
-        lengths.append(settings.length)
-        return real(setting, *rest)
+    def watched(config, *rest):
+        lengths.append(config.length)
+        return real(config, *rest)
 
-    monkeypatch.setattr(operator, "FIRST", 20)
-    monkeypatch.setattr(operator, "PROBES", (8, 16))
+    monkeypatch.setattr(series, "FIRST", 20)
+    monkeypatch.setattr(series, "PROBES", (8, 16))
     monkeypatch.setattr(operator, "build", watched)
-    series = Series(["elu1"], {}, Limits(1, 0.0), roofline.Ceiling(1.0, 1.0))
-    rows = series.run(Setting(SHAPE, "prefill", 32))
+    rows = prefill_series(Limits(1, 0.0)).run(32)
     assert lengths == [8, 16, 32]
     assert {row["length"] for row in rows} == {32}
 
 
 def test_every_kind_has_a_sentence_and_a_panel():
-    from hf_linattn.eval.bench import answers, plots
+    from hf_linattn.eval.bench import break_even, plots
 
-    assert set(answers.TOLD) == set(plots.KINDS) == set(KINDS)
-    assert tuple(peers.PEERS) == settings.PEERS
+    assert set(break_even.KIND_WORDS) == set(plots.KINDS) == set(KINDS)
+    assert tuple(peers.PEERS) == bench_config.PEERS

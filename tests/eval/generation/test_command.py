@@ -9,9 +9,9 @@ from helpers.fixtures_perplexity import TEXTS, make_folder, make_texts
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
-from hf_linattn.eval.generation import __main__ as generation
-from hf_linattn.eval.generation import outputs
-from hf_linattn.eval.generation.__main__ import compare_generation
+from hf_linattn.eval.generation import compare_generation, outputs
+from hf_linattn.eval.generation import run as generation_run
+from hf_linattn.eval.generation.__main__ import main
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ class TestCommand:
         entries = "softmax,window+elu1:size=8,softmax@yarn:4"
         words = command(data, tmp_path, "--model", folder, "--compare", entries, "--dtype", "float32")
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        assert generation.main(words) == 0
+        assert main(words) == 0
         printed, stored = capsys.readouterr().out, results(tmp_path)
         assert stored["complete"]
         labels = ["original", "softmax", "window+elu1:size=8", "softmax@yarn:4"]
@@ -76,16 +76,16 @@ class TestCommand:
         hybrid = patch_model(from_pretrained(str(folder)), "elu1")
         hybrid.save_pretrained(tmp_path / "patched")
         words = ["--tokenizer", folder, "--model", tmp_path / "patched"]
-        assert generation.main(command(data, tmp_path / "a", *words)) == 0
+        assert main(command(data, tmp_path / "a", *words)) == 0
         assert "the same weights with their own attention" in capsys.readouterr().out
-        assert generation.main(command(data, tmp_path / "b", *words, "--original", folder)) == 0
-        assert generation.main(command(data, tmp_path / "c", "--model", folder, "--compare", "elu1")) == 0
+        assert main(command(data, tmp_path / "b", *words, "--original", folder)) == 0
+        assert main(command(data, tmp_path / "c", "--model", folder, "--compare", "elu1")) == 0
         both = [results(tmp_path / name)["continuations"] for name in "abc"]
         for one, two, three in zip(*both, strict=True):
             assert one["ids"] == two["ids"] == three["ids"]
             assert one["kl"] == pytest.approx(two["kl"], abs=1e-6)
         every = [*words, "--original", folder, "--compare", "softmax"]
-        assert generation.main(command(data, tmp_path / "d", *every)) == 0
+        assert main(command(data, tmp_path / "d", *every)) == 0
         assert [one["model"] for one in results(tmp_path / "d")["summaries"]] == [
             "original",
             "patched",
@@ -93,19 +93,14 @@ class TestCommand:
         ]
         assert results(tmp_path / "d")["continuations"][:10] == both[1]
         (tmp_path / "patched" / "run.json").write_text("{}")
-        assert generation.main(command(data, tmp_path / "e", *words)) == 1
+        assert main(command(data, tmp_path / "e", *words)) == 1
         assert "was trained after it was patched" in capsys.readouterr().err
         assert (
-            generation.main(
-                command(data, tmp_path / "e", *words[:2], "--original", words[3], "--compare", "logn")
-            )
-            == 1
+            main(command(data, tmp_path / "e", *words[:2], "--original", words[3], "--compare", "logn")) == 1
         )
         assert "is patched (elu1): name the model that it came from" in capsys.readouterr().err
 
     def test_it_goes_on_after_the_last_finished_model(self, folder, data, tmp_path, monkeypatch, capsys):
-        from hf_linattn.eval.generation import run as generation_run
-
         words = command(data, tmp_path, "--model", folder, "--compare", "softmax1,elu1")
         real, seen = generation_run.compare_with, []
 
@@ -116,27 +111,27 @@ class TestCommand:
             return real(*args, **kwargs)
 
         monkeypatch.setattr(generation_run, "compare_with", interrupted)
-        assert generation.main(words) == 130
+        assert main(words) == 130
         assert "goes on after the last finished model" in capsys.readouterr().err
         half = results(tmp_path)
         assert not half["complete"]
         assert [one["model"] for one in half["summaries"]] == ["original", "softmax1"]
-        assert generation.main(words) == 0
+        assert main(words) == 0
         assert seen == ["softmax1", "elu1", "elu1"]
         whole = results(tmp_path)
         assert whole["continuations"][: len(half["continuations"])] == half["continuations"]
         first = capsys.readouterr().out
-        assert generation.main(words) == 0
+        assert main(words) == 0
         assert capsys.readouterr().out == first
         assert len(seen) == 3
-        assert generation.main([*words, "--seed", "1"]) == 1
+        assert main([*words, "--seed", "1"]) == 1
         assert "other arguments (--seed)" in capsys.readouterr().err
 
     def test_prompts_of_a_file(self, folder, data, tmp_path):
         path = tmp_path / "prompts.txt"
         path.write_text("\n".join(["one two", "", "  ", "three | four", "é"]), encoding="utf-8")
         words = ["--model", folder, "--compare", "elu1", "--prompts", path, "--new-tokens", 5]
-        assert generation.main([*map(str, words), "--output-dir", str(tmp_path / "out")]) == 0
+        assert main([*map(str, words), "--output-dir", str(tmp_path / "out")]) == 0
         tokenizer = AutoTokenizer.from_pretrained(folder)
         want = [tokenizer(text)["input_ids"] for text in ("one two", "three | four", "é")]
         assert results(tmp_path / "out")["prompts"] == want
@@ -161,7 +156,7 @@ class TestCommand:
     )
     def test_failures_are_one_line(self, folder, data, tmp_path, capsys, extra, message):
         words = [word.format(folder=folder) for word in extra]
-        assert generation.main(command(data, tmp_path / "out", *words)) == 1
+        assert main(command(data, tmp_path / "out", *words)) == 1
         error = capsys.readouterr().err.strip().splitlines()[-1]
         assert error.startswith("error: ")
         assert message in error
@@ -170,7 +165,7 @@ class TestCommand:
     def test_a_folder_that_cannot_be_written(self, folder, data, tmp_path, capsys):
         (tmp_path / "out").write_text("a file")
         words = ("--model", folder, "--compare", "elu1")
-        assert generation.main(command(data, tmp_path / "out" / "in", *words)) == 1
+        assert main(command(data, tmp_path / "out" / "in", *words)) == 1
         assert "error: cannot write" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ class TestCommand:
         if content is not None:
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
         words = ["--model", folder, "--compare", "elu1", "--prompts", path, "--output-dir", tmp_path / "out"]
-        assert generation.main(list(map(str, words))) == 1
+        assert main(list(map(str, words))) == 1
         assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(
@@ -198,7 +193,7 @@ class TestCommand:
     )
     def test_wrong_usage(self, words, tmp_path):
         with pytest.raises(SystemExit) as stopped:
-            generation.main([*words, "--output-dir", str(tmp_path)])
+            main([*words, "--output-dir", str(tmp_path)])
         assert stopped.value.code == 2
 
     def test_a_folder_with_other_tokens_is_refused(self, folder, data, tmp_path, capsys):
@@ -207,5 +202,5 @@ class TestCommand:
         vocabulary = settings["model"]["vocab"]
         vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
         (other / "tokenizer.json").write_text(json.dumps(settings))
-        assert generation.main(command(data, tmp_path / "out", "--original", folder, "--model", other)) == 1
+        assert main(command(data, tmp_path / "out", "--original", folder, "--model", other)) == 1
         assert "into other tokens than" in capsys.readouterr().err

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model, unpatch_model
 from hf_linattn.errors import DataError, NotPatchedError, OptionError, UnsupportedModelError
-from hf_linattn.eval.generation import comparison, measure
-from hf_linattn.eval.generation.__main__ import compare_generation
+from hf_linattn.eval.generation import compare_generation, comparison, measure
 
 PROMPTS = ["one two", "three …", "seven", "1 4 9"]
 

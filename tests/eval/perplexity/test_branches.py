@@ -16,9 +16,12 @@ from transformers import AutoTokenizer, StaticCache
 
 from hf_linattn import bypassed, describe, from_pretrained, patch_model
 from hf_linattn.errors import OptionError, UnsupportedModelError
-from hf_linattn.eval.branches import compare_branches, main
-from hf_linattn.eval.perplexity import branches_run
-from hf_linattn.eval.perplexity import measure as scoring
+from hf_linattn.eval.branches import main as former_main
+from hf_linattn.eval.perplexity import compare_branches
+from hf_linattn.eval.perplexity import run as perplexity_run
+from hf_linattn.eval.perplexity.__main__ import main
+from hf_linattn.eval.perplexity.branches import sentences
+from hf_linattn.eval.perplexity.measure import measure
 from hf_linattn.patching.contexts import hybrids, use_branches
 
 SIMILARITY = {
@@ -202,6 +205,7 @@ def data(tmp_path_factory):
 
 def command(folder, data, out, *extra):
     words = ["--model", folder, "--data", data, "--output-dir", out, "--lengths", "64,128", "--stride", 32]
+    words += [] if "--branches" in extra else ["--branches"]
     return [*map(str, words), "--max-tokens", "320", *map(str, extra)]
 
 
@@ -218,12 +222,12 @@ class TestPerplexities:
         for name, spec in (("both", "window+elu1"), ("window", "window"), ("linear", "elu1")):
             own = {} if spec == "elu1" else {"size": 16}
             other = patch_model(from_pretrained(str(folder)), spec, options=own)
-            want = scoring.measure(other, tokenizer, TEXTS, [64, 128], **options)
+            want = measure(other, tokenizer, TEXTS, [64, 128], **options)
             assert curve(found[name]) == pytest.approx(curve(want))
         nothing = patch_model(from_pretrained(str(folder)), "window", options={"size": 1})
         for layer in nothing.model.layers:
             torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        want = scoring.measure(nothing, tokenizer, TEXTS, [64, 128], **options)
+        want = measure(nothing, tokenizer, TEXTS, [64, 128], **options)
         assert curve(found["none"]) == pytest.approx(curve(want))
         assert {module.branches for module in hybrids(model).values()} == {"both"}
 
@@ -238,15 +242,29 @@ class TestPerplexities:
             assert curve([row for row in stored["rows"] if row["model"] == name]) == curve(rows)
         assert len(stored["rows"]) == 8
         assert stored["windows"] == [16]
-        assert stored["sentences"] == branches_run.sentences(stored["rows"], [16])
+        assert stored["sentences"] == sentences(stored["rows"], [16])
         assert all(sentence in printed for sentence in stored["sentences"])
         assert len((tmp_path / "results.csv").read_text().splitlines()) == 9
         assert (tmp_path / "branches.png").read_bytes()[:4] == b"\x89PNG"
         names = sorted(path.name for path in tmp_path.iterdir())
         assert names == ["branches.png", "results.csv", "results.json"]
 
+    def test_the_former_command_says_how_it_is_called_now(self, folder, data, tmp_path, capsys):
+        words = command(folder, data, tmp_path / "new", *HYBRID)
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        words = [word for word in command(folder, data, tmp_path / "old", *HYBRID) if word != "--branches"]
+        assert former_main(words) == 0
+        told = capsys.readouterr()
+        assert "python -m hf_linattn.eval.perplexity --branches" in told.err
+        assert told.out.splitlines()[:-1] == printed.splitlines()[:-1]
+        new, old = (json.loads((tmp_path / x / "results.json").read_text()) for x in ("new", "old"))
+        assert new["rows"] == old["rows"]
+        assert new["format"] == "hf_linattn.branches/1"
+        assert main([*words, "--branches"]) == 0  # the same run
+
     def test_it_goes_on_after_the_last_finished_length(self, folder, data, tmp_path, monkeypatch, capsys):
-        real, seen = branches_run.score_length, []
+        real, seen = perplexity_run.score_length, []
 
         def interrupted(model, plan, length, **kwargs):
             seen.append(length)
@@ -254,7 +272,7 @@ class TestPerplexities:
                 raise KeyboardInterrupt
             return real(model, plan, length, **kwargs)
 
-        monkeypatch.setattr(branches_run, "score_length", interrupted)
+        monkeypatch.setattr(perplexity_run, "score_length", interrupted)
         words = command(folder, data, tmp_path, *HYBRID)
         assert main(words) == 130
         assert "goes on" in capsys.readouterr().err
@@ -297,7 +315,17 @@ class TestPerplexities:
         assert main(command(tmp_path / "bert", data, tmp_path / "out")) == 1
         assert "sees later tokens" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("words", [("--branches", "both,left"), ("--options", "{}"), ("--stride", "0")])
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("--branches", "both,left"),
+            ("--options", "{}"),
+            ("--stride", "0"),
+            ("--compare", "elu1"),
+            ("--baseline", "unpatched"),
+            ("--stream",),
+        ],
+    )
     def test_wrong_usage(self, folder, data, tmp_path, words):
         with pytest.raises(SystemExit) as stopped:
             main(command(folder, data, tmp_path, *words))
@@ -319,11 +347,11 @@ class TestPerplexities:
     def test_sentences(self, nats, said):
         names = ("both", "window", "rest", "none")
         rows = [{"model": name, "length": 512, "nats": x} for name, x in zip(names, nats, strict=True)]
-        (sentence,) = branches_run.sentences(rows, [64])
+        (sentence,) = sentences(rows, [64])
         assert sentence.startswith("at 512 tokens ")
         assert said in sentence
-        assert "nothing lies outside the window" in branches_run.sentences(rows, [512])[0]
-        assert branches_run.sentences(rows[:3], [64]) == []
+        assert "nothing lies outside the window" in sentences(rows, [512])[0]
+        assert sentences(rows[:3], [64]) == []
 
 
 @needs_data

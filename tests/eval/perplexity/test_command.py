@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 from hf_linattn import from_pretrained, patch_model
 from hf_linattn.eval import length_perplexity
 from hf_linattn.eval.common import nll
-from hf_linattn.eval.perplexity import __main__ as perplexity
-from hf_linattn.eval.perplexity import measure as scoring
+from hf_linattn.eval.perplexity import PerplexityArguments, perplexity
+from hf_linattn.eval.perplexity.__main__ import build_parser, main
+from hf_linattn.eval.perplexity.measure import measure
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,11 @@ def test_command_metric_and_function_agree(folder, data, model, tokenizer, tmp_p
     import evaluate
 
     extra = ("--lengths", "64,...,256", "--stride", "32", "--max-tokens", "512", "--batch-size", "2")
-    assert perplexity.main(command(folder, data, tmp_path, *extra)) == 0
+    assert main(command(folder, data, tmp_path, *extra)) == 0
     printed = capsys.readouterr().out
     rows = results(tmp_path)["rows"]
     options = {"lengths": [256, 64, 128], "stride": 32, "max_tokens": 512, "batch_size": 2}
-    measured = scoring.measure(model, tokenizer, TEXTS, **options)
+    measured = measure(model, tokenizer, TEXTS, **options)
     metric = evaluate.load(length_perplexity.__file__, keep_in_memory=True)
     computed = metric.compute(predictions=TEXTS, model=model, tokenizer=tokenizer, **options)
     assert curve(rows) == curve(measured) == computed["perplexities"] == curve(computed["rows"])
@@ -76,7 +77,7 @@ def test_two_processes_give_the_same_file(folder, data, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert perplexity.main(command(folder, data, tmp_path / "one", *extra)) == 0
+        assert main(command(folder, data, tmp_path / "one", *extra)) == 0
     finally:
         torch.set_num_threads(threads)
     assert results(both)["run"]["processes"] == 2
@@ -86,7 +87,7 @@ def test_two_processes_give_the_same_file(folder, data, tmp_path):
 
 def test_resume(folder, data, tmp_path, monkeypatch, capsys):
     extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
-    assert perplexity.main(command(folder, data, tmp_path / "whole", *extra)) == 0
+    assert main(command(folder, data, tmp_path / "whole", *extra)) == 0
     real = nll.forward
 
     def interrupted(model, ids, *args, **kwargs):
@@ -96,31 +97,31 @@ def test_resume(folder, data, tmp_path, monkeypatch, capsys):
 
     broken = tmp_path / "broken"
     monkeypatch.setattr(nll, "forward", interrupted)
-    assert perplexity.main(command(folder, data, broken, *extra)) == 130
+    assert main(command(folder, data, broken, *extra)) == 130
     assert not results(broken)["complete"]
     assert curve(results(broken)["rows"], "length") == [64]
     read = []
     monkeypatch.setattr(
         nll, "forward", lambda m, ids, *a, **k: read.append(ids.shape[1]) or real(m, ids, *a, **k)
     )
-    assert perplexity.main(command(folder, data, broken, *extra)) == 0
+    assert main(command(folder, data, broken, *extra)) == 0
     assert set(read) == {128}
     assert results(broken)["rows"] == results(tmp_path / "whole")["rows"]
     assert results(broken)["complete"]
     # finished: nothing is measured again
     read.clear()
-    assert perplexity.main(command(folder, data, broken, *extra)) == 0
+    assert main(command(folder, data, broken, *extra)) == 0
     assert not read
     capsys.readouterr()
-    assert perplexity.main(command(folder, data, broken, *extra, "--bos", "no")) == 1
+    assert main(command(folder, data, broken, *extra, "--bos", "no")) == 1
     assert "other arguments (--bos)" in capsys.readouterr().err
 
 
 def test_patch_and_baseline(folder, data, tokenizer, tmp_path):
     extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
-    assert perplexity.main(command(folder, data, tmp_path / "plain", *extra)) == 0
+    assert main(command(folder, data, tmp_path / "plain", *extra)) == 0
     tried = ("--patch", "elu1", "--baseline", "unpatched")
-    assert perplexity.main(command(folder, data, tmp_path / "tried", *extra, *tried)) == 0
+    assert main(command(folder, data, tmp_path / "tried", *extra, *tried)) == 0
     rows = results(tmp_path / "tried")["rows"]
     assert [row["model"].split()[-1] for row in rows] == ["elu1", "elu1", "unpatched", "unpatched"]
     assert curve(rows[2:]) == curve(results(tmp_path / "plain")["rows"])
@@ -128,7 +129,7 @@ def test_patch_and_baseline(folder, data, tokenizer, tmp_path):
     saved = tmp_path / "saved"
     patch_model(from_pretrained(str(folder)), "elu1").save_pretrained(saved)
     tokenizer.save_pretrained(saved)
-    assert perplexity.main(command(saved, data, tmp_path / "saved-out", *extra, "--baseline", folder)) == 0
+    assert main(command(saved, data, tmp_path / "saved-out", *extra, "--baseline", folder)) == 0
     assert curve(results(tmp_path / "saved-out")["rows"]) == curve(rows)
 
 
@@ -156,7 +157,7 @@ def test_patch_and_baseline(folder, data, tokenizer, tmp_path):
 def test_bad_commands(folder, data, tmp_path, capsys, extra, status, words):
     extra = ("--lengths", "64,128", "--stride", "32", *extra) if "--stream" not in extra else extra
     try:
-        code = perplexity.main(command(folder, data, tmp_path / "out", *extra))
+        code = main(command(folder, data, tmp_path / "out", *extra))
     except SystemExit as stop:
         code = stop.code
     message = capsys.readouterr().err
@@ -167,17 +168,37 @@ def test_bad_commands(folder, data, tmp_path, capsys, extra, status, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_from_python_as_from_the_command_line(folder, data, tmp_path):
+    extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128", "--compare", "elu1,softmax")
+    assert main(command(folder, data, tmp_path / "command", *extra)) == 0
+    arguments = PerplexityArguments(
+        model=str(folder),
+        data=str(data),
+        output_dir=tmp_path / "python",
+        lengths=[64, 128],
+        stride=32,
+        max_tokens=128,
+        compare=["elu1", "softmax"],
+    )
+    returned = perplexity(arguments)
+    assert returned == results(tmp_path / "python")
+    assert returned["rows"] == results(tmp_path / "command")["rows"]
+    assert returned["arguments"] == results(tmp_path / "command")["arguments"]
+    words = ["--model", "a", "--data", "b", "--output-dir", "c"]
+    assert PerplexityArguments(**vars(build_parser().parse_args(words))) == PerplexityArguments("a", "b", "c")
+
+
 def test_no_tokenizer(folder, data, tmp_path, capsys, model):
     model.save_pretrained(tmp_path / "bare")
-    assert perplexity.main(command(tmp_path / "bare", data, tmp_path / "out")) == 1
+    assert main(command(tmp_path / "bare", data, tmp_path / "out")) == 1
     assert "--tokenizer" in capsys.readouterr().err
     extra = ("--tokenizer", folder, "--lengths", "64", "--stride", "32", "--max-tokens", "64")
-    assert perplexity.main(command(tmp_path / "bare", data, tmp_path / "out", *extra)) == 0
+    assert main(command(tmp_path / "bare", data, tmp_path / "out", *extra)) == 0
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as stop:
-        perplexity.main(["--help"])
+        main(["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "python -m hf_linattn.eval.perplexity" in shown

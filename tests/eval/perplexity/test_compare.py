@@ -12,14 +12,13 @@ from transformers import AutoTokenizer
 from hf_linattn import from_pretrained, patch_model, registry
 from hf_linattn.attention import ScoreAttention
 from hf_linattn.errors import DataError, OptionError, UnsupportedCallError
-from hf_linattn.eval.common import nll
-from hf_linattn.eval.common.entries import parse_entries, parse_entry
+from hf_linattn.eval.common import model_specs, nll
 from hf_linattn.eval.common.markdown import between, write_between
+from hf_linattn.eval.common.model_specs import parse_spec, parse_specs
 from hf_linattn.eval.common.plotting import look
-from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.perplexity import plot
-from hf_linattn.eval.perplexity import run as perplexity_run
-from hf_linattn.eval.perplexity.tables import curve_table
+from hf_linattn.eval.perplexity.__main__ import main
+from hf_linattn.eval.perplexity.plot import curve_table
 
 EXTRA = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
 
@@ -53,7 +52,7 @@ def register_here():
 
 def run(folder, data, out, *extra):
     words = ["--model", folder, "--data", data, "--output-dir", out, *EXTRA, *extra]
-    return perplexity.main([str(word) for word in words])
+    return main([str(word) for word in words])
 
 
 def results(out):
@@ -74,11 +73,11 @@ def results(out):
     ],
 )
 def test_an_entry(text, want):
-    assert parse_entry(text) == want
+    assert parse_spec(text) == want
 
 
 def test_commas_between_entries_and_in_values():
-    assert parse_entries("softmax, a:x=[1,2],b@yarn:2") == ["softmax", "a:x=[1,2]", "b@yarn:2"]
+    assert parse_specs("softmax, a:x=[1,2],b@yarn:2") == ["softmax", "a:x=[1,2]", "b@yarn:2"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_commas_between_entries_and_in_values():
 )
 def test_an_entry_that_cannot_be_read(text, words):
     with pytest.raises(OptionError, match=words):
-        parse_entries(text)
+        parse_specs(text)
 
 
 def test_equals_separate_runs_to_the_last_bit(folder, data, tmp_path, capsys):
@@ -124,6 +123,23 @@ def test_equals_separate_runs_to_the_last_bit(folder, data, tmp_path, capsys):
     assert (tmp_path / "all" / "perplexity.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_random_maps_are_those_of_weights_loaded_anew(folder, data, tmp_path, monkeypatch):
+    options = {"performer": '{"features": 8}', "hedgehog": "{}", "t2r": "{}"}
+    alone = []
+    for name, text in options.items():
+        extra = ("--patch", name, "--options", text, "--seed", "3")
+        assert run(folder, data, tmp_path / name, *extra) == 0
+        alone += curve(results(tmp_path / name)["rows"])
+    loaded, load = [], model_specs.load_model
+    monkeypatch.setattr(model_specs, "load_model", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    entries = "performer:features=8,hedgehog,t2r"
+    assert run(folder, data, tmp_path / "all", "--compare", entries, "--seed", "3") == 0
+    assert curve(results(tmp_path / "all")["rows"]) == alone
+    assert len(loaded) == 1
+    assert run(folder, data, tmp_path / "other", "--compare", entries, "--seed", "4") == 0
+    assert curve(results(tmp_path / "other")["rows"])[-2:] != alone[-2:]
+
+
 def test_resumes_after_the_last_length(folder, data, tmp_path, monkeypatch):
     compare = ("--compare", "softmax,logn:kappa=0.5", "--compare", "elu1")
     assert run(folder, data, tmp_path / "whole", *compare) == 0
@@ -139,10 +155,12 @@ def test_resumes_after_the_last_length(folder, data, tmp_path, monkeypatch):
     assert run(folder, data, broken, *compare) == 130
     assert curve(results(broken)["rows"], "model") == ["softmax", "softmax"]
     monkeypatch.setattr(nll, "forward", real)
-    loaded, load = [], perplexity_run.load_model
-    monkeypatch.setattr(perplexity_run, "load_model", lambda c, **k: loaded.append(c.label) or load(c, **k))
+    used, under = [], model_specs.SharedWeights.under
+    monkeypatch.setattr(
+        model_specs.SharedWeights, "under", lambda s, spec: used.append(spec.label) or under(s, spec)
+    )
     assert run(folder, data, broken, *compare) == 0
-    assert loaded == ["logn:kappa=0.5", "elu1"]
+    assert used == ["softmax", "logn:kappa=0.5", "elu1", "logn:kappa=0.5", "elu1"]  # checked, then measured
     assert results(broken)["rows"] == results(tmp_path / "whole")["rows"]
     assert run(folder, data, broken, "--compare", "softmax") == 1  # another question
 
@@ -182,10 +200,10 @@ def test_a_stream_takes_linear_entries_only(folder, data, tmp_path, capsys):
     words = ["--model", folder, "--data", data, "--stream", "--max-tokens", "256"]
     words = [str(word) for word in words]
     out = ["--output-dir", str(tmp_path / "out")]
-    assert perplexity.main([*words, *out, "--compare", "elu1,softmax1"]) == 1
+    assert main([*words, *out, "--compare", "elu1,softmax1"]) == 1
     assert "error: softmax1: --stream needs" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert perplexity.main([*words, *out, "--compare", "elu1,elu1+logn"]) == 0
+    assert main([*words, *out, "--compare", "elu1,elu1+logn"]) == 0
     assert len(results(tmp_path / "out")["rows"]) == 2 * len(
         [row for row in results(tmp_path / "out")["rows"] if row["model"] == "elu1"]
     )

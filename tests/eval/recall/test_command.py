@@ -12,12 +12,11 @@ from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
 from hf_linattn.errors import DataError
-from hf_linattn.eval.recall import __main__ as recall
-from hf_linattn.eval.recall import plot
+from hf_linattn.eval.recall import measure_recall, plot
 from hf_linattn.eval.recall import run as recall_run
-from hf_linattn.eval.recall.__main__ import measure_recall
+from hf_linattn.eval.recall.__main__ import main
 from hf_linattn.eval.recall.custom import grouped, load_cases
-from hf_linattn.eval.recall.verdict import judge, percent
+from hf_linattn.eval.recall.verdict import assess_baseline, percent
 from hf_linattn.eval.recall.vocabulary import Vocabulary
 
 EXTRA = ("--lengths", "64,96", "--depths", "0,1", "--samples", "3")
@@ -44,7 +43,7 @@ def patched_folder(folder, tokenizer, tmp_path_factory):
 
 def run(models, out, *extra, tasks="induction,mqar"):
     words = ["--model", *models, "--output-dir", out, "--tasks", tasks, *EXTRA, *extra]
-    return recall.main([str(word) for word in words])
+    return main([str(word) for word in words])
 
 
 def results(out):
@@ -135,7 +134,7 @@ class TestCommand:
         ("extra", "words"),
         [
             (("--patch", "elu2"), "unknown"),
-            (("--patch", "elu1,elu1"), "--patch has 'elu1' twice"),
+            (("--patch", "elu1,elu1"), "--compare has 'elu1' twice"),
             (("--patch", "softmax"), "measured first anyway"),
             (("--patch", "elu1:nothing=1"), "elu1:nothing=1: "),
             (("--lengths", "5"), "does not fit into 5 tokens"),
@@ -185,8 +184,8 @@ class TestCommand:
 
     def test_help_teaches(self, capsys):
         with pytest.raises(SystemExit, match="0"):
-            recall.main(["--help"])
-        assert "--patch elu1,window:size=64" in capsys.readouterr().out
+            main(["--help"])
+        assert "--compare elu1,window:size=64" in capsys.readouterr().out
 
 
 class TestCases:
@@ -200,7 +199,7 @@ class TestCases:
         path.write_text("\n".join(map(json.dumps, cases)) + "\n\n")
         out = tmp_path / "out"
         words = ["--model", folder, "--cases", path, "--lengths", "64,128", "--output-dir", out]
-        assert recall.main([str(word) for word in words]) == 0
+        assert main([str(word) for word in words]) == 0
         rows = results(out)["rows"]
         found = [(row["task"], row["length"], row["depth"], row["samples"]) for row in rows]
         assert found == [("cases", 64, None, 1), ("colours", 64, 0.0, 1), ("colours", 128, 0.0, 1)]
@@ -210,7 +209,7 @@ class TestCases:
         assert (out / "heatmap-colours.png").exists()
         capsys.readouterr()
         path.write_text(json.dumps(cases[0]))
-        assert recall.main([str(word) for word in words]) == 1
+        assert main([str(word) for word in words]) == 1
         assert "other arguments (--cases)" in capsys.readouterr().err
 
     def test_tokens_are_those_of_the_joined_text(self, tokenizer, tmp_path):
@@ -274,16 +273,16 @@ class TestVerdicts:
     )
     def test_at_the_length_where_it_does_best(self, accuracies, stderr, able, length):
         rows = [row(n, accuracy, stderr) for n, accuracy in zip((64, 128), accuracies, strict=True)]
-        (verdict,) = judge([*rows, row(64, 1.0, model="other")], "m")
+        (verdict,) = assess_baseline([*rows, row(64, 1.0, model="other")], "m")
         assert (verdict.able, verdict.length) == (able, length)
 
     def test_says_what_the_candidates_show(self):
-        (verdict,) = judge([row(64, 0.0, 0.0, choice=0.8)], "m")
+        (verdict,) = assess_baseline([row(64, 0.0, 0.0, choice=0.8)], "m")
         assert verdict.text == (
             "m cannot do mqar: 0 % at 64, chance 5.0 %; 80.0 % among the candidates, chance 5.0 %; "
             "recall of its patched versions means nothing"
         )
-        (verdict,) = judge([row(64, 0.0, 0.0, choice=0.06)], "m")
+        (verdict,) = assess_baseline([row(64, 0.0, 0.0, choice=0.06)], "m")
         assert "candidates" not in verdict.text
 
     def test_percent(self):
@@ -296,5 +295,5 @@ class TestVerdicts:
 def test_a_real_model_without_induction(tmp_path, capsys):
     model = DATA / "models" / "books-1m"
     words = ["--model", model, "--tasks", "induction", "--lengths", "512", "--samples", "4", "--depths", "1"]
-    assert recall.main([str(word) for word in [*words, "--output-dir", tmp_path]]) == 0
+    assert main([str(word) for word in [*words, "--output-dir", tmp_path]]) == 0
     assert "books-1m cannot do induction: " in capsys.readouterr().out

@@ -17,11 +17,10 @@ from transformers import AutoTokenizer
 
 from hf_linattn import bypassed, patch_model
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.eval.recall.__main__ import Row, measure_recall
+from hf_linattn.eval.recall import Row, measure_recall
 from hf_linattn.eval.recall.measure import make_row, score
-from hf_linattn.eval.recall.sample import Candidates, Sample
 from hf_linattn.eval.recall.tasks import TASKS, build
-from hf_linattn.eval.recall.vocabulary import Vocabulary
+from hf_linattn.eval.recall.vocabulary import Candidates, Sample, Vocabulary
 
 BYTES = ("passkey", "induction", "mqar")
 """Tasks for a tokenizer without words."""

@@ -8,7 +8,8 @@ from base64 import b64decode
 import numpy as np
 import pytest
 import torch
-from helpers.fixtures_demo import SENTENCE, comparison, save_model
+from helpers.fixtures_demo import SENTENCE, save_model
+from helpers.fixtures_report import comparison
 from helpers.pages import Page
 from helpers.paths import BASE, ROOT
 from transformers import AutoTokenizer
@@ -155,7 +156,7 @@ def test_report_shows_diagnoses(results, tmp_path):
 def test_report_beside_other_results(results, tmp_path):
     comparison(tmp_path)
     plain, both = tmp_path / "plain.html", tmp_path / "both.html"
-    known = ["--runs", str(tmp_path / "runs"), "--perplexity", str(tmp_path / "perplexity")]
+    known = [str(tmp_path / "runs"), str(tmp_path / "perplexity")]
     assert report.main([*known, "--output", str(plain)]) == 0
     one = ["--diagnose", str(results / "a-elu1"), "--diagnose", str(results / "b-own")]
     assert report.main([*known, *one, "--output", str(both)]) == 0
@@ -173,9 +174,9 @@ def test_report_refuses(results, folder, text, tmp_path, capsys):
         assert reason in error
         assert not (tmp_path / "x.html").exists()
 
-    refused("no diagnosis in", "--diagnose", tmp_path)
-    refused("give --runs, --perplexity, --diagnose")
-    refused("--results is the table of", "--diagnose", results, "--results", tmp_path / "r.json")
+    refused("holds no results", "--diagnose", tmp_path)
+    refused("nothing to report")
+    refused("hold diagnoses only", "--diagnose", results, "--results", tmp_path / "r.json")
     assert command.main([*arguments(folder, text, tmp_path / "other"), "--length", "16"]) == 0
     capsys.readouterr()
     refused("different --length", "--diagnose", results, "--diagnose", tmp_path / "other")

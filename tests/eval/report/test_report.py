@@ -3,32 +3,37 @@
 import csv
 import json
 import math
-import re
 from itertools import pairwise
 
 import pytest
-from helpers.fixtures_demo import comparison, finetune_results, perplexity_results, write
+from helpers import fixtures_report as fixtures
+from helpers.fixtures_demo import perplexity_results, write
 from helpers.pages import Page
 
 from hf_linattn.errors import DataError
+from hf_linattn.eval.common import formatting
 from hf_linattn.eval.report import findings
 from hf_linattn.eval.report.__main__ import main
-from hf_linattn.eval.report.summary import collect
+from hf_linattn.eval.report.discover import discover
+from hf_linattn.eval.report.rows import compare
 
 
 def make(folder, *extra):
     output = folder / "page" / "report.html"
-    arguments = ["--runs", str(folder / "runs"), "--perplexity", str(folder / "perplexity")]
-    status = main([*arguments, "--output", str(output), *extra])
+    status = main([str(folder / "runs"), str(folder / "perplexity"), "--output", str(output), *extra])
     return status, output
 
 
-def summary_of(folder):
-    return collect(folder / "runs", folder / "perplexity")
+def compared(*folders, **options):
+    return compare(discover(list(folders)), **options)
+
+
+def said(comparison):
+    return findings.findings(comparison, comparison.curves[0])
 
 
 def test_page_is_one_file_with_everything_in_it(tmp_path, capsys):
-    comparison(tmp_path)
+    fixtures.comparison(tmp_path)
     status, output = make(
         tmp_path, "--samples", str(tmp_path / "samples.json"), "--note", "Text: <some> & more."
     )
@@ -44,62 +49,115 @@ def test_page_is_one_file_with_everything_in_it(tmp_path, capsys):
     assert all(len(alt) > 30 for alt in page.alts)
     assert len(page.alts) == 2
     assert "16 at 512, 115 at 1,024, 202 at 8,192" in page.alts[0]
-    for name in ("unpatched", "control", "elu1", "softmax1"):
+    for name in ("base the original", "control the control", "elu1 fine-tuned", "softmax1 fine-tuned"):
         assert name in page.text
     # 45 / 15 at the shortest length; 46 / 45; e^5 and e^4; the state, and what a growing cache needs at 8,192
-    for number in ("3.00 \u00d7", "1.02 \u00d7", "148 → 54.6", "16.5 KiB", "8.0 MiB at 8,192"):
+    for number in ("3 \u00d7 control", "1.02 \u00d7", "148 → 54.6", "16.5 KiB", "8.0 MiB at 8,192"):
         assert number in page.text
+    for part in (
+        "Does more context help or hurt?",
+        "It breaks as soon as",
+        "What they write",
+        "Prompt 1: the end of 1,007 characters",
+        "What these numbers mean, and what they do not",
+        "Equal tokens, not equal care.",
+        "python -m hf_linattn.finetune",
+        "torch 2.13.0",
+        "seed of training 0",
+        "204,800 tokens of training each",
+        "2,048 tokens scored per length",
+    ):
+        assert part in page.text, part
 
 
 def test_results_are_also_written_for_machines(tmp_path):
-    comparison(tmp_path)
-    status, _ = make(tmp_path, "--results", str(tmp_path / "results.json"))
-    assert status == 0
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert [row["run"] for row in found["rows"]] == ["unpatched", "control", "elu1", "softmax1"]
-    assert [row["role"] for row in found["rows"]] == ["original", "control", "patch", "patch"]
+    fixtures.comparison(tmp_path)
+    extra = ("--results", str(tmp_path / "results.json"), "--samples", str(tmp_path / "samples.json"))
+    assert make(tmp_path, *extra)[0] == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["lengths"], results["train_length"]) == ([512, 1024, 8192], 512)
+    assert [row["row"] for row in results["rows"]] == ["base", "control", "elu1", "softmax1"]
+    assert [row["run"] for row in results["rows"]] == ["base", "control", "elu1", "softmax1"]
+    assert [row["role"] for row in results["rows"]] == ["original", "control", "patch", "patch"]
+    assert [row["patch"] for row in results["rows"]] == ["", "", "elu1", "softmax1"]
     with (tmp_path / "results.csv").open(newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
+        rows = {row["row"]: row for row in csv.DictReader(file)}
     assert float(rows["elu1"]["perplexity_8192"]) == 46
     assert float(rows["elu1"]["ratio_to_control_512"]) == pytest.approx(3)
     assert float(rows["elu1"]["longest_over_shortest"]) == pytest.approx(46 / 45)
-    assert float(rows["unpatched"]["fine_tuning_tokens"]) == 0
-    assert rows["unpatched"]["validation_loss_after"] == ""
+    assert float(rows["elu1"]["validation_loss_after"]) == 4
+    assert rows["elu1"]["state_bytes"] == "16896"
+    assert rows["control"]["bytes_per_token"] == "1024"
+    assert rows["control"]["fine_tuning_tokens"] == rows["control"]["training_tokens"] == "204800"
+    assert float(rows["control"]["fine_tuning_seconds"]) == 61.2
+    assert (rows["base"]["fine_tuning_tokens"], rows["base"]["training_tokens"]) == ("0", "")
+    assert rows["base"]["validation_loss_after"] == ""
+
+
+def test_older_options_name_folders_and_say_so(tmp_path, capsys):
+    fixtures.comparison(tmp_path)
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    assert make(tmp_path, "--results", str(new))[0] == 0
+    older = ["--runs", str(tmp_path / "runs"), "--perplexity", str(tmp_path / "perplexity")]
+    capsys.readouterr()
+    assert main([*older, "--output", str(tmp_path / "old.html"), "--results", str(old)]) == 0
+    assert f"--runs will go with the next release: give {tmp_path / 'runs'} as" in capsys.readouterr().err
+    assert json.loads(new.read_text()) == json.loads(old.read_text())
+
+
+def test_commands_of_the_user_name_their_rows(tmp_path):
+    fixtures.comparison(tmp_path)
+    write(tmp_path / "commands.json", {"unpatched": ["measure it"], "elu1": ["train it", "and so on"]})
+    rows = {row.name: row for row in compared(tmp_path, commands=tmp_path / "commands.json").rows}
+    assert list(rows) == ["unpatched", "control", "elu1", "softmax1"]
+    assert rows["unpatched"].commands == ["measure it"]
+    assert rows["elu1"].commands == ["train it", "and so on"]
+    assert all(text.startswith("python -m") for text in rows["control"].commands)
 
 
 def test_findings_follow_the_numbers(tmp_path):
-    said = dict(
-        zip(
-            ("original", "control", "elu1", "softmax1", "best"),
-            findings.findings(summary_of(comparison(tmp_path))),
-            strict=True,
-        )
-    )
-    assert "breaks as soon as the context is longer than the 512 tokens" in said["original"]
-    assert "7.2 times the perplexity of 512" in said["original"]
-    assert "6 % less at 512 tokens" in said["control"]
-    assert "3.0 times as much against the control" in said["elu1"]
-    assert "better than the control at 1,024 and 8,192 tokens and worse at 512" in said["elu1"]
-    assert "At no length does it differ" in said["softmax1"]
-    assert "at 512 tokens control (15.0; the next has 0.7 % more)" in said["best"]
-    assert "at 8,192 tokens elu1 (46.0; the next has 4.3 times as much)" in said["best"]
+    comparison = compared(fixtures.comparison(tmp_path), samples=tmp_path / "samples.json")
+    sentences = dict(zip(("original", "control", "elu1", "softmax1", "best"), said(comparison), strict=True))
+    assert "breaks as soon as the context is longer than the 512 tokens" in sentences["original"]
+    assert "7.2 times the perplexity of 512" in sentences["original"]
+    assert "on the same batches" in sentences["control"]
+    assert "6 % less at 512 tokens" in sentences["control"]
+    assert "3.0 times as much against the control" in sentences["elu1"]
+    assert "better than the control at 1,024 and 8,192 tokens and worse at 512" in sentences["elu1"]
+    assert "validation perplexity from 148, with the attention just swapped, to 54.6" in sentences["elu1"]
+    assert "A sequence of any length is held in 16.5 KiB" in sentences["elu1"]
+    assert "At no length does it differ" in sentences["softmax1"]
+    assert "at 512 tokens control (15.0; the next has 0.7 % more)" in sentences["best"]
+    assert "at 8,192 tokens elu1 (46.0; the next has 4.3 times as much)" in sentences["best"]
 
 
 def test_findings_do_not_claim_what_is_not_there(tmp_path):
     flat = {512: 20.0, 1024: 19.0, 8192: 18.0}
-    write(tmp_path / "perplexity" / "base" / "results.json", perplexity_results("base", flat))
-    write(
-        tmp_path / "perplexity" / "worse" / "results.json",
-        perplexity_results("base", {n: 2 * v for n, v in flat.items()}, patch="elu1"),
-    )
-    original, worse, best = findings.findings(collect(None, tmp_path / "perplexity"))
+    base = fixtures.model(tmp_path / "base")
+    fixtures.perplexity(tmp_path / "out" / "base", base, flat)
+    doubled = {n: 2 * v for n, v in flat.items()}
+    fixtures.perplexity(tmp_path / "out" / "worse", base, doubled, patch="elu1")
+    comparison = compared(tmp_path / "out")
+    original, worse, best = said(comparison)
     assert "breaks" not in original
     assert "does not break" in original
     assert "10 % less: more context helps" in original
     assert "control" not in worse  # there is none
-    assert "Fine-tuning" not in worse
-    assert "base" not in worse
-    assert best.count("unpatched") == 2
+    assert "Training" not in worse
+    assert best.count("base (") == 2
+    cautions = " ".join(findings.cautions(comparison))
+    assert "Equal tokens" not in cautions
+    assert "The last 256 tokens of each window are scored" in cautions
+
+
+def test_training_that_was_not_alike_is_no_equal_care(tmp_path):
+    fixtures.comparison(tmp_path)
+    fixtures.tuned(tmp_path / "runs" / "longer", tmp_path / "base", "relu", tokens=9)
+    comparison = compared(tmp_path)
+    cautions = " ".join(findings.cautions(comparison))
+    assert "The runs saw different amounts of text" in cautions
+    assert "Equal tokens" not in cautions
+    assert "on the same batches" not in " ".join(said(comparison))
 
 
 @pytest.mark.parametrize(
@@ -113,66 +171,52 @@ def test_findings_do_not_claim_what_is_not_there(tmp_path):
     ],
 )
 def test_ratios_in_words(ratio, words):
-    assert findings.change(ratio) == words
+    assert formatting.change(ratio) == words
 
 
 def test_sizes_in_words():
-    assert [findings.size(n) for n in (12, 1024, 101376, 3 << 20, 5 << 30)] == [
+    assert [formatting.size(n) for n in (12, 1024, 101376, 3 << 20, 5 << 30)] == [
         "12 B",
         "1.0 KiB",
         "99.0 KiB",
         "3.0 MiB",
         "5.0 GiB",
     ]
-    assert findings.exponential(1e4) == math.inf
+    assert formatting.exponential(1e4) == math.inf
 
 
 def test_training_runs_alone_make_a_page(tmp_path):
-    write(tmp_path / "runs" / "a+b" / "results.json", finetune_results("a", "softmax1+logn", None, None))
+    fixtures.tuned(tmp_path / "runs" / "a+b", fixtures.model(tmp_path / "base"), "softmax1+logn")
     output = tmp_path / "report.html"
-    assert main(["--runs", str(tmp_path / "runs"), "--output", str(output)]) == 0
+    assert main([str(tmp_path / "runs"), "--output", str(output)]) == 0
     assert "a+b" in Page(output.read_text()).text
 
 
 def test_position_buckets_are_drawn_where_windows_were_scored_in_full(tmp_path):
-    results = perplexity_results("base", {512: 20.0}, stride="full")
-    edges = [1, 64, 128, 256, 512]
+    results = perplexity_results(fixtures.model(tmp_path / "base"), {512: 20.0}, stride="full")
     results["rows"][0]["buckets"] = [
         {"start": low, "end": high, "tokens": 10, "nats": 3.0, "perplexity": 20.0}
-        for low, high in pairwise(edges)
+        for low, high in pairwise([1, 64, 128, 256, 512])
     ]
-    write(tmp_path / "perplexity" / "base" / "results.json", results)
-    status, output = make(tmp_path)
-    assert status == 0
-    text = output.read_text()
+    write(tmp_path / "out" / "results.json", results)
+    output = tmp_path / "report.html"
+    assert main([str(tmp_path / "out"), "--output", str(output)]) == 0
+    text = Page(output.read_text()).text
     assert "By position" in text
-    assert not re.search("same tokens at every length", text, re.IGNORECASE) or "The last full" not in text
+    assert "The same tokens at every length" not in text
 
 
-def test_refuses_with_one_line_and_writes_nothing(tmp_path, capsys):
-    def refused(reason):
-        status, output = make(tmp_path)
-        error = capsys.readouterr().err
-        assert status == 1
-        assert error.startswith("error: ")
-        assert error.count("\n") == 1
-        assert reason in error
-        assert not output.exists()
-
-    refused("no results to report")
-    results = tmp_path / "perplexity" / "base" / "results.json"
-    write(results, {**perplexity_results("base", {512: 2.0}), "complete": False})
-    refused("not finished")
-    write(results, '{"half')
-    refused("cannot read")
-    write(results, perplexity_results("base", {512: 2.0}))
-    write(tmp_path / "perplexity" / "b" / "results.json", perplexity_results("b", {512: 2.0}, stride=128))
-    refused("measured with different --stride")
+def test_nothing_to_report_is_refused(tmp_path, capsys):
     assert main(["--output", str(tmp_path / "x.html")]) == 1
-    assert "nothing to report" in capsys.readouterr().err
+    assert "nothing to report: give folders" in capsys.readouterr().err
 
 
-def test_unknown_samples_file_is_refused(tmp_path):
-    comparison(tmp_path)
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    fixtures.comparison(tmp_path)
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
-        collect(tmp_path / "runs", None, tmp_path / "nowhere.json")
+        compared(tmp_path, samples=tmp_path / "nowhere.json")
+    with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
+        compared(tmp_path, commands=tmp_path / "nowhere.json")
+    write(tmp_path / "other.json", {"samples": [{"nothing": 1}]})
+    with pytest.raises(DataError, match=r"other\.json holds no samples of hf_linattn\.eval\.generation"):
+        compared(tmp_path, samples=tmp_path / "other.json")

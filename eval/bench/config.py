@@ -1,4 +1,4 @@
-"""What is measured: shapes, kinds of calls, and the texts that name them on the command line."""
+"""Describe what is measured: shapes, kinds of calls, and the texts that name them on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ KINDS: tuple[Kind, ...] = ("prefill", "train", "decode")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 PEERS = ("fla", "fla-naive", "fast-transformers", "performer", "torch.compile")
-"""Other implementations that can stand beside ours; see `peers`."""
+"""Other implementations that can be compared with ours; see `peers`."""
+
+SDPA = "sdpa"
+IN_PLACE = "sdpa, keys in place"
+"""Decoding without the cache's own work: what SDPA alone takes."""
 
 SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:x(\d+))?")
 
@@ -34,14 +38,14 @@ class Shape:
     value_dim: int
 
     def __str__(self) -> str:
-        """As on the command line: `1x32/8x128`."""
+        """Return the text of the command line: `1x32/8x128`."""
         heads = f"{self.heads}" if self.kv_heads == self.heads else f"{self.heads}/{self.kv_heads}"
         tail = "" if self.value_dim == self.head_dim else f"x{self.value_dim}"
         return f"{self.batch}x{heads}x{self.head_dim}{tail}"
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchConfig:
     """Everything that the candidates of one comparison have in common.
 
     Attributes:
@@ -62,24 +66,24 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """A name for it in results."""
+        """The name in results."""
         way = "" if self.causal else ", both ways"
         return f"{self.kind} {self.shape} {self.dtype}{way} {self.length}"
 
 
 def parse_shape(text: str) -> Shape:
-    """`1x8x64`, `1x32/8x128`, `1x8x64x128`.
+    """Parse `1x8x64`, `1x32/8x128`, `1x8x64x128`.
 
     Raises:
         argparse.ArgumentTypeError: it is none, or its sizes do not fit each other.
     """
-    found = SHAPE.fullmatch(text.strip())
-    if found is None:
+    match = SHAPE.fullmatch(text.strip())
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no shape: write BATCHxHEADSxHEAD_DIM as in 1x8x64, key heads behind a slash as in "
             "1x32/8x128, another size of values at the end as in 1x8x64x128"
         )
-    batch, heads, kv_heads, head_dim, value_dim = found.groups()
+    batch, heads, kv_heads, head_dim, value_dim = match.groups()
     shape = Shape(*map(int, (batch, heads, kv_heads or heads, head_dim, value_dim or head_dim)))
     if min(shape.batch, shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim) < 1:
         raise argparse.ArgumentTypeError(f"every size of a shape is at least 1, got {text!r}")
@@ -91,12 +95,12 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Shapes by comma, each once."""
+    """Parse shapes by comma, each once."""
     return list(dict.fromkeys(parse_shape(part) for part in text.split(",")))
 
 
 def choices(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """A type for argparse: some of these words by comma, in the order in which they are known."""
+    """Make a type of argparse: some of these words by comma, in the order in which they are known."""
 
     def parse(text: str) -> list[str]:
         parts = [part.strip() for part in text.split(",")]

@@ -12,9 +12,10 @@ from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadMode
 from transformers.cache_utils import DynamicCache
 
 from hf_linattn import bypassed, describe, is_patched, patch_model
-from hf_linattn.eval.cost import __main__ as cost
-from hf_linattn.eval.cost import measure as cost_measure
-from hf_linattn.eval.cost import run as cost_run
+from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.eval import cost as former
+from hf_linattn.eval.bench import __main__ as bench
+from hf_linattn.eval.bench import caches, cost
 
 
 def read(model, length):
@@ -25,14 +26,14 @@ def read(model, length):
 def test_bytes_are_those_of_keys_and_values(dtype):
     model = tiny_models.llama(dtype=dtype)
     # 2 layers, 2 rows, 2 heads of keys, head_dim 8, keys and values
-    assert cost_measure.cache_bytes(read(model, 20)) == 2 * 2 * 2 * 8 * 2 * 20 * dtype.itemsize
+    assert caches.cache_bytes(read(model, 20)) == 2 * 2 * 2 * 8 * 2 * 20 * dtype.itemsize
 
 
 @pytest.mark.parametrize("patch", ["elu1", "gated", "flow"])
 def test_a_state_has_the_bytes_that_describe_declares(patch):
     model = patch_model(tiny_models.llama(dtype=torch.float32), patch)
     declared = 2 * describe(model).state_bytes  # two rows
-    assert [cost_measure.cache_bytes(read(model, n)) for n in (5, 50)] == [declared, declared]
+    assert [caches.cache_bytes(read(model, n)) for n in (5, 50)] == [declared, declared]
 
 
 @pytest.mark.parametrize(
@@ -43,19 +44,19 @@ def test_computed_bytes_are_those_of_a_long_text(plan, options):
     model = patch_model(
         tiny_models.llama(dtype=torch.float32), plan, **({"options": options} if options else {})
     )
-    found = cost_measure.computed(model, tiny_models.tokens(2, 8))
-    long = {"patched": cost_measure.cache_bytes(read(model, 200))}
+    found = caches.growth_by_side(model, tiny_models.tokens(2, 8))
+    long = {"patched": caches.cache_bytes(read(model, 200))}
     with bypassed(model):
-        long["unpatched"] = cost_measure.cache_bytes(read(model, 200))
+        long["unpatched"] = caches.cache_bytes(read(model, 200))
     assert {side: sum(layer.at(200) for layer in layers) for side, layers in found.items()} == long
 
 
 def test_layers_with_a_window_stop_growing():
     sizes = {**tiny_models.SIZES, "sliding_window": 16}
     model = tiny_models.build("MistralForCausalLM", dtype=torch.float32, num_hidden_layers=2, **sizes)
-    layers = cost_measure.computed(model, tiny_models.tokens(2, 8))["unpatched"]
+    layers = caches.growth_by_side(model, tiny_models.tokens(2, 8))["unpatched"]
     for length in (4, 16, 200):
-        assert sum(layer.at(length) for layer in layers) == cost_measure.cache_bytes(read(model, length))
+        assert sum(layer.at(length) for layer in layers) == caches.cache_bytes(read(model, length))
     assert layers[0].at(200) == layers[0].at(10**6)
 
 
@@ -65,8 +66,8 @@ def test_a_part_of_a_larger_tensor_holds_all_of_it():
     cache.update(whole[:, :, :3], whole[:, :, 3:6], 0)
     # as in transformers' layer with a window: a view of what came
     cache.layers[0].keys, cache.layers[0].values = whole[:, :, :3], whole[:, :, 3:6]
-    assert cost_measure.cache_bytes(cache) == 2 * 3 * 4 * 4
-    assert cost_measure.held_bytes(cache) == 100 * 4 * 4  # one storage, counted once
+    assert caches.cache_bytes(cache) == 2 * 3 * 4 * 4
+    assert caches.held_bytes(cache) == 100 * 4 * 4  # one storage, counted once
 
 
 def test_unknown_cache_layers_are_not_computed():
@@ -76,8 +77,8 @@ def test_unknown_cache_layers_are_not_computed():
 
     cache = DynamicCache()
     cache.layers = [Strange()]
-    assert cost_measure.growth(cache) is None
-    assert cost_measure.cache_bytes(cache) == 12
+    assert caches.growth(cache) is None
+    assert caches.cache_bytes(cache) == 12
 
 
 def test_rounds_are_in_turn_and_ratios_are_of_a_round(monkeypatch):
@@ -93,25 +94,26 @@ def test_rounds_are_in_turn_and_ratios_are_of_a_round(monkeypatch):
         seconds = (2 * times if patched else times, times / 2 if patched else times)
         return (*seconds, 100, 100 + len(asked))
 
-    monkeypatch.setattr(cost_measure, "_once", once)
-    found = cost_measure.measure(model, tiny_models.tokens(3, 40), new_tokens=8, repeats=3)
+    monkeypatch.setattr(cost, "_once", once)
+    found = cost.measure_cost(model, tiny_models.tokens(3, 40), new_tokens=8, repeats=3)
     assert asked == [False, True, True, False] * 2
     patched, unpatched = found["patched"], found["unpatched"]
-    assert patched.length == 32
-    assert (unpatched.prefill.low, unpatched.prefill.median, unpatched.prefill.high) == (24, 96, 96)
-    assert (patched.prefill.ratio, patched.prefill.ratio_low, patched.prefill.ratio_high) == (0.5, 0.5, 0.5)
-    assert patched.decode.median == 48
-    assert patched.decode.ratio == 2
-    assert unpatched.prefill.ratio is None
-    assert patched.peak_bytes > patched.cache_bytes
+    assert patched["length"] == 32
+    speeds = [unpatched[f"prefill_{name}"] for name in ("low", "tokens_per_second", "high")]
+    assert speeds == [24, 96, 96]
+    assert [patched[f"prefill_ratio{end}"] for end in ("", "_low", "_high")] == [0.5, 0.5, 0.5]
+    assert patched["decode_tokens_per_second"] == 48
+    assert patched["decode_ratio"] == 2
+    assert unpatched["prefill_ratio"] is None
+    assert patched["peak_bytes"] > patched["cache_bytes"]
 
 
 def test_the_model_is_left_as_it_was_found():
     model = patch_model(tiny_models.llama(dtype=torch.float32), "elu1").train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    found = cost_measure.measure(model, tiny_models.tokens(1, 12), new_tokens=4, repeats=1)
-    assert found["patched"].cache_bytes == describe(model).state_bytes
-    assert found["unpatched"].cache_bytes == 2 * 2 * 2 * 8 * 4 * 8
+    found = cost.measure_cost(model, tiny_models.tokens(1, 12), new_tokens=4, repeats=1)
+    assert found["patched"]["cache_bytes"] == describe(model).state_bytes
+    assert found["unpatched"]["cache_bytes"] == 2 * 2 * 2 * 8 * 4 * 8
     assert model.training
     assert is_patched(model)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
@@ -123,13 +125,13 @@ def folder(tmp_path_factory):
 
 
 def arguments(model, output, *extra):
-    short = ["--lengths", "16,32", "--also", "64", "--new-tokens", "2", "--repeats", "2"]
-    return ["--model", str(model), *short, "--output-dir", str(output), *extra]
+    short = ["--lengths", "16,32", "--also", "64", "--new-tokens", "2", "--rounds", "2"]
+    return ["--model", str(model), "--cost", *short, "--output-dir", str(output), *extra]
 
 
 def test_command_leaves_numbers_and_a_picture(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    assert cost.main(arguments(folder, out, "--patch", "elu1")) == 0
+    assert bench.main(arguments(folder, out, "--patches", "elu1")) == 0
     shown = capsys.readouterr().out
     assert "(computed)" in shown
     results = json.loads((out / "results.json").read_text())
@@ -153,14 +155,14 @@ def test_command_leaves_numbers_and_a_picture(folder, tmp_path, capsys):
 
 
 def test_a_model_without_a_patch_has_no_ratio(folder, tmp_path, capsys):
-    assert cost.main(arguments(folder, tmp_path)) == 0
+    assert bench.main(arguments(folder, tmp_path)) == 0
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["model"] for row in rows} == {"unpatched"}
     assert all(row["prefill_ratio"] is row["bytes_ratio"] is None for row in rows)
 
 
 def test_goes_on_after_the_last_length(folder, tmp_path, monkeypatch, capsys):
-    real, seen = cost_run.measure, []
+    real, seen = cost.measure_cost, []
 
     def measure(model, ids, **settings):
         if len(seen) == 1:
@@ -169,21 +171,21 @@ def test_goes_on_after_the_last_length(folder, tmp_path, monkeypatch, capsys):
         seen.append(ids.shape[1] - 2)
         return real(model, ids, **settings)
 
-    monkeypatch.setattr(cost_run, "measure", measure)
-    assert cost.main(arguments(folder, tmp_path, "--patch", "elu1")) == 130
+    monkeypatch.setattr(cost, "measure_cost", measure)
+    assert bench.main(arguments(folder, tmp_path, "--patches", "elu1")) == 130
     first = json.loads((tmp_path / "results.json").read_text())
     assert not first["complete"]
-    assert cost.main(arguments(folder, tmp_path, "--patch", "elu1")) == 0
+    assert bench.main(arguments(folder, tmp_path, "--patches", "elu1")) == 0
     assert seen == [16, "stopped", 32]
     again = json.loads((tmp_path / "results.json").read_text())
     assert all(row in again["rows"] for row in first["rows"])
     capsys.readouterr()
-    assert cost.main(arguments(folder, tmp_path, "--patch", "relu")) == 1
+    assert bench.main(arguments(folder, tmp_path, "--patches", "relu")) == 1
     assert "other arguments (--patch)" in capsys.readouterr().err
 
 
 def refused(arguments, reason, capsys):
-    assert cost.main(arguments) == 1
+    assert bench.main(arguments) == 1
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("error: ")
     assert reason in error
@@ -191,7 +193,7 @@ def refused(arguments, reason, capsys):
 
 def test_refuses_with_one_line(folder, tmp_path, capsys):
     refused(arguments(tmp_path / "nowhere", tmp_path / "o"), "no such folder", capsys)
-    refused(arguments(folder, tmp_path / "o", "--patch", "elu2"), "elu2", capsys)
+    refused(arguments(folder, tmp_path / "o", "--patches", "elu2"), "elu2", capsys)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     BertLMHeadModel(BertConfig(vocab_size=30, **sizes)).save_pretrained(tmp_path / "bert")
     refused(arguments(tmp_path / "bert", tmp_path / "o"), "sees later tokens", capsys)
@@ -203,9 +205,9 @@ def test_refuses_with_one_line(folder, tmp_path, capsys):
     # what could be measured is there
     assert len(json.loads((tmp_path / "o2" / "results.json").read_text())["rows"]) == 1
     with pytest.raises(SystemExit, match="2"):
-        cost.main(arguments(folder, tmp_path / "o", "--options", "{}"))
+        bench.main(arguments(folder, tmp_path / "o", "--options", "{}"))
     with pytest.raises(SystemExit, match="2"):
-        cost.main(["--model", "x", "--lengths", "0", "--output-dir", str(tmp_path)])
+        bench.main(["--model", "x", "--lengths", "0", "--output-dir", str(tmp_path)])
 
 
 def test_a_model_without_a_cache_is_refused():
@@ -217,5 +219,44 @@ def test_a_model_without_a_cache_is_refused():
         def forward(self, input_ids, use_cache=False):
             return type("Out", (), {"logits": self.table(input_ids)})()
 
-    with pytest.raises(cost_measure.UnsupportedModelError, match="gives no cache"):
-        cost_measure._read(Bare(), tiny_models.tokens(1, 4))
+    with pytest.raises(UnsupportedModelError, match="gives no cache"):
+        caches.read(Bare(), tiny_models.tokens(1, 4))
+
+
+def test_the_former_command_gives_the_same_results_and_says_so(folder, tmp_path, capsys):
+    old = ["--lengths", "16", "--also", "64", "--new-tokens", "2", "--repeats", "1", "--dtype", "auto"]
+    asked = ["--model", str(folder), "--patch", "elu1", *old, "--output-dir", str(tmp_path)]
+    assert former.main(asked) == 0
+    assert "this command is now python -m hf_linattn.bench --cost" in capsys.readouterr().err
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["format"] == "hf_linattn.cost/1"
+    arguments = results["arguments"]
+    assert (arguments["patch"], arguments["repeats"], arguments["dtype"]) == ("elu1", 1, "auto")
+    new = ["--lengths", "16", "--also", "64", "--new-tokens", "2", "--rounds", "1"]
+    known = ["--model", str(folder), "--cost", "--patches", "elu1", "--output-dir", str(tmp_path)]
+    before = (tmp_path / "results.json").stat().st_mtime_ns
+    assert bench.main([*known, *new]) == 0  # the folder is finished: shown again
+    assert (tmp_path / "results.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (["--kinds", "prefill"], "--kinds does not go with --cost"),
+        (["--budget", "3"], "--budget does not go with --cost"),
+        (["--patches", "elu1,relu"], "--cost takes one of --patches at a time"),
+    ],
+)
+def test_what_does_not_go_with_cost_is_wrong_usage(folder, tmp_path, capsys, extra, reason):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(arguments(folder, tmp_path, *extra))
+    assert reason in capsys.readouterr().err
+
+
+def test_options_of_cost_belong_to_it(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--also", "64", "--output-dir", str(tmp_path)])
+    assert "--also belongs to --cost" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--cost", "--output-dir", str(tmp_path)])
+    assert "give --model" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""Many patches of one model side by side: the model specs of `--compare`.
+
+softmax, window:size=256, softmax1+logn:train_length=1024, softmax@yarn:8
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import set_seed
+
+from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
+from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
+
+from .cli import parse_rope_scaling
+from .models import UNPATCHED, Curve, load_model, scaled_rotaries
+
+FORM = "PATCH[:OPTION=VALUE...][@KIND:FACTOR]"
+PROBE = 8
+"""Tokens that every spec reads before anything is measured."""
+
+
+def parse_specs(text: str) -> list[str]:
+    """`softmax, logn:kappa=0.2` -> ["softmax", "logn:kappa=0.2"], each of them readable by `parse_spec`.
+
+    Raises:
+        OptionError: an entry cannot be read.
+    """
+    entries = [entry.strip() for entry in _split(text, ",")]
+    for entry in entries:
+        parse_spec(entry)
+    return entries
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
+    """`PATCH[:OPTION=VALUE...][@KIND:FACTOR]` -> patch, its options, RoPE scaling or None.
+
+    A value is JSON, or else a string. An option that several parts of a composition have is written
+    PART.OPTION, as in `softmax1+logn:logn.kappa=0.2`.
+
+    Raises:
+        OptionError: the text has another form, or an option comes twice.
+    """
+    body, at, rope_scaling = text.partition("@")
+    patch, *pairs = _split(body, ":")
+    if not patch.strip():
+        raise OptionError(
+            f"{text!r} names no patch: an entry is {FORM}; the model's own attention is 'softmax'"
+        )
+    if patch == UNPATCHED:
+        raise OptionError(f"{text!r}: the model's own attention is called 'softmax' here")
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            hint = f" RoPE is scaled by {patch}@{pair}." if not equals else ""
+            raise OptionError(f"{text!r}: {pair!r} is no OPTION=VALUE; an entry is {FORM}.{hint}")
+        part, dot, option = name.rpartition(".")
+        place = options.setdefault(part, {}) if dot else options
+        if option in place:
+            raise OptionError(f"{text!r} gives {name!r} twice")
+        place[option] = _value(value)
+    if at:
+        parse_rope_scaling(rope_scaling)
+    return patch, options, rope_scaling if at else None
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """Cut a text at the marks that stand outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == mark and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def specs_of(entries: Sequence[str], source: str) -> list[Curve]:
+    """Make a model spec of each entry of --compare, all of the same weights.
+
+    Raises:
+        OptionError: two entries are the same.
+    """
+    specs: list[Curve] = []
+    for entry in entries:
+        patch, options, rope_scaling = parse_spec(entry)
+        for other in specs:
+            if (other.patch, other.options, other.rope_scaling) == (patch, options, rope_scaling):
+                raise OptionError(f"--compare has {other.label!r} twice")
+        specs.append(Curve(entry, source, patch, options, rope_scaling))
+    return specs
+
+
+def is_reference(spec: Curve) -> bool:
+    """Whether a spec is there for others to be compared with: the model's own attention, not scaled."""
+    return spec.patch in (UNPATCHED, "softmax") and spec.rope_scaling is None
+
+
+@contextmanager
+def error_prefix(label: str) -> Iterator[None]:
+    """Put the label of a model before the errors of this package."""
+    try:
+        yield
+    except LinattnError as error:
+        raise type(error)(f"{label}: {error}") from error
+
+
+class SharedWeights:
+    """The weights of one model, loaded once, under one patch after the other.
+
+    What a patch computes is to the last bit what it computes on weights loaded for it alone: unpatching is
+    exact, and random parameters are drawn from the state that the random numbers have behind the loading.
+
+    Args:
+        source: folder or name of the model.
+        dtype: as for `load_model`.
+        device: where the model is used.
+        seed: of random parameters.
+
+    Raises:
+        OptionError: the model has a patch with weights of its own, which the specs would lose.
+        CheckpointError: there is no model.
+    """
+
+    def __init__(
+        self, source: str, *, dtype: str = "auto", device: torch.device | str = "cpu", seed: int = 0
+    ) -> None:
+        set_seed(seed)
+        self.device, self.seed = device, seed
+        self.model: Any = load_model(Curve("", source), dtype=dtype).eval()
+        self._random_state = torch.get_rng_state()
+        if is_patched(self.model):
+            if describe(self.model).parameters:
+                raise OptionError(
+                    f"{source} has a patch with weights of its own, which --compare would leave out: "
+                    "measure it by itself, or as --baseline of the model it comes from"
+                )
+            unpatch_model(self.model)
+
+    @contextmanager
+    def under(self, spec: Curve) -> Iterator[nn.Module]:
+        """Give the model with the patch and the RoPE of a spec, and take both off again.
+
+        Raises:
+            LinattnError: the patch or the scaling does not suit the model.
+        """
+        set_seed(self.seed)
+        torch.set_rng_state(self._random_state)
+        model = self.model.to("cpu")  # random parameters are drawn there, as on a model just loaded
+        rotaries = {} if spec.rope_scaling is None else scaled_rotaries(model, spec.rope_scaling)
+        before = {name: model.get_submodule(name) for name in rotaries}
+        try:
+            for name, module in rotaries.items():
+                model.set_submodule(name, module)
+            patch_model(model, spec.patch or "softmax", options=spec.options)
+            yield model.to(self.device)
+        finally:
+            if is_patched(model):
+                unpatch_model(model)
+            for name, module in before.items():
+                model.set_submodule(name, module)
+
+    @torch.no_grad()
+    def check(self, specs: Sequence[Curve], *, stream: bool = False) -> None:
+        """Put every spec on the model and let it read a few tokens.
+
+        Args:
+            specs: of this model.
+            stream: whether every one must have a constant state.
+
+        Raises:
+            LinattnError: a spec does not suit the model; the message begins with its label.
+        """
+        probe = torch.zeros(1, PROBE, dtype=torch.long, device=self.device)
+        for spec in specs:
+            with error_prefix(spec.label), self.under(spec) as model:
+                # what a patch refuses in a call shows only in a call
+                model(input_ids=probe, use_cache=stream)
+                if stream:
+                    refuse_growing_cache(model)
+
+
+class ModelLoader:
+    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
+
+    Args:
+        compared: specs of --compare, all of one model; each is checked here.
+        dtype: as for `load_model`.
+        device: where the models are used.
+        seed: of random parameters.
+        stream: whether every compared one must have a constant state.
+
+    Raises:
+        OptionError: the model has a patch with weights of its own, which the compared specs would lose.
+        LinattnError: a compared spec does not suit the model; the message begins with its label.
+    """
+
+    def __init__(
+        self,
+        compared: Sequence[Curve],
+        *,
+        dtype: str = "auto",
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        stream: bool = False,
+    ) -> None:
+        self.dtype, self.device, self.seed = dtype, device, seed
+        self._labels = {spec.label for spec in compared}
+        if compared:
+            self._shared = SharedWeights(compared[0].source, dtype=dtype, device=device, seed=seed)
+            self._shared.check(compared, stream=stream)
+
+    @contextmanager
+    def use(self, spec: Curve) -> Iterator[nn.Module]:
+        """Give the model of a spec.
+
+        Raises:
+            LinattnError: the model cannot be had, or the patch does not suit it.
+        """
+        if spec.label in self._labels:
+            with self._shared.under(spec) as model:
+                yield model
+        else:
+            yield self.load(spec)
+
+    def load(self, spec: Curve) -> nn.Module:
+        """Load the model of a spec, to stay.
+
+        Raises:
+            LinattnError: see `use`.
+        """
+        set_seed(self.seed)
+        return load_model(spec, dtype=self.dtype, device=self.device)
+
+
+def refuse_growing_cache(model: nn.Module) -> None:
+    """Raise unless every layer has a constant state, as a stream needs it.
+
+    Raises:
+        UnsupportedModelError: a layer's cache grows with the document.
+    """
+    if not is_linear(model):
+        raise UnsupportedModelError(
+            "--stream needs attention with a constant state in every layer, and this model has layers whose "
+            "cache grows with the document; try a linear patch, such as elu1"
+        )

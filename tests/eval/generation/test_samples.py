@@ -1,0 +1,94 @@
+"""Continuations of prompts by one model after the other: generation --prompt, and its former name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.fixtures_demo import SENTENCE, save_model
+from transformers import AutoTokenizer
+
+from hf_linattn import from_pretrained
+from hf_linattn.eval.generation.__main__ import main
+from hf_linattn.eval.sample import main as former_main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_they_are_the_models_own(model, tmp_path, capsys):
+    prompt, output = tmp_path / "prompt.txt", tmp_path / "samples.json"
+    prompt.write_text(SENTENCE)
+    words = ["--model", str(model), "--prompt", "ab", "--prompt-file", str(prompt), "--max-new-tokens", "5"]
+    assert main([*words, "--output", str(output)]) == 0
+    greedy = json.loads(output.read_text())
+    assert greedy["format"] == "hf_linattn.samples/1"
+    assert [s["prompt"] for s in greedy["samples"]] == [0, 1]
+    assert greedy["prompts"] == ["ab", SENTENCE]
+    tokenizer, loaded = AutoTokenizer.from_pretrained(model), from_pretrained(str(model))
+    ids = tokenizer("ab", return_tensors="pt")["input_ids"]
+    for _ in range(5):  # without a cache, token by token
+        best = loaded(ids).logits[:, -1].argmax(-1)
+        ids = ids.new_tensor([[*ids[0].tolist(), int(best)]])
+        if int(best) == 256:
+            break
+    assert greedy["samples"][0]["text"] == tokenizer.decode(ids[0, 2:], skip_special_tokens=True)
+    random = [*words, "--temperature", "1.5", "--samples", "2", "--seed", "3", "--output", str(output)]
+    assert main(random) == 0
+    first = json.loads(output.read_text())["samples"]
+    assert main(random) == 0
+    again = json.loads(output.read_text())["samples"]
+    assert [s["text"] for s in first] == [s["text"] for s in again]
+    assert first[0]["text"] != first[1]["text"]
+    assert "written to" in capsys.readouterr().out
+
+
+def test_the_former_command_says_how_it_is_called_now(model, tmp_path, capsys):
+    words = ["--model", str(model), "--model", str(model), "--prompt", "ab", "--max-new-tokens", "3"]
+    words += ["--greedy", "--dtype", "float32", "--seed", "1", "--output"]
+    assert main([*words, str(tmp_path / "new.json")]) == 0
+    capsys.readouterr()
+    assert former_main([*words, str(tmp_path / "old.json")]) == 0
+    assert "python -m hf_linattn.eval.generation --prompt" in capsys.readouterr().err
+    new, old = (json.loads((tmp_path / name).read_text()) for name in ("new.json", "old.json"))
+    for results in (new, old):
+        del results["command"], results["samples"][0]["seconds"]
+    assert new == old
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--model", "nowhere/at-all", "--prompt", "a"], "nowhere/at-all"),
+        (["--model", "MODEL", "--prompt-file", "nowhere.txt"], "cannot read the prompt"),
+        (["--model", "MODEL", "--prompt", ""], "holds no text"),
+    ],
+)
+def test_refusals_are_one_line(model, tmp_path, monkeypatch, capsys, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(model) if word == "MODEL" else word for word in arguments]
+    assert main([*arguments, "--output", "samples.json"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert reason in error
+    assert not (tmp_path / "samples.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--output", "a.json"], "has no meaning without --prompt"),
+        (["--samples", "2", "--data", "x"], "has no meaning without --prompt"),
+        (["--prompt", "a"], "--output"),
+        (["--prompt", "a", "--output", "a.json", "--compare", "elu1"], "has no meaning with --prompt"),
+        (["--prompt", "a", "--output", "a.json", "--greedy", "--temperature", "1"], "not allowed with"),
+        (["--prompt", "a", "--output", "a.json", "--temperature", "0"], "for 0 use --greedy"),
+    ],
+)
+def test_wrong_usage(words, reason, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "x", *words])
+    assert reason in capsys.readouterr().err
