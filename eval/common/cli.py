@@ -248,8 +248,10 @@ def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callab
         names = [name.strip() for name in text.split(",")]
         if none is not None and names == [none]:
             return []
+        if not all(names):
+            raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
         for name in names:
-            if not name or (known and name not in known):
+            if known and name not in known:
                 raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 

@@ -93,7 +93,7 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Evaluator:
     """A model and what it is measured on.
 
     Attributes:
@@ -187,7 +187,7 @@ class Bench:
     def _recall(self, names: list[str]) -> list[dict[str, Any]] | None:
         if self.recall is None:
             return None
-        from ..recall.__main__ import measure_recall
+        from ..recall import measure_recall
 
         with bypassed(self.model, names):
             rows = measure_recall(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import Any
 from hf_linattn.errors import DataError
 
 from ..common import results
+from ..common.formatting import size, text_table
 from .measure import Key, Measured, key_of
 from .model import OWN, Layer
-from .ranking import Ranking, alone, ordered, state_bytes
+from .ranking import Ranking, ordered, single_layer, state_bytes
 
 FORMAT = "hf_linattn.layers/1"
 Point = dict[str, Any]
-"""Of `Study.tradeoff`: "curve", "kept", "count" and "key"."""
+"""Of `Schedule.tradeoff`: "curve", "kept", "count" and "key"."""
 
 
 def load(folder: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, Measured]]:
@@ -48,10 +48,12 @@ def layer(row: Mapping[str, Any]) -> Layer:
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
     """layers.csv: what was measured with each layer alone, its scores and its places by every rank."""
-    orders = {rank: ordered(ranking.layers, s, ranking.worth["kl"]) for rank, s in ranking.scores.items()}
+    orders = {
+        rank: ordered(ranking.layers, s, ranking.layer_values["kl"]) for rank, s in ranking.scores.items()
+    }
     rows = []
     for index, (one, own) in enumerate(
-        zip(ranking.layers, alone(ranking.layers, ranking.sense), strict=True)
+        zip(ranking.layers, single_layer(ranking.layers, ranking.sense), strict=True)
     ):
         row = ranking.rows[key_of(own)]
         content = {
@@ -65,7 +67,7 @@ def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
             "kl_stderr": row.kl_stderr,
             "recall": row.accuracy,
         }
-        content |= {f"worth_{name}": values[index] for name, values in ranking.worth.items()}
+        content |= {f"worth_{name}": values[index] for name, values in ranking.layer_values.items()}
         content |= {f"score_{rank}": scores[index] for rank, scores in ranking.scores.items()}
         content |= {f"place_{rank}": order.index(one.number) + 1 for rank, order in orders.items()}
         rows.append(content)
@@ -108,7 +110,7 @@ def label(curve: str, kept: str) -> str:
 def layer_table(ranking: Ranking) -> str:
     """One line per layer, the first to stay first."""
     rows = {row["layer"]: row for row in layer_rows(ranking)}
-    recall = "recall" in ranking.worth
+    recall = "recall" in ranking.layer_values
     titles = ["layer", "perplexity", "nats lost", "KL", *(["recall", "lost"] if recall else [])]
     if ranking.sense == "restore":
         titles = [title.replace("lost", "gained") for title in titles]
@@ -129,14 +131,14 @@ def layer_table(ranking: Ranking) -> str:
             score = f" ({row[f'score_{rank}']:.3g})" if rank == "recall_over_perplexity" else ""
             cells.append(f"{row[f'place_{rank}']}.{score}")
         lines.append(cells)
-    return aligned(lines)
+    return text_table(lines[0], lines[1:], left=0)
 
 
 def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> str:
     """One line per number of softmax layers: state by context, the layers, and each curve's perplexity."""
     labels = list(dict.fromkeys(label(point["curve"], point["kept"]) for point in points))
     found = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
-    recall = "recall" in ranking.worth
+    recall = "recall" in ranking.layer_values
     lines = [["softmax", *(f"at {_tokens(n)}" for n in contexts), "layers"]]
     for name in labels:
         lines[0] += [f"by {name.replace('recall_over_perplexity', 'R/P')}", *(["recall"] if recall else [])]
@@ -150,26 +152,15 @@ def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence
             if recall:
                 cells.append("-" if row.accuracy is None else f"{row.accuracy:.3f}")
         lines.append(cells)
-    return aligned(lines)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text, to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    return text_table(lines[0], lines[1:], left=0)
 
 
 def _tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _size(size: int | None) -> str:
-    if size is None:
-        return "?"
-    power = min(int(math.log2(max(size, 1))) // 10, 4)
-    return f"{size / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _size(count: int | None) -> str:
+    return "?" if count is None else size(count)
 
 
 def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
@@ -179,7 +170,7 @@ def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
         "sense": ranking.sense,
         "order": ranking.order,
         "note": ranking.note,
-        "worth": ranking.worth,
+        "worth": ranking.layer_values,
         "scores": ranking.scores,
         "tradeoff": [{**point, "key": [list(point["key"][0]), point["key"][1]]} for point in points],
     }

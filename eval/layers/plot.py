@@ -49,7 +49,7 @@ def save_layers(path: Path, ranking: Ranking) -> None:
 
 def save_tradeoff(path: Path, ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> None:
     """Perplexity, recall where it was measured, and state, over the number of softmax layers."""
-    recall = "recall" in ranking.worth
+    recall = "recall" in ranking.layer_values
     figure = Figure(figsize=(4.6 * (3 if recall else 2), 4.0), layout="constrained")
     panels = list(figure.subplots(1, 3 if recall else 2))
     labels = list(dict.fromkeys((point["curve"], point["kept"]) for point in points))

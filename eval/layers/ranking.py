@@ -37,7 +37,7 @@ def numbers_of(layers: Sequence[Layer]) -> list[int]:
     return [layer.number for layer in layers]
 
 
-def alone(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
+def single_layer(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
     """For each layer, which layers have their own attention when it is measured.
 
     "replace": all but this one. "restore": this one alone.
@@ -48,8 +48,8 @@ def alone(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
     return [tuple(sorted(other for other in numbers if other != number)) for number in numbers]
 
 
-def base(layers: Sequence[Layer], sense: Sense) -> tuple[int, ...]:
-    """What `alone` is compared with: the original, or the model without any softmax."""
+def reference(layers: Sequence[Layer], sense: Sense) -> tuple[int, ...]:
+    """What `single_layer` is compared with: the original, or the model without any softmax."""
     return tuple(sorted(numbers_of(layers))) if sense == "replace" else ()
 
 
@@ -60,13 +60,13 @@ def recalls(original: Measured) -> bool:
     return original.accuracy - original.chance >= LEAST_RECALL
 
 
-def worth(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
+def layer_values(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
     """What each layer's own attention is worth, by measure: what its loss costs, or its return brings.
 
     "perplexity" and "kl" in nats per token, "recall" in accuracy; the last is absent where none was measured.
     """
-    before, sign = rows[key_of(base(layers, sense))], 1 if sense == "replace" else -1
-    after = [rows[key_of(own)] for own in alone(layers, sense)]
+    before, sign = rows[key_of(reference(layers, sense))], 1 if sense == "replace" else -1
+    after = [rows[key_of(own)] for own in single_layer(layers, sense)]
     found = {
         "perplexity": [sign * (row.nats - before.nats) for row in after],
         "kl": [sign * (row.kl - before.kl) for row in after],
@@ -77,7 +77,7 @@ def worth(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[f
     return found
 
 
-def noise_of(original: Measured) -> float:
+def noise_threshold(original: Measured) -> float:
     """Recall that a layer must lose at least for the loss to count: two standard errors, or one sample.
 
     The errors are those of the original's recall over its samples.
@@ -146,7 +146,7 @@ class Ranking:
         rank, sense: how they were ranked; note: why so, where that was not what was asked for.
         order: numbers of the layers, the first to stay first.
         scores: rank -> score per layer, for every rank that can be had.
-        worth: measure -> what each layer's own attention is worth; see `worth`.
+        layer_values: measure -> what each layer's own attention is worth.
         rows: everything that was measured.
     """
 
@@ -155,7 +155,7 @@ class Ranking:
     sense: Sense
     order: list[int]
     scores: dict[str, list[float]]
-    worth: dict[str, list[float]]
+    layer_values: dict[str, list[float]]
     rows: dict[Key, Measured]
     note: str = ""
 
@@ -173,7 +173,7 @@ class Ranking:
             return even(self.layers, keep)
         if curve in (None, self.rank):
             return tuple(sorted(self.order[:keep]))
-        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.worth["kl"])[:keep]))
+        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.layer_values["kl"])[:keep]))
 
 
 def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, Any]:

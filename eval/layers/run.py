@@ -9,24 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import set_seed
-from transformers.utils import logging
 
 from hf_linattn.cli.files import filling, writing
-from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
-from ..common.models import Curve, load_config, load_model, load_tokenizer, train_length
-from ..common.results import check_writable, save_csv, versions
+from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, train_length
+from ..common.results import check_writable, default_device, save_csv, versions
 from ..common.results import save as save_results
-from ..common.windows import encode, plan_windows
+from ..common.windows import plan_windows
 from . import outputs as files
-from .measure import Bench, Measured, Recall
+from .measure import Evaluator, Measured, Recall
 from .model import OWN, Spec, check_original, fingerprint, layers_of, put, sliding_of
 from .plot import save_layers, save_tradeoff
 from .ranking import EVEN, Ranking, plan_for
-from .schedule import Study
+from .schedule import Schedule
 
 MEASURED_BY = (
     *("model", "tokenizer", "data", "column", "split", "join", "bos", "length", "max_tokens", "batch_size"),
@@ -48,35 +45,33 @@ class Outcome:
     linear: Measured
 
 
-class Work:
+class LazyEvaluator:
     """The model with what it is measured on: loaded when something is missing, and then once."""
 
     def __init__(self, args: argparse.Namespace, results: dict[str, Any]) -> None:
         self.args, self.results = args, results
-        self._bench: Bench | None = None
+        self._evaluator: Evaluator | None = None
 
-    def bench(self) -> Bench:
+    def get(self) -> Evaluator:
         """Load and check everything.
 
         Raises:
             LinattnError: the model, the original or the text do not suit.
         """
-        if self._bench is None:
-            self._bench = self._load()
-        return self._bench
+        if self._evaluator is None:
+            self._evaluator = self._load()
+        return self._evaluator
 
-    def _load(self) -> Bench:
+    def _load(self) -> Evaluator:
         args = self.args
         for source in filter(None, (args.model, args.original)):
             load_config(source)  # first: a wrong folder should not wait for the text
-        documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
         tokenizer = load_tokenizer(args.tokenizer or args.model)
-        texts = encode(tokenizer, documents, bos=args.bos, join=args.join)
+        _, texts = load_texts(args, tokenizer)
         budget = None if args.max_tokens == "all" else args.max_tokens
         plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
         set_seed(args.seed)
-        on_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        model = load_model(Curve("", args.model), dtype=args.dtype, device=on_device or "cpu")
+        model = load_model(Curve("", args.model), dtype=args.dtype, device=default_device())
         layers = layers_of(model)
         if args.original is not None:
             check_original(model, args.original, args.dtype)
@@ -91,11 +86,11 @@ class Work:
                     f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
                     "differ); choose another --output-dir"
                 )
-        return Bench(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
+        return Evaluator(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
 
 
 def recall_of(args: argparse.Namespace) -> Recall | None:
-    """What is asked."""
+    """Make the questions of recall, None for none."""
     if not args.tasks:
         return None
     lengths = tuple(args.recall_lengths or [args.length])
@@ -103,7 +98,7 @@ def recall_of(args: argparse.Namespace) -> Recall | None:
 
 
 def kept_of(args: argparse.Namespace) -> list[Spec]:
-    """The attentions that `--nope` tries in the softmax layers."""
+    """List the attentions that `--nope` tries in the softmax layers."""
     if not args.nope:
         return []
     length = args.train_length or train_length(args.model)
@@ -120,18 +115,14 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         OptionError: a rank, a number of layers or an attention that cannot be had.
         LinattnError: the model does not suit.
     """
-    import datasets
-
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     recorded = {name: getattr(args, name) for name in MEASURED_BY}
     results, rows = files.load(args.output_dir, recorded)
     complete = results.pop("complete", False)
     check_writable(args.output_dir)
     results |= {"arguments": recorded, "versions": results.get("versions") or versions()}
-    work = Work(args, results)
+    lazy = LazyEvaluator(args, results)
     if args.original is not None or args.save is not None or "layers" not in results or not rows:
-        work.bench()
+        lazy.get()
     layers = [files.layer(row) for row in results["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
     counts = range(len(layers) + 1) if args.counts is None else args.counts
@@ -144,34 +135,66 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         head = {"format": files.FORMAT, **done, **results, **(outcome or {})}
         save_results(args.output_dir, {**head, "rows": files.rows_of(rows)})
 
-    study = Study(layers, work.bench, rows, save, progress=True)
-    ranking = study.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
+    schedule = Schedule(layers, lazy.get, rows, save, progress=True)
+    ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
     plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [(OWN, {}), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
     # the chosen rank first: tables and pictures go by it
-    points = study.tradeoff(ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept)
+    points = schedule.tradeoff(
+        ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept
+    )
     save(None, {**files.content(ranking, points), "keep": keep, "plans": plans})
     save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
     save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
     save_layers(args.output_dir / "layers.png", ranking)
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
     if args.save is not None:
-        save_hybrid(work.bench(), ranking.kept(keep), args.save)
+        save_hybrid(lazy.get(), ranking.kept(keep), args.save)
     return Outcome(
-        ranking, points, plans, keep, results["sliding"], study.original(recall=False), rows[(), OWN]
+        ranking, points, plans, keep, results["sliding"], schedule.original(recall=False), rows[(), OWN]
     )
 
 
-def save_hybrid(bench: Bench, own: Collection[int], folder: Path) -> None:
+def save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> None:
     """Write the model with softmax in the layers `own`; the maps of the others stay.
 
     Raises:
         TrainingError: the folder cannot be written.
     """
-    put(bench.model, {layer.module: None for layer in bench.layers if layer.number in own})
-    model: Any = bench.model
+    put(evaluator.model, {layer.module: None for layer in evaluator.layers if layer.number in own})
+    model: Any = evaluator.model
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with filling(folder) as partial:
         model.save_pretrained(partial)
-        bench.tokenizer.save_pretrained(partial)
+        evaluator.tokenizer.save_pretrained(partial)
+
+
+def summary(outcome: Outcome, args: argparse.Namespace) -> str:
+    """Give the tables, the plan, and the sentences one needs to read them."""
+    ranking, original, linear = outcome.ranking, outcome.original, outcome.linear
+    what = {
+        "replace": "each layer alone linear, all others the original's",
+        "restore": "each layer alone softmax, all others linear",
+    }
+    lines = [f"{name}: {_line(row)}" for name, row in (("original", original), ("all linear", linear))]
+    lines += [f"note: {ranking.note}"] if ranking.note else []
+    lines += [
+        f"{what[ranking.sense]}; first to stay softmax first, by {ranking.rank}:",
+        files.layer_table(ranking),
+    ]
+    lines += ["state of one sequence, the layers that stay, and perplexity by each way to choose them:"]
+    lines += [files.tradeoff_table(ranking, outcome.points, args.context)]
+    lines += [f"plan for patch_model, softmax layers {outcome.keep} of {len(ranking.layers)}:"]
+    lines += [json.dumps(plan) for plan in outcome.plans.values()]
+    if outcome.sliding != "keep":
+        lines.append(f"(with sliding={outcome.sliding!r}, as the folder was patched)")
+    lines += [f"nothing was trained; numbers and pictures in {args.output_dir}"]
+    return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
+
+
+def _line(row: Measured) -> str:
+    text = f"perplexity {row.perplexity:.5g}, KL {row.kl:.4g}"
+    if row.accuracy is None:
+        return text
+    return f"{text}, recall {row.accuracy:.3f} in {row.samples} samples (chance {row.chance:.2g})"

@@ -12,22 +12,22 @@ from tqdm import tqdm
 from hf_linattn.errors import OptionError
 
 from ..common.windows import Bos, encode, plan_windows
-from .measure import Bench, Key, Measured, Recall, key_of
+from .measure import Evaluator, Key, Measured, Recall, key_of
 from .model import OWN, Layer, Spec, layers_of
 from .ranking import (
     RANKS,
     Rank,
     Ranking,
     Sense,
-    alone,
-    base,
     by_recall,
-    noise_of,
+    layer_values,
+    noise_threshold,
     numbers_of,
     ordered,
     recalls,
+    reference,
     scores_of,
-    worth,
+    single_layer,
 )
 
 
@@ -36,7 +36,7 @@ def nothing(row: Measured) -> None:
 
 
 @dataclass
-class Study:
+class Schedule:
     """Arrangements of one model, each measured once.
 
     Attributes:
@@ -48,7 +48,7 @@ class Study:
     """
 
     layers: Sequence[Layer]
-    bench: Callable[[], Bench]
+    evaluator: Callable[[], Evaluator]
     rows: dict[Key, Measured] = field(default_factory=dict)
     save: Callable[[Measured], None] = nothing
     progress: bool = False
@@ -66,15 +66,15 @@ class Study:
         bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]
         if not missing and not bare:
             return
-        bench = self.bench()
-        total = bench.size * len(missing)
+        evaluator = self.evaluator()
+        total = evaluator.size * len(missing)
         with tqdm(total=total, unit="tok", unit_scale=True, disable=not self.progress) as bar:
             for own, name in missing:
                 bar.set_description(_title(self.layers, own, name))
-                self._add(bench.measure(own, kept, recall=recall, advance=bar.update))
+                self._add(evaluator.measure(own, kept, recall=recall, advance=bar.update))
             for key in bare:
                 bar.set_description(f"recall, {_title(self.layers, *key)}")
-                self._add(bench.with_recall(self.rows[key], kept))
+                self._add(evaluator.with_recall(self.rows[key], kept))
 
     def _add(self, row: Measured) -> None:
         self.rows[row.key] = row
@@ -82,7 +82,7 @@ class Study:
 
     def original(self, *, recall: bool) -> Measured:
         """The model with its own attention in every layer."""
-        own = base(self.layers, "replace")
+        own = reference(self.layers, "replace")
         self.measure([own], recall=recall)
         return self.rows[key_of(own)]
 
@@ -91,7 +91,7 @@ class Study:
 
         Args:
             rank: None takes "recall_over_perplexity" where the original can recall, else "kl".
-            sense: see `alone`.
+            sense: see `single_layer`.
             recall: whether recall is asked for at all.
             force: rank by recall also where the original has none to speak of.
 
@@ -110,11 +110,11 @@ class Study:
         note = ""
         if recall and not usable:
             note = f"{why_not(original)}, so layers are ranked by {chosen}"
-        self.measure([base(self.layers, sense), (), *alone(self.layers, sense)], recall=usable)
-        values = worth(self.layers, self.rows, sense)
+        self.measure([reference(self.layers, sense), (), *single_layer(self.layers, sense)], recall=usable)
+        values = layer_values(self.layers, self.rows, sense)
         if not usable:
             values.pop("recall", None)
-        scores = scores_of(values, noise_of(original))
+        scores = scores_of(values, noise_threshold(original))
         order = ordered(self.layers, scores[chosen], values["kl"])
         return Ranking(list(self.layers), chosen, sense, order, scores, values, self.rows, note)
 
@@ -126,7 +126,7 @@ class Study:
         Returns:
             A row per curve, kept attention and count: "curve", "kept", "count" and "key" of the measurement.
         """
-        recall = "recall" in ranking.worth
+        recall = "recall" in ranking.layer_values
         found = []
         pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves] + [
             (ranking.rank, spec) for spec in kept
@@ -207,6 +207,6 @@ def rank_layers(
     layers = layers_of(model)
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, [length], stride="full", max_tokens=max_tokens)
-    bench = Bench(model, tokenizer, layers, plan, recall, batch_size)
-    study = Study(layers, lambda: bench, progress=progress)
-    return study.ranking(rank, sense, recall=recall is not None, force=force_recall)
+    evaluator = Evaluator(model, tokenizer, layers, plan, recall, batch_size)
+    schedule = Schedule(layers, lambda: evaluator, progress=progress)
+    return schedule.ranking(rank, sense, recall=recall is not None, force=force_recall)
