@@ -38,6 +38,7 @@ def add_model_arguments(
     dtype: str = "auto",
     dtypes: Sequence[str] = DTYPES,
     seed: str = "for patches with random parameters",
+    default_seed: int = 0,
 ) -> None:
     """Add --model, --tokenizer, --patch, --options, --dtype and --seed.
 
@@ -49,6 +50,7 @@ def add_model_arguments(
         dtype: default of --dtype.
         dtypes: its choices.
         seed: what the seed is for.
+        default_seed: default of --seed.
     """
     add = parser.add_argument
     if model is not None:
@@ -60,7 +62,7 @@ def add_model_arguments(
         add("--options", type=argparse_type(parse_options), help="options of --patch as JSON")
     default = "as saved" if dtype == "auto" else "%(default)s"
     add("--dtype", choices=dtypes, default=dtype, help=f"of the model's weights (default: {default})")
-    add("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+    add("--seed", type=int, default=default_seed, help=f"{seed} (default: %(default)s)")
 
 
 def add_text_arguments(

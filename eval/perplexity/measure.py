@@ -75,7 +75,7 @@ def measure(
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [])))
         >>> rows = measure(model, tokenizer, ["a rose is a rose is a rose"], [8, 16], stride=4)
         >>> [(row.length, row.tokens, round(row.perplexity)) for row in rows]
-        [(8, 8, 27), (16, 8, 27)]
+        [(8, 12, 25), (16, 12, 25)]
     """
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
