@@ -119,86 +119,14 @@ def error_prefix(label: str) -> Iterator[None]:
         raise type(error)(f"{label}: {error}") from error
 
 
-class SharedWeights:
-    """The weights of one model, loaded once, under one patch after the other.
+class ModelLoader:
+    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
 
     What a patch computes is to the last bit what it computes on weights loaded for it alone: unpatching is
     exact, and random parameters are drawn from the state that the random numbers have behind the loading.
 
     Args:
-        source: folder or name of the model.
-        dtype: as for `load_model`.
-        device: where the model is used.
-        seed: of random parameters.
-
-    Raises:
-        OptionError: the model has a patch with weights of its own, which the specs would lose.
-        CheckpointError: there is no model.
-    """
-
-    def __init__(
-        self, source: str, *, dtype: str = "auto", device: torch.device | str = "cpu", seed: int = 0
-    ) -> None:
-        set_seed(seed)
-        self.device, self.seed = device, seed
-        self.model: Any = load_model(Curve("", source), dtype=dtype).eval()
-        self._random_state = torch.get_rng_state()
-        if is_patched(self.model):
-            if describe(self.model).parameters:
-                raise OptionError(
-                    f"{source} has a patch with weights of its own, which --compare would leave out: "
-                    "measure it by itself, or as --baseline of the model it comes from"
-                )
-            unpatch_model(self.model)
-
-    @contextmanager
-    def under(self, spec: Curve) -> Iterator[nn.Module]:
-        """Give the model with the patch and the RoPE of a spec, and take both off again.
-
-        Raises:
-            LinattnError: the patch or the scaling does not suit the model.
-        """
-        set_seed(self.seed)
-        torch.set_rng_state(self._random_state)
-        model = self.model.to("cpu")  # random parameters are drawn there, as on a model just loaded
-        rotaries = {} if spec.rope_scaling is None else scaled_rotaries(model, spec.rope_scaling)
-        before = {name: model.get_submodule(name) for name in rotaries}
-        try:
-            for name, module in rotaries.items():
-                model.set_submodule(name, module)
-            patch_model(model, spec.patch or "softmax", options=spec.options)
-            yield model.to(self.device)
-        finally:
-            if is_patched(model):
-                unpatch_model(model)
-            for name, module in before.items():
-                model.set_submodule(name, module)
-
-    @torch.no_grad()
-    def check(self, specs: Sequence[Curve], *, stream: bool = False) -> None:
-        """Put every spec on the model and let it read a few tokens.
-
-        Args:
-            specs: of this model.
-            stream: whether every one must have a constant state.
-
-        Raises:
-            LinattnError: a spec does not suit the model; the message begins with its label.
-        """
-        probe = torch.zeros(1, PROBE, dtype=torch.long, device=self.device)
-        for spec in specs:
-            with error_prefix(spec.label), self.under(spec) as model:
-                # what a patch refuses in a call shows only in a call
-                model(input_ids=probe, use_cache=stream)
-                if stream:
-                    refuse_growing_cache(model)
-
-
-class ModelLoader:
-    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
-
-    Args:
-        compared: specs of --compare, all of one model; each is checked here.
+        compared: specs of --compare, all of one model; each is tried on a few tokens here.
         dtype: as for `load_model`.
         device: where the models are used.
         seed: of random parameters.
@@ -219,23 +147,45 @@ class ModelLoader:
         stream: bool = False,
     ) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
-        self._labels = {spec.label for spec in compared}
-        if compared:
-            self._shared = SharedWeights(compared[0].source, dtype=dtype, device=device, seed=seed)
-            self._shared.check(compared, stream=stream)
+        self._source = compared[0].source if compared else None
+        self._shared: tuple[Any, torch.Tensor] | None = None
+        probe = torch.zeros(1, PROBE, dtype=torch.long, device=device)
+        for spec in compared:
+            self._weights()  # its errors are of no spec
+            with error_prefix(spec.label), self.use(spec) as model, torch.no_grad():
+                # what a patch refuses in a call shows only in a call
+                model(input_ids=probe, use_cache=stream)
+                if stream:
+                    refuse_growing_cache(model)
 
     @contextmanager
     def use(self, spec: Curve) -> Iterator[nn.Module]:
-        """Give the model of a spec.
+        """Give the model of a spec; one with a patch of its own on shared weights, and without it afterwards.
 
         Raises:
             LinattnError: the model cannot be had, or the patch does not suit it.
         """
-        if spec.label in self._labels:
-            with self._shared.under(spec) as model:
-                yield model
-        else:
+        if spec.source != self._source or spec.patch is None:
+            self._shared = None  # two models may be too much
             yield self.load(spec)
+            return
+        model, random_state = self._weights()
+        set_seed(self.seed)
+        torch.set_rng_state(random_state)
+        model = model.to("cpu")  # random parameters are drawn there, as on a model just loaded
+        rotaries = {} if spec.rope_scaling is None else scaled_rotaries(model, spec.rope_scaling)
+        before = {name: model.get_submodule(name) for name in rotaries}
+        try:
+            for name, module in rotaries.items():
+                model.set_submodule(name, module)
+            if spec.patch != UNPATCHED:
+                patch_model(model, spec.patch, options=spec.options)
+            yield model.to(self.device)
+        finally:
+            if is_patched(model):
+                unpatch_model(model)
+            for name, module in before.items():
+                model.set_submodule(name, module)
 
     def load(self, spec: Curve) -> nn.Module:
         """Load the model of a spec, to stay.
@@ -245,6 +195,21 @@ class ModelLoader:
         """
         set_seed(self.seed)
         return load_model(spec, dtype=self.dtype, device=self.device)
+
+    def _weights(self) -> tuple[Any, torch.Tensor]:
+        """Load the compared model without a patch; the state of the random numbers behind that comes too."""
+        if self._shared is None:
+            set_seed(self.seed)
+            model: Any = load_model(Curve("", str(self._source)), dtype=self.dtype).eval()
+            self._shared = model, torch.get_rng_state()
+            if is_patched(model):
+                if describe(model).parameters:
+                    raise OptionError(
+                        f"{self._source} has a patch with weights of its own, which --compare would leave "
+                        "out: measure it by itself, or as --baseline of the model it comes from"
+                    )
+                unpatch_model(model)
+        return self._shared
 
 
 def refuse_growing_cache(model: nn.Module) -> None:

@@ -9,15 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    add_text_arguments,
-    check_options_have_patch,
-    command_parser,
-    positive_int,
-    run_command,
-)
+from ..common import cli
 
 EPILOG = """\
 examples (`diagnose` stands for `python -m hf_linattn.eval.diagnose`):
@@ -57,25 +49,25 @@ def _heads(text: str) -> list[tuple[int, int]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "diagnose",
         "Entropy, sparsity, rank, sinks, scores, activations of every attention head on a text.",
         EPILOG,
     )
-    add_model_arguments(
+    cli.add_model_arguments(
         parser,
         "folder or name of a causal model or an encoder, patched or not",
         patch="patch to try on the loaded model, such as elu1; 'unpatched' takes one off",
         dtype="float32",
         dtypes=("float32", "float64", "auto"),
     )
-    add_text_arguments(parser)
+    cli.add_text_arguments(parser)
     add = parser.add_argument
-    add("--length", type=positive_int, default=512, help="tokens per window (default: %(default)s)")
-    add("--windows", type=positive_int, default=4, help="windows at most (default: %(default)s)")
+    add("--length", type=cli.positive_int, default=512, help="tokens per window (default: %(default)s)")
+    add("--windows", type=cli.positive_int, default=4, help="windows at most (default: %(default)s)")
     heads_help = "heads to draw (default: up to four of the first, the middle and the last layer)"
     add("--heads", type=_heads, metavar="LAYER:HEAD,...", help=heads_help)
-    add_output_arguments(parser, what="folder for the results; older ones are replaced")
+    cli.add_output_arguments(parser, what="folder for the results; older ones are replaced")
     return parser
 
 
@@ -90,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = f"{diagnosis.windows} windows of {diagnosis.length} tokens"
         return f"{table(diagnosis)}\n{shape}; numbers and pictures in {args.output_dir}"
 
-    return run_command(build_parser(), work, argv, check=check_options_have_patch)
+    return cli.run_command(build_parser(), work, argv, check=cli.check_options_have_patch)
 
 
 if __name__ == "__main__":

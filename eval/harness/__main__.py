@@ -12,17 +12,7 @@ from pathlib import Path
 
 from hf_linattn.errors import OptionError
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    argparse_type,
-    check_options_have_patch,
-    command_parser,
-    natural_int,
-    parse_options,
-    positive_int,
-    run_command,
-)
+from ..common import cli
 
 EPILOG = """\
 examples (`harness` stands for `python -m hf_linattn.eval.harness`):
@@ -68,21 +58,21 @@ def _limit(text: str) -> float:
 
 
 def _batch_size(text: str) -> str:
-    return text if text == "auto" else str(positive_int(text))
+    return text if text == "auto" else str(cli.positive_int(text))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "harness", "Run tasks of the lm-evaluation-harness (package lm_eval) on a patched model.", EPILOG
     )
-    add_model_arguments(
+    cli.add_model_arguments(
         parser,
         patch="patch to try on the loaded model, such as elu1; 'unpatched' takes one off",
         seed="for patches with random parameters, few-shot examples and sampling",
         default_seed=1234,
     )
-    add, an_object = parser.add_argument, argparse_type(parse_options)
+    add, an_object = parser.add_argument, cli.argparse_type(cli.parse_options)
     tasks_help = "tasks or groups of lm_eval by name (`lm_eval ls tasks` lists them), or a task's .yaml"
     add("--tasks", required=True, nargs="+", metavar="TASK", help=tasks_help)
     add("--include-path", type=Path, metavar="DIR", help="folder with more tasks (.yaml)")
@@ -92,19 +82,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--compare-original", nargs="?", const="unpatched", metavar="MODEL", help=compare_help)
     shots_help = "examples in the prompt (default: the task's)"
-    add("--num-fewshot", type=natural_int, metavar="N", help=shots_help)
+    add("--num-fewshot", type=cli.natural_int, metavar="N", help=shots_help)
     add("--limit", type=_limit, help="documents per task, or a share of them below 1 (default: all)")
     add("--batch-size", type=_batch_size, default="1", help="requests per pass, or 'auto' (default: 1)")
     length_help = "tokens a model may read; longer prompts lose their start (default: from its configuration)"
-    add("--max-length", type=positive_int, help=length_help)
+    add("--max-length", type=cli.positive_int, help=length_help)
     gen_help = "changes to the generation settings of tasks"
     add("--gen-kwargs", type=an_object, metavar="JSON", help=gen_help)
     add("--metadata", type=an_object, metavar="JSON", help="what some tasks want to know, such as RULER")
     add("--apply-chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
     bootstrap_help = "resamples for errors that have no formula; 0: none (default: %(default)s, as lm_eval)"
-    add("--bootstrap-iters", type=natural_int, default=100_000, metavar="N", help=bootstrap_help)
+    add("--bootstrap-iters", type=cli.natural_int, default=100_000, metavar="N", help=bootstrap_help)
     add("--device", help="such as cpu or cuda:1 (default: an accelerator if there is one)")
-    add_output_arguments(parser)
+    cli.add_output_arguments(parser)
     return parser
 
 
@@ -122,7 +112,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise OptionError("--tasks names a task twice")
     if args.compare_original == args.model and args.patch is None:
         raise OptionError("--compare-original is the measured model itself")
-    return check_options_have_patch(args)
+    return cli.check_options_have_patch(args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return f"{table(results['rows'])}\nresults.json and results.csv in {args.output_dir}"
 
     told = "the same command goes on after the last finished task"
-    return run_command(build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=told)
+    return cli.run_command(
+        build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=told
+    )
 
 
 if __name__ == "__main__":

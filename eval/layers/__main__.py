@@ -12,18 +12,7 @@ from pathlib import Path
 
 from hf_linattn.errors import OptionError
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    add_text_arguments,
-    command_parser,
-    names_of,
-    natural_int,
-    positive_int,
-    positive_ints,
-    run_command,
-    token_budget,
-)
+from ..common import cli
 from .ranking import RANKS, SENSES, by_recall
 
 EPILOG = """\
@@ -52,34 +41,34 @@ has the formulas and an example.
 
 
 def _counts(text: str) -> list[int]:
-    return sorted({natural_int(part) for part in text.split(",")})
+    return sorted({cli.natural_int(part) for part in text.split(",")})
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "layers",
         "Put the linear form into each layer alone, measure, and rank which layers stay softmax.",
         EPILOG,
     )
     model_help = "folder of a causal model that is patched in every layer"
-    add_model_arguments(parser, model_help, seed="of the questions")
-    add_text_arguments(parser, data="held-out text")
+    cli.add_model_arguments(parser, model_help, seed="of the questions")
+    cli.add_text_arguments(parser, data="held-out text")
     add = parser.add_argument
     add("--original", metavar="DIR", help="its original: check that all weights but the patch's are the same")
     length_help = "tokens per window, side by side (default: %(default)s)"
-    add("--length", type=positive_int, default=512, help=length_help)
+    add("--length", type=cli.positive_int, default=512, help=length_help)
     tokens_help = "tokens read for each arrangement, or 'all' (default: %(default)s)"
-    add("--max-tokens", type=token_budget, default=16384, help=tokens_help)
+    add("--max-tokens", type=cli.token_budget, default=16384, help=tokens_help)
     batch_help = "windows per forward pass (default: %(default)s)"
-    add("--batch-size", type=positive_int, default=1, help=batch_help)
+    add("--batch-size", type=cli.positive_int, default=1, help=batch_help)
     tasks_help = "tasks of hf_linattn.eval.recall, or 'none' (default: induction)"
-    tasks = names_of([], "task", none="none")
+    tasks = cli.names_of([], "task", none="none")
     add("--tasks", type=tasks, default=["induction"], metavar="NAMES", help=tasks_help)
     lengths_help = "tokens of context in which recall is asked for (default: --length)"
-    add("--recall-lengths", type=positive_ints, metavar="N,...", help=lengths_help)
+    add("--recall-lengths", type=cli.positive_ints, metavar="N,...", help=lengths_help)
     samples_help = "questions per length and depth (default: %(default)s)"
-    add("--samples", type=positive_int, default=20, help=samples_help)
+    add("--samples", type=cli.positive_int, default=20, help=samples_help)
     rank_help = "what decides (default: recall_over_perplexity where the original can recall, else kl)"
     add("--rank", choices=RANKS, help=rank_help)
     force_help = "measure and rank by recall although the original can hardly do the task"
@@ -87,19 +76,19 @@ def build_parser() -> argparse.ArgumentParser:
     sense_help = "linear in one layer of the original, or softmax back in one layer of the linear model"
     add("--sense", choices=SENSES, default="replace", help=f"{sense_help} (default: %(default)s)")
     keep_help = "softmax layers of the plan (default: a quarter, as HALO)"
-    add("--keep", type=natural_int, metavar="N", help=keep_help)
+    add("--keep", type=cli.natural_int, metavar="N", help=keep_help)
     curves_help = "ranks in the trade-off: the chosen one, or all; evenly spaced layers are always there"
     add("--curves", choices=("chosen", "all"), default="chosen", help=curves_help)
     add("--counts", type=_counts, metavar="N,...", help="numbers of softmax layers to measure (default: all)")
     nope_help = "also try the kept layers without RoPE, and without RoPE but with log-n"
     add("--nope", action="store_true", help=nope_help)
     train_help = "for log-n in --nope (default: from the configuration)"
-    add("--train-length", type=positive_int, help=train_help)
+    add("--train-length", type=cli.positive_int, help=train_help)
     context_help = "tokens for which the state is computed (default: 4096,32768,131072)"
     contexts = [4096, 32768, 131072]
-    add("--context", type=positive_ints, default=contexts, metavar="N,...", help=context_help)
+    add("--context", type=cli.positive_ints, default=contexts, metavar="N,...", help=context_help)
     add("--save", type=Path, metavar="DIR", help="write the model with the plan, learned maps kept, to DIR")
-    add_output_arguments(parser)
+    cli.add_output_arguments(parser)
     return parser
 
 
@@ -131,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return summary(run(args, command), args)
 
     told = "the same command goes on after the last arrangement"
-    return run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
+    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
 
 
 if __name__ == "__main__":
