@@ -5,6 +5,7 @@ softmax, window:size=256, softmax1+logn:train_length=1024, softmax@yarn:8
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers import set_seed
 from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
 
-from .cli import parse_rope_scaling
+from .cli import argparse_type, parse_rope_scaling
 from .models import UNPATCHED, Curve, load_model, scaled_rotaries
 
 FORM = "PATCH[:OPTION=VALUE...][@KIND:FACTOR]"
@@ -35,6 +36,21 @@ def parse_specs(text: str) -> list[str]:
     for entry in entries:
         parse_spec(entry)
     return entries
+
+
+def add_compare_argument(
+    parser: argparse.ArgumentParser, what: str, *more: str, dest: str | None = None
+) -> None:
+    """Add --compare, and the names in `more` for the same."""
+    parser.add_argument(
+        *("--compare", *more),
+        dest=dest,
+        type=argparse_type(parse_specs),
+        action="extend",
+        metavar="ENTRIES",
+        help=f"{what}, by comma: a patch or composition ('softmax' is the model's own attention), its "
+        f"options, and @KIND:FACTOR for scaled RoPE, as {FORM}; repeatable",
+    )
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:

@@ -96,7 +96,8 @@ class ResumableRun:
         self.earlier: dict[str, Any] = earlier or {}
         self.rows: list[dict[str, Any]] = self.earlier.get("rows", [])
         self.seconds: dict[str, float] = self.earlier["run"]["seconds"] if earlier else {}
-        self._head = {"format": form, "complete": False, "command": command, "arguments": dict(arguments)}
+        self._head: dict[str, Any] = {"format": form, "complete": False, "command": command}
+        self._head |= {"arguments": dict(arguments), "seed": arguments.get("seed"), "versions": versions()}
         if not self.complete:
             check_writable(folder)
 
@@ -107,18 +108,12 @@ class ResumableRun:
             facts: keys of this command.
             where: what is said of the machine, beside the device and the threads.
         """
+        machine = {"device": str(self.device), "threads": torch.get_num_threads()}
         self.results = {
             **self._head,
-            "seed": self._head["arguments"]["seed"],
-            "versions": versions(),
             **facts,
             "rows": self.rows,
-            "run": {
-                "device": str(self.device),
-                "threads": torch.get_num_threads(),
-                **(where or {}),
-                "seconds": self.seconds,
-            },
+            "run": {**machine, **(where or {}), "seconds": self.seconds},
         }
 
     @contextmanager

@@ -48,11 +48,13 @@ def heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -
         ax.set(title=title, xlabel="head")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
-        # a share as .12 instead of 0.12; the upper end of the colours is light
-        words = partial(_short, form)
-        write_cells(ax, values, words, lambda value, norm=norm: norm(value) > 0.6, 7)
+        write_cells(ax, values, partial(_short, form), partial(_is_light, norm), 7)
         figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03)
     axes[0].set_ylabel("layer")
+
+
+def _is_light(norm: Normalize, value: float) -> bool:
+    return bool(norm(value) > 0.6)  # the upper end of the colours is light
 
 
 def _short(form: str, value: float) -> str:

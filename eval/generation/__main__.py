@@ -14,7 +14,7 @@ from typing import Any
 from hf_linattn.errors import OptionError
 
 from ..common import cli
-from ..common.model_specs import parse_specs
+from ..common.model_specs import add_compare_argument
 
 TO_COMPARE: dict[str, Any] = {"prompt_tokens": 64, "count": 16, "new_tokens": 64, "batch_size": 8}
 TO_SAMPLE: dict[str, Any] = {"samples": 1, "new_tokens": 120}
@@ -59,9 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", action="extend", help=model_help)
     original_help = "folder or name of the unpatched model (default: the patched one, its patch switched off)"
     add("--original", help=original_help)
-    compare_help = "patches of the unpatched model, by comma, as in hf_linattn.eval.perplexity; repeatable"
-    specs = cli.argparse_type(parse_specs)
-    add("--compare", type=specs, action="extend", metavar="ENTRIES", help=compare_help)
+    add_compare_argument(parser, "patches of the unpatched model")
     cli.add_model_arguments(parser, None, tokenizer="the original's")
     add("--prompts", type=Path, help="text file with one prompt per line")
     cli.add_text_arguments(parser, required=False, data="text to cut into prompts", window_bos=False)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hf_linattn.patching.branches import Branches
 
 from ..common import cli
-from ..common.model_specs import parse_specs
+from ..common.model_specs import add_compare_argument
 from .arguments import BRANCHES, LENGTHS, PerplexityArguments
 
 EPILOG = """\
@@ -78,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
     cli.add_text_arguments(parser)
     add = parser.add_argument
     lengths = ",".join(map(str, LENGTHS))
-    add("--lengths", type=cli.doubling_range, help=f"tokens per window; '...' doubles (default: {lengths})")
+    lengths_help = f"tokens per window; '...' doubles (default: {lengths})"
+    add("--lengths", type=cli.doubling_range, help=lengths_help)
     stride_help = "score the last STRIDE tokens of each window, or 'full' (default: 256)"
     add("--stride", type=_stride, help=stride_help)
     budget_help = "scored tokens per length, or 'all' (default: %(default)s)"
@@ -89,17 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     rope_help = "linear, dynamic or yarn, as transformers has them; not for baselines"
     rope_type = cli.argparse_type(cli.parse_rope_scaling, keep=True)
     add("--rope-scaling", type=rope_type, metavar="KIND:FACTOR", help=rope_help)
-    compare_help = (
-        "curves of this one model, by comma: a patch or composition ('softmax' is the model's own "
-        "attention), its options, and @KIND:FACTOR for scaled RoPE (see the examples); repeatable"
-    )
-    add(
-        "--compare",
-        type=cli.argparse_type(parse_specs),
-        action="extend",
-        metavar="ENTRIES",
-        help=compare_help,
-    )
+    add_compare_argument(parser, "curves of this one model")
     branches_help = f"parts of a hybrid, each by itself (see below; without names {','.join(BRANCHES)})"
     add(
         "--branches",
@@ -130,14 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         build_parser(),
         work,
         argv,
-        check=_arguments,
+        check=lambda args: PerplexityArguments(**vars(args)),
         interrupted="the same command goes on after the last finished length",
         share_work=True,
     )
-
-
-def _arguments(args: argparse.Namespace) -> Any:
-    return PerplexityArguments(**vars(args))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..common import cli
-from ..common.model_specs import parse_specs
+from ..common.model_specs import add_compare_argument
 from .tasks import TASKS
 
 LENGTHS, DEPTHS = "128,256,512,1024", "0,0.25,0.5,0.75,1"
@@ -67,20 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, nargs="+", help=model_help)
     seed = "of samples and of patches with random parameters"
     cli.add_model_arguments(parser, None, tokenizer="the first model's", seed=seed)
-    compare_help = (
-        "patches to try on the first model, by comma: PATCH[:OPTION=VALUE...][@KIND:FACTOR] as in "
-        "hf_linattn.eval.perplexity; repeatable"
-    )
-    specs = cli.argparse_type(parse_specs)
-    add(
-        "--compare",
-        "--patch",
-        dest="patch",
-        type=specs,
-        action="extend",
-        metavar="ENTRIES",
-        help=compare_help,
-    )
+    add_compare_argument(parser, "patches to try on the first model", "--patch", dest="patch")
     tasks_help = f"by comma (default: {','.join(TASKS)}; with --cases only those)"
     add("--tasks", type=cli.names_of(list(TASKS), "task"), help=tasks_help)
     add("--cases", type=Path, metavar="FILE.jsonl", help="questions of your own")
