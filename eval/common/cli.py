@@ -153,7 +153,7 @@ def run_command(
 
 
 def parse_rope_scaling(text: str) -> tuple[str, float]:
-    """`yarn:4` -> ("yarn", 4.0).
+    """Parse a RoPE scaling: `yarn:4` -> ("yarn", 4.0).
 
     Raises:
         OptionError: the kind is unknown, or the factor is no number of at least 1.
@@ -221,7 +221,7 @@ def token_budget(text: str) -> int | Literal["all"]:
 
 
 def doubling_range(text: str) -> list[int]:
-    """`512,...,4096` -> [512, 1024, 2048, 4096]."""
+    """Parse lengths, doubling them at dots: `512,...,4096` -> [512, 1024, 2048, 4096]."""
     parts = text.split(",")
     lengths: list[int] = []
     for index, part in enumerate(parts):

@@ -27,7 +27,7 @@ PROBE = 8
 
 
 def parse_specs(text: str) -> list[str]:
-    """`softmax, logn:kappa=0.2` -> ["softmax", "logn:kappa=0.2"], each of them readable by `parse_spec`.
+    """Cut entries apart: `softmax, logn:kappa=0.2` -> ["softmax", "logn:kappa=0.2"].
 
     Raises:
         OptionError: an entry cannot be read.
@@ -54,7 +54,7 @@ def add_compare_argument(
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
-    """`PATCH[:OPTION=VALUE...][@KIND:FACTOR]` -> patch, its options, RoPE scaling or None.
+    """Parse `PATCH[:OPTION=VALUE...][@KIND:FACTOR]` into the patch, its options, RoPE scaling or None.
 
     A value is JSON, or else a string. An option that several parts of a composition have is written
     PART.OPTION, as in `softmax1+logn:logn.kappa=0.2`.
@@ -89,12 +89,12 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
 def _split(text: str, mark: str) -> list[str]:
     """Cut a text at the marks that stand outside brackets."""
     parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == mark and depth == 0:
+    for char in text:
+        depth += (char in "[{") - (char in "]}")
+        if char == mark and depth == 0:
             parts.append("")
         else:
-            parts[-1] += letter
+            parts[-1] += char
     return parts
 
 
@@ -122,7 +122,7 @@ def specs_of(entries: Sequence[str], source: str) -> list[Curve]:
 
 
 def is_reference(spec: Curve) -> bool:
-    """Whether a spec is there for others to be compared with: the model's own attention, not scaled."""
+    """Tell whether others are compared with this spec: the model's own attention, not scaled."""
     return spec.patch in (UNPATCHED, "softmax") and spec.rope_scaling is None
 
 

@@ -47,9 +47,9 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
         OptionError: the RoPE scaling is unknown or does not suit the model.
         LinattnError: the patch is unknown or does not suit the model.
     """
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = from_pretrained(curve.source, dtype=wanted)
+        model: Any = from_pretrained(curve.source, dtype=torch_dtype)
     except OSError as error:
         raise CheckpointError(f"no model at {curve.source!r}: {_first_line(error)}") from error
     if curve.rope_scaling is not None:

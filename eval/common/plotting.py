@@ -48,7 +48,7 @@ class Picture:
 
 
 def look(index: int | None) -> dict[str, Any]:
-    """Colour, marker and line of the curve with this index; None is the model as it came."""
+    """Choose colour, marker and line of the curve with this index; None is the unpatched model."""
     if index is None:
         return {"color": GREY, "marker": "o", "linestyle": "--"}
     again, place = divmod(index, len(COLOURS))
@@ -56,7 +56,7 @@ def look(index: int | None) -> dict[str, Any]:
 
 
 def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
-    """A figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
+    """Draw a figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
         settings: Any = {

@@ -171,8 +171,8 @@ def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any
         before = dict(earlier["arguments"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no file of this command; choose another --output-dir") from error
-    wanted = json.loads(json.dumps(arguments))
-    changed = sorted(key for key in before.keys() | wanted.keys() if before.get(key) != wanted.get(key))
+    now = json.loads(json.dumps(arguments))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if changed:
         names = ", ".join("--" + key.replace("_", "-") for key in changed)
         raise DataError(f"{folder} holds a run with other arguments ({names}); choose another --output-dir")

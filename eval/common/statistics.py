@@ -100,14 +100,14 @@ def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) 
 
 
 def _exponential(nats: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
-    """exp(m) and its standard error exp(m) * se(m),  m = sum(nats) / sum(counts)."""
+    """Compute exp(m) and its standard error exp(m) * se(m),  m = sum(nats) / sum(counts)."""
     value = math.exp(math.fsum(nats) / max(sum(counts), 1))
     error = ratio_error(nats, counts)
     return value, None if error is None else value * error
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """sqrt(G / (G - 1) * sum_g (s_g - m n_g)^2) / sum_g n_g,  m = sum(s) / sum(n).
+    """Compute sqrt(G / (G - 1) * sum_g (s_g - m n_g)^2) / sum_g n_g,  m = sum(s) / sum(n).
 
     The standard error of a ratio over G sampled groups, each with a sum s_g over n_g tokens or bytes; None
     for a single group.

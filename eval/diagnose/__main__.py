@@ -37,7 +37,7 @@ of the length: 512 tokens show what there is to see in most models.
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
-    """`0:1,5:3` -> [(0, 1), (5, 3)]."""
+    """Parse heads: `0:1,5:3` -> [(0, 1), (5, 3)]."""
     heads = []
     for part in text.split(","):
         layer, _, head = part.partition(":")

@@ -32,8 +32,8 @@ PANEL, PANELS_IN_A_ROW = 2.3, 4
 """Inches of a picture of one matrix."""
 
 
-def heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Heatmaps layers x heads: entropy, effective share, rank of the block, mass on the first token."""
+def _heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw heatmaps layers x heads: entropy, effective share, rank of the block, mass on the first token."""
     axes = figure.subplots(1, 4, squeeze=False)[0]
     half = max(1, diagnosis.length // 2)
     panels: list[tuple[str, str, Normalize, str]] = [
@@ -61,8 +61,8 @@ def _short(form: str, value: float) -> str:
     return form.format(value).removeprefix("0") or "0"
 
 
-def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Entropy over the number of keys seen, a line per head; and the same relative to log n."""
+def _entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw entropy over the number of keys seen, a line per head; and the same relative to log n."""
     left, right = figure.subplots(1, 2)
     last = max(1, len(diagnosis.layers) - 1)
     longest = 2.0
@@ -91,8 +91,8 @@ def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str)
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Matrices of chosen heads, queries downwards, keys to the right, colours logarithmic."""
+def _attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw matrices of chosen heads, queries downwards, keys to the right, colours logarithmic."""
     columns = min(PANELS_IN_A_ROW, len(matrices))
     rows = math.ceil(len(matrices) / columns)
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -114,8 +114,8 @@ def attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: st
         figure.colorbar(image, ax=list(axes.flat), fraction=0.03, pad=0.02, label="weight")
 
 
-def activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Kurtosis and infinity norm of what enters each layer."""
+def _activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw kurtosis and infinity norm of what enters each layer."""
     left, right = figure.subplots(1, 2)
     labels = {"kurtosis": "kurtosis (3: normal distribution)", "inf_norm": "largest |x|"}
     for ax, (name, label) in zip((left, right), labels.items(), strict=True):
@@ -129,26 +129,26 @@ def activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: 
 
 
 FIGURES: dict[str, Draw] = {
-    "heads": heads,
-    "entropy": entropy,
-    "attention": attention,
-    "activations": activations,
+    "heads": _heads,
+    "entropy": _entropy,
+    "attention": _attention,
+    "activations": _activations,
 }
 """Name of a file -> what draws it."""
 
 
 def _size(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[float, float]:
-    """Inches."""
-    if draw is heads:
+    """Choose the size of a picture in inches."""
+    if draw is _heads:
         return 12, min(14, max(2.4, 1.2 + 0.28 * len(diagnosis.layers)))
-    if draw is attention:
+    if draw is _attention:
         columns = min(PANELS_IN_A_ROW, len(matrices))
         return 1 + PANEL * columns, PANEL * math.ceil(len(matrices) / columns)
     return 10, 3.4
 
 
 def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figure, Any]:
-    """A picture in light colours, and the settings to save it with."""
+    """Draw a picture in light colours, and return the settings to save it with."""
     ink, grid, small = THEMES["light"]
     settings: Any = {
         "svg.hashsalt": "hf_linattn",
@@ -171,7 +171,14 @@ def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figur
 
 
 def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> None:
-    """Write one picture as a PNG."""
+    """Write one picture as a PNG.
+
+    Args:
+        draw: of `FIGURES`.
+        diagnosis: to draw.
+        matrices: of the chosen heads.
+        path: the file.
+    """
     figure, settings = _figure(draw, diagnosis, matrices)
     image = io.BytesIO()
     with rc_context(settings):
@@ -181,7 +188,14 @@ def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> No
 
 
 def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> Picture:
-    """The same for a page: SVG for both colour schemes."""
+    """Draw one picture for a page: SVG for both colour schemes.
+
+    Args:
+        draw: of `FIGURES`.
+        diagnosis: to draw.
+        matrices: of the chosen heads.
+        alt: what the picture shows, in words.
+    """
     figure, settings = _figure(draw, diagnosis, matrices)
     file = io.StringIO()
     with rc_context(settings):

@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results, comparison = run.run(args, command)
         return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
 
-    told = "the same command goes on after the last finished model"
-    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
+    interrupted = "the same command goes on after the last finished model"
+    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
 
 
 if __name__ == "__main__":

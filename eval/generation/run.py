@@ -120,7 +120,7 @@ def _check_tokenizers(
 ) -> None:
     """Refuse a folder whose tokenizer cuts the prompts otherwise; one that has none takes the original's."""
     text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
-    wanted = encode(tokenizer, [text], bos="no").documents[0].ids
+    tokens = encode(tokenizer, [text], bos="no").documents[0].ids
     for source in dict.fromkeys(spec.source for spec in others):
         if args.tokenizer is not None or source == (args.original or args.model[0]):
             continue
@@ -128,7 +128,7 @@ def _check_tokenizers(
             theirs = load_tokenizer(source)
         except DataError:
             continue
-        if not torch.equal(encode(theirs, [text], bos="no").documents[0].ids, wanted):
+        if not torch.equal(encode(theirs, [text], bos="no").documents[0].ids, tokens):
             raise DataError(
                 f"{source} cuts the prompts into other tokens than {args.original}: predictions can be "
                 "compared over one vocabulary only; or name one tokenizer for both with --tokenizer"

@@ -126,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return None
         return f"{table(results['rows'])}\nresults.json and results.csv in {args.output_dir}"
 
-    told = "the same command goes on after the last finished task"
+    interrupted = "the same command goes on after the last finished task"
     return cli.run_command(
-        build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=told
+        build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=interrupted
     )
 
 

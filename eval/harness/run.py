@@ -105,7 +105,7 @@ def model_specs(args: argparse.Namespace) -> list[Curve]:
 
 
 def task_manager(args: argparse.Namespace) -> TaskManager:
-    """lm_eval's list of tasks, once all those wanted can be had.
+    """Load lm_eval's list of tasks, and every task that was asked for.
 
     Raises:
         OptionError: a task is unknown, or the folder of --include-path is not there.
@@ -130,15 +130,15 @@ def task_manager(args: argparse.Namespace) -> TaskManager:
 
 
 def _index(args: argparse.Namespace) -> TaskManager:
-    """Tasks by name, those that come with lm_eval only if one is wanted: reading them takes a while."""
+    """List tasks by name, those of lm_eval only if one was asked for: reading them takes a while."""
     include = None if args.include_path is None else str(args.include_path)
     # what lm_eval's own command hands to tasks that cut their prompts to a number of tokens
-    told = {"pretrained": args.tokenizer or args.model, **(args.metadata or {})}
-    own = TaskManager(include_path=include, include_defaults=False, metadata=told)
+    metadata_of_tasks = {"pretrained": args.tokenizer or args.model, **(args.metadata or {})}
+    own = TaskManager(include_path=include, include_defaults=False, metadata=metadata_of_tasks)
     # a group of one's own may have parts that come with lm_eval
     if all(task in own.all_subtasks or _is_file(task) for task in args.tasks):
         return own
-    return TaskManager(include_path=include, metadata=told)
+    return TaskManager(include_path=include, metadata=metadata_of_tasks)
 
 
 def _is_file(task: str) -> bool:
@@ -146,7 +146,7 @@ def _is_file(task: str) -> bool:
 
 
 def load_lm(args: argparse.Namespace, curve: Curve) -> LinattnLM:
-    """The model as lm_eval takes it.
+    """Load a model as lm_eval takes it.
 
     Raises:
         OptionError: several processes that lm_eval would not share the requests among.
@@ -172,7 +172,14 @@ def load_lm(args: argparse.Namespace, curve: Curve) -> LinattnLM:
 
 
 def evaluate(lm: LinattnLM, task: str, manager: TaskManager, args: argparse.Namespace) -> Any:
-    """What lm_eval returns for one task or group, None in other processes than the first."""
+    """Run one task or group of lm_eval; None in other processes than the first.
+
+    Args:
+        lm: the model.
+        task: its name.
+        manager: of `task_manager`.
+        args: of the command.
+    """
     with lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
         return simple_evaluate(
             model=lm,
@@ -267,7 +274,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def _number(value: Any) -> float | str:
-    """A finite number, or its text: JSON knows no infinity."""
+    """Return a finite number, or its text: JSON knows no infinity."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -276,6 +283,6 @@ def _number(value: Any) -> float | str:
 
 
 def _error(value: Any) -> float | None:
-    """A standard error; lm_eval writes N/A where there is none."""
+    """Read a standard error; lm_eval writes N/A where there is none."""
     number = _number(value)
     return number if isinstance(number, float) else None

@@ -119,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return summary(run(args, command), args)
 
-    told = "the same command goes on after the last arrangement"
-    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
+    interrupted = "the same command goes on after the last arrangement"
+    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
 
 
 if __name__ == "__main__":

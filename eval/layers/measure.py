@@ -66,7 +66,7 @@ class Measured:
         return self._mean("chance")
 
     def accuracy_at(self, length: int) -> float | None:
-        """`accuracy` among the questions of one length."""
+        """Compute `accuracy` among the questions of one length."""
         rows = [row for row in self.recall or [] if row["length"] == length]
         return replace(self, recall=rows).accuracy
 
@@ -78,7 +78,7 @@ class Measured:
 
 
 def key_of(own: Collection[int], kept: str = OWN) -> Key:
-    """The `Measured.key` of an arrangement; without layers there is nothing to keep."""
+    """Make the `Measured.key` of an arrangement; without layers there is nothing to keep."""
     return tuple(sorted(own)), kept if own else OWN
 
 
@@ -150,7 +150,7 @@ class Evaluator:
         return Measured(key, name, row.tokens, row.nats, row.perplexity, row.stderr, kl, kl_stderr, asked)
 
     def with_recall(self, row: Measured, kept: Spec) -> Measured:
-        """The row with its recall, where that was not measured before."""
+        """Add the recall to a row that was measured without it."""
         with with_own(self.model, self.layers, row.own, kept) as names:
             return replace(row, recall=self._recall(names))
 
@@ -165,9 +165,9 @@ class Evaluator:
                     original, targets = window_logits(self.model, self.plan.texts, batch)
                 advance(len(batch) * length)
                 with bypassed(self.model, names):
-                    found, _ = window_logits(self.model, self.plan.texts, batch)
+                    logits, _ = window_logits(self.model, self.plan.texts, batch)
                 advance(len(batch) * length)
-                sums = _sums(original, found, targets)
+                sums = _sums(original, logits, targets)
                 nats += sums[0]
                 divergences += sums[1]
         documents = self.plan.texts.documents
@@ -201,14 +201,14 @@ class Evaluator:
         return [asdict(row) for row in rows]
 
 
-def _sums(original: Tensor, found: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
-    """Logits [B, N, V] twice, tokens [B, N] -> per row, summed: nats of `found`, KL(original || found)."""
+def _sums(original: Tensor, other: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
+    """Sum nats of `other` and KL(original || other) by row, from logits `[B, N, V]`, tokens `[B, N]`."""
     nats = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
     divergences = torch.zeros_like(nats)
-    parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, found, targets)), strict=True)
-    for first, second, wanted in parts:
+    parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, other, targets)), strict=True)
+    for first, second, tokens in parts:
         log_p, log_q = (x.float().log_softmax(-1) for x in (first, second))
-        nats -= log_q.gather(-1, wanted[..., None])[..., 0].double().sum(1)
+        nats -= log_q.gather(-1, tokens[..., None])[..., 0].double().sum(1)
         p = log_p.exp()
         # a token that the model rules out has no part in the sum, and -inf - -inf is no number
         divergences += torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).double().sum(1)

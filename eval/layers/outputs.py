@@ -21,33 +21,33 @@ Point = dict[str, Any]
 
 
 def load(folder: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, Measured]]:
-    """What an earlier start with the same arguments left, and its rows; both empty if there is nothing.
+    """Read what an earlier start with the same arguments left, and its rows; both empty for nothing.
 
     Raises:
         DataError: the folder holds measurements with other arguments, or a file that is none of ours.
     """
-    found = results.load(folder, arguments, FORMAT) or {"rows": []}
+    earlier = results.load(folder, arguments, FORMAT) or {"rows": []}
     try:
-        rows = [measured(row) for row in found.pop("rows")]
+        rows = [measured(row) for row in earlier.pop("rows")]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"{folder / 'results.json'} is damaged ({error}); delete it to measure again"
         ) from error
-    return found, {row.key: row for row in rows}
+    return earlier, {row.key: row for row in rows}
 
 
 def measured(row: Mapping[str, Any]) -> Measured:
-    """A row of results.json."""
+    """Read a row of results.json."""
     return Measured(**{**row, "own": tuple(row["own"])})
 
 
 def layer(row: Mapping[str, Any]) -> Layer:
-    """A layer of results.json."""
+    """Read a layer of results.json."""
     return Layer(**row)
 
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
-    """layers.csv: what was measured with each layer alone, its scores and its places by every rank."""
+    """Make the rows of layers.csv: each layer alone, its scores and its places by every rank."""
     orders = {
         rank: ordered(ranking.layers, s, ranking.layer_values["kl"]) for rank, s in ranking.scores.items()
     }
@@ -75,7 +75,7 @@ def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
 
 
 def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """tradeoff.csv: each number of softmax layers by each curve."""
+    """Make the rows of tradeoff.csv: each number of softmax layers by each curve."""
     rows = []
     for point in points:
         row = ranking.rows[point["key"]]
@@ -98,17 +98,17 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
 
 
 def lengths_in(row: Measured) -> list[int]:
-    """Lengths at which recall was asked."""
+    """List the lengths at which recall was asked."""
     return sorted({part["length"] for part in row.recall or []})
 
 
 def label(curve: str, kept: str) -> str:
-    """Name of a curve of the trade-off."""
+    """Name a curve of the trade-off."""
     return curve if kept == OWN else f"{curve}, {kept}"
 
 
 def layer_table(ranking: Ranking) -> str:
-    """One line per layer, the first to stay first."""
+    """Align a line per layer, the first to stay first."""
     rows = {row["layer"]: row for row in layer_rows(ranking)}
     recall = "recall" in ranking.layer_values
     titles = ["layer", "perplexity", "nats lost", "KL", *(["recall", "lost"] if recall else [])]
@@ -135,19 +135,19 @@ def layer_table(ranking: Ranking) -> str:
 
 
 def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> str:
-    """One line per number of softmax layers: state by context, the layers, and each curve's perplexity."""
+    """Align a line per number of softmax layers: state by context, the layers, each curve's perplexity."""
     labels = list(dict.fromkeys(label(point["curve"], point["kept"]) for point in points))
-    found = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
+    by_count = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
     recall = "recall" in ranking.layer_values
     lines = [["softmax", *(f"at {_tokens(n)}" for n in contexts), "layers"]]
     for name in labels:
         lines[0] += [f"by {name.replace('recall_over_perplexity', 'R/P')}", *(["recall"] if recall else [])]
     for count in sorted({point["count"] for point in points}):
-        first = found[labels[0], count]
+        first = by_count[labels[0], count]
         cells = [str(count), *(_size(state_bytes(ranking.layers, first.own, n)) for n in contexts)]
         cells.append(",".join(map(str, first.own)) or "-")
         for name in labels:
-            row = found[name, count]
+            row = by_count[name, count]
             cells.append(f"{row.perplexity:.5g}")
             if recall:
                 cells.append("-" if row.accuracy is None else f"{row.accuracy:.3f}")
@@ -164,7 +164,7 @@ def _size(count: int | None) -> str:
 
 
 def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
-    """What results.json says beside its rows."""
+    """Collect what results.json says beside its rows."""
     return {
         "rank": ranking.rank,
         "sense": ranking.sense,
@@ -176,6 +176,6 @@ def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-def rows_of(found: Mapping[Key, Measured]) -> list[dict[str, Any]]:
-    """Rows as results.json holds them."""
-    return [asdict(row) for row in found.values()]
+def rows_of(rows: Mapping[Key, Measured]) -> list[dict[str, Any]]:
+    """Turn rows into what results.json holds."""
+    return [asdict(row) for row in rows.values()]

@@ -32,7 +32,7 @@ from .ranking import (
 
 
 def nothing(row: Measured) -> None:
-    """In place of saving."""
+    """Save nothing."""
 
 
 @dataclass
@@ -53,15 +53,17 @@ class Schedule:
     save: Callable[[Measured], None] = nothing
     progress: bool = False
 
-    def measure(self, wanted: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool) -> None:
+    def measure(
+        self, arrangements: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool
+    ) -> None:
         """Measure what is missing of these arrangements.
 
         Args:
-            wanted: for each, the numbers of the layers that do not have their linear form.
+            arrangements: for each, the numbers of the layers that do not have their linear form.
             kept: the attention of those.
-            recall: whether recall is wanted too.
+            recall: whether to ask for recall too.
         """
-        keys = list(dict.fromkeys(key_of(own, kept[0]) for own in wanted))
+        keys = list(dict.fromkeys(key_of(own, kept[0]) for own in arrangements))
         missing = [key for key in keys if key not in self.rows]
         bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]
         if not missing and not bare:
@@ -81,7 +83,7 @@ class Schedule:
         self.save(row)
 
     def original(self, *, recall: bool) -> Measured:
-        """The model with its own attention in every layer."""
+        """Measure the model with its own attention in every layer."""
         own = reference(self.layers, "replace")
         self.measure([own], recall=recall)
         return self.rows[key_of(own)]
@@ -123,22 +125,28 @@ class Schedule:
     ) -> list[dict[str, Any]]:
         """Measure so many softmax layers by each curve, and other attentions in them along the chosen rank.
 
+        Args:
+            ranking: of the layers.
+            curves: ranks, or "even".
+            counts: numbers of softmax layers.
+            kept: other attentions to try in them.
+
         Returns:
             A row per curve, kept attention and count: "curve", "kept", "count" and "key" of the measurement.
         """
         recall = "recall" in ranking.layer_values
-        found = []
+        points = []
         pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves] + [
             (ranking.rank, spec) for spec in kept
         ]
         for curve, spec in pairs:
             sets = {count: ranking.kept(count, curve) for count in counts}
             self.measure(sets.values(), spec, recall=recall)
-            found += [
+            points += [
                 {"curve": curve, "kept": spec[0], "count": count, "key": key_of(own, spec[0])}
                 for count, own in sets.items()
             ]
-        return found
+        return points
 
 
 def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
@@ -150,7 +158,7 @@ def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
 
 
 def why_not(original: Measured) -> str:
-    """Why recall is not used, in a clause."""
+    """Say in a clause why recall is not used."""
     assert original.accuracy is not None
     assert original.chance is not None
     return (

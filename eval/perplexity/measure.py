@@ -182,7 +182,7 @@ def score_stream(
 
 
 def _bucket_sums(nats: Tensor, edges: list[int]) -> list[list[float]]:
-    """[B, N] -> B lists with the sum of each bucket, in float64."""
+    """Sum nats `[B, N]` by bucket in float64: B lists."""
     widths = [high - low for low, high in pairwise(edges)]
     sums: list[list[float]] = torch.stack([p.sum(1) for p in nats.double().split(widths, 1)], 1).tolist()
     return sums
@@ -198,14 +198,14 @@ def _add_by_position(sums: list[float], edges: list[int], start: int, nats: Tens
 
 
 def _process() -> tuple[int, int]:
-    """(rank, number of processes)."""
+    """Return the rank and the number of processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def _exchange(sums: dict[int, list[float]]) -> dict[int, list[float]]:
-    """The union of what all processes hold."""
+    """Unite what all processes hold."""
     if _process()[1] == 1:
         return sums
     parts: list[Any] = [None] * dist.get_world_size()
@@ -215,7 +215,7 @@ def _exchange(sums: dict[int, list[float]]) -> dict[int, list[float]]:
 
 @contextmanager
 def _bar(total: int, name: str, shown: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr in tokens and tokens/s, in the first process only."""
+    """Show a bar on stderr in tokens and tokens/s, in the first process only."""
     hidden = not shown or _process()[0] > 0
     with tqdm(total=total, desc=name, unit="tok", unit_scale=True, disable=hidden) as bar:
         yield lambda tokens: bar.update(min(tokens, total - bar.n))

@@ -144,6 +144,6 @@ def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def overall(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Perplexity of all tokens of the rows together; meaningful where rows are disjoint, as in a stream."""
+    """Compute the perplexity of all tokens of disjoint rows together, as those of a stream."""
     total = math.fsum(row["nats"] * row["tokens"] for row in rows)
     return math.exp(total / sum(row["tokens"] for row in rows))

@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return summary(run(args, command), args.output_dir)
 
-    told = "the same command goes on after the last finished row"
-    return cli.run_command(build_parser(), work, argv, check=_with_tasks, interrupted=told)
+    interrupted = "the same command goes on after the last finished row"
+    return cli.run_command(build_parser(), work, argv, check=_with_tasks, interrupted=interrupted)
 
 
 def _with_tasks(args: argparse.Namespace) -> argparse.Namespace:

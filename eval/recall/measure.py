@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -98,19 +99,18 @@ def measure_recall(
         DataError: the tokenizer is too small for a task, or the model's logits are not finite.
         UnsupportedModelError: the model sees later tokens (an encoder), or cannot read such lengths.
     """
-    check_options(tasks, lengths, depths, samples, batch_size)
+    _check_options(tasks, lengths, depths, samples, batch_size)
     require_decoder(model)
     vocabulary = Vocabulary(tokenizer, embedding_rows(model), bos)
     check_fit(vocabulary, tasks, lengths)
-    return [
-        measure_row(model, vocabulary, task, length, depth, samples, seed, batch_size)
-        for task in dict.fromkeys(tasks)
-        for length in sorted(set(lengths))
-        for depth in sorted(set(depths))
-    ]
+    rows = []
+    for task, length, depth in product(dict.fromkeys(tasks), sorted(set(lengths)), sorted(set(depths))):
+        asked = [build(task, vocabulary, length, depth, seed, index) for index in range(samples)]
+        rows.append(make_row(task, length, depth, asked, score(model, asked, batch_size)))
+    return rows
 
 
-def check_options(
+def _check_options(
     tasks: Sequence[str],
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -164,25 +164,8 @@ def require_decoder(model: nn.Module) -> None:
 
 
 def embedding_rows(model: Any) -> int:
-    """Tokens that the model can read."""
+    """Count the tokens that the model can read."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def measure_row(
-    model: nn.Module,
-    vocabulary: Vocabulary,
-    task: str,
-    length: int,
-    depth: float,
-    samples: int,
-    seed: int,
-    batch_size: int | None = None,
-    advance: Callable[[int], object] = lambda tokens: None,
-) -> Row:
-    """The row of one task, length and depth."""
-    made = [build(task, vocabulary, length, depth, seed, index) for index in range(samples)]
-    outcomes = score(model, made, batch_size, advance)
-    return make_row(task, length, depth, made, outcomes)
 
 
 def score(
@@ -192,6 +175,12 @@ def score(
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> list[Outcome]:
     """Read all samples, those of one length together.
+
+    Args:
+        model: a causal language model.
+        samples: to read.
+        batch_size: samples per forward pass; None for 8,192 tokens' worth.
+        advance: is called with the tokens read.
 
     Raises:
         DataError: the logits are not finite.
@@ -206,8 +195,7 @@ def score(
             size = batch_size or max(1, BATCH_TOKENS // length)
             for first in range(0, len(members), size):
                 batch = members[first : first + size]
-                found = _read(model, [samples[index] for index in batch])
-                outcomes.update(zip(batch, found, strict=True))
+                outcomes.update(zip(batch, _read(model, [samples[index] for index in batch]), strict=True))
                 advance(length * len(batch))
     return [outcomes[index] for index in range(len(samples))]
 
@@ -215,7 +203,15 @@ def score(
 def make_row(
     task: str, length: int, depth: float | None, samples: Sequence[Sample], outcomes: Sequence[Outcome]
 ) -> Row:
-    """Means over all answers, their error over samples."""
+    """Take the means over all answers, their error over samples.
+
+    Args:
+        task: its name.
+        length: tokens of a sample.
+        depth: where in the context the thing is, None where that is not known.
+        samples: that were read.
+        outcomes: one for each sample.
+    """
     counts = [outcome.answers for outcome in outcomes]
     answers = sum(counts)
     chances = [
@@ -241,7 +237,7 @@ def make_row(
 
 
 def _read(model: nn.Module, samples: list[Sample]) -> list[Outcome]:
-    """Samples of one length in one forward pass."""
+    """Read samples of one length in one forward pass."""
     length = len(samples[0].ids)
     scored = length - min(sample.answers[0][0] for sample in samples)
     documents = [Document(sample.ids, torch.zeros_like(sample.ids)) for sample in samples]
@@ -251,7 +247,7 @@ def _read(model: nn.Module, samples: list[Sample]) -> list[Outcome]:
 
 
 def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
-    """What the logits `[scored, V]` of the tokens from `first` on say about the answers."""
+    """Judge the answers by the logits `[scored, V]` of the tokens from `first` on."""
     right = chosen = 0
     logprob = 0.0
     for start, end in sample.answers:
@@ -271,5 +267,5 @@ def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
 
 
 def _choose(logits: Tensor, tokens: Tensor) -> int:
-    """The best of these tokens; the first of equals."""
+    """Choose the best of these tokens; the first of equals."""
     return int(tokens[int(logits[tokens].argmax())])
