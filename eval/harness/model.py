@@ -122,8 +122,8 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             if self.backend == "causal" and new_tokens >= self.max_length:
                 raise OptionError(
                     f"task {request.task_name!r} generates up to {new_tokens} tokens, which leaves no room "
-                    f"for a prompt in max_length {self.max_length}: raise max_length, or lower max_gen_toks in the "
-                    "task or with gen_kwargs"
+                    f"for a prompt in max_length {self.max_length}: raise max_length, or lower "
+                    "max_gen_toks in the task or with gen_kwargs"
                 )
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,48 +46,31 @@ class Outcome:
     linear: Measured
 
 
-class LazyEvaluator:
-    """The model with what it is measured on: loaded when something is missing, and then once."""
+def load_evaluator(args: argparse.Namespace, results: dict[str, Any]) -> Evaluator:
+    """Load the model and what it is measured on, and note in the results what they must go on to be.
 
-    def __init__(self, args: argparse.Namespace, results: dict[str, Any]) -> None:
-        self.args, self.results = args, results
-        self._evaluator: Evaluator | None = None
-
-    def get(self) -> Evaluator:
-        """Load and check everything.
-
-        Raises:
-            LinattnError: the model, the original or the text do not suit.
-        """
-        if self._evaluator is None:
-            self._evaluator = self._load()
-        return self._evaluator
-
-    def _load(self) -> Evaluator:
-        args = self.args
-        for source in filter(None, (args.model, args.original)):
-            load_config(source)  # first: a wrong folder should not wait for the text
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
-        _, texts = load_texts(args, tokenizer)
-        budget = None if args.max_tokens == "all" else args.max_tokens
-        plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
-        set_seed(args.seed)
-        model = load_model(Curve("", args.model), dtype=args.dtype, device=default_device())
-        layers = layers_of(model)
-        if args.original is not None:
-            check_original(model, args.original, args.dtype)
-        facts = {
-            "layers": [asdict(layer) for layer in layers],
-            "sliding": sliding_of(model),
-            "weights": fingerprint(model),
-        }
-        for name, value in json.loads(json.dumps(facts)).items():
-            if self.results.setdefault(name, value) != value:
-                raise DataError(
-                    f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
-                    "differ); choose another --output-dir"
-                )
-        return Evaluator(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
+    Raises:
+        LinattnError: the model, the original or the text do not suit.
+    """
+    for source in filter(None, (args.model, args.original)):
+        load_config(source)  # first: a wrong folder should not wait for the text
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    _, texts = load_texts(args, tokenizer)
+    budget = None if args.max_tokens == "all" else args.max_tokens
+    plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
+    set_seed(args.seed)
+    model = load_model(Curve("", args.model), dtype=args.dtype, device=default_device())
+    layers = layers_of(model)
+    if args.original is not None:
+        check_original(model, args.original, args.dtype)
+    facts = {"layers": [asdict(layer) for layer in layers], "sliding": sliding_of(model)}
+    for name, value in json.loads(json.dumps({**facts, "weights": fingerprint(model)})).items():
+        if results.setdefault(name, value) != value:
+            raise DataError(
+                f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
+                "differ); choose another --output-dir"
+            )
+    return Evaluator(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
 
 
 def recall_of(args: argparse.Namespace) -> Recall | None:
@@ -120,9 +104,9 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     complete = results.pop("complete", False)
     check_writable(args.output_dir)
     results |= {"arguments": recorded, "versions": results.get("versions") or versions()}
-    lazy = LazyEvaluator(args, results)
+    evaluator = cache(lambda: load_evaluator(args, results))
     if args.original is not None or args.save is not None or "layers" not in results or not rows:
-        lazy.get()
+        evaluator()
     layers = [files.layer(row) for row in results["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
     counts = range(len(layers) + 1) if args.counts is None else args.counts
@@ -135,7 +119,7 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         head = {"format": files.FORMAT, **done, **results, **(outcome or {})}
         save_results(args.output_dir, {**head, "rows": files.rows_of(rows)})
 
-    schedule = Schedule(layers, lazy.get, rows, save, progress=True)
+    schedule = Schedule(layers, evaluator, rows, save, progress=True)
     ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
     plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [(OWN, {}), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
@@ -149,7 +133,7 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     save_layers(args.output_dir / "layers.png", ranking)
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
     if args.save is not None:
-        save_hybrid(lazy.get(), ranking.kept(keep), args.save)
+        save_hybrid(evaluator(), ranking.kept(keep), args.save)
     return Outcome(
         ranking, points, plans, keep, results["sliding"], schedule.original(recall=False), rows[(), OWN]
     )
