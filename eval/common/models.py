@@ -53,7 +53,8 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
     except OSError as error:
         raise CheckpointError(f"no model at {curve.source!r}: {_first_line(error)}") from error
     if curve.rope_scaling is not None:
-        scale_rope(model, curve.rope_scaling)
+        for name, module in scaled_rotaries(model, curve.rope_scaling).items():
+            model.set_submodule(name, module)
     if curve.patch == UNPATCHED and is_patched(model):
         unpatch_model(model)
     elif curve.patch not in (None, UNPATCHED):
@@ -119,24 +120,14 @@ def train_length(source: str) -> int | None:
     return int(length) if length else None
 
 
-def scale_rope(model: nn.Module, rope_scaling: str) -> None:
-    """Rebuild the RoPE of a loaded model from its configuration with another scaling, in place.
+def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
+    """Build the RoPE of a model from its configuration with another scaling: dotted name -> module.
 
     Where layer types have RoPEs of their own, that of full attention is scaled: others never see more than a
-    window.
+    window. The model stays as it is.
 
     Raises:
         OptionError: the model has no RoPE, or one that is scaled already.
-    """
-    for name, module in scaled_rotaries(model, rope_scaling).items():
-        model.set_submodule(name, module)
-
-
-def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
-    """Build what `scale_rope` puts into the model, by dotted name; the model stays as it is.
-
-    Raises:
-        OptionError: see `scale_rope`.
     """
     kind, factor = parse_rope_scaling(rope_scaling)
     rotaries = {name: module for name, module in model.named_modules() if hasattr(module, "rope_type")}

@@ -40,7 +40,7 @@ THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#3942
 
 @dataclass(frozen=True)
 class Picture:
-    """An image for a page: data URIs for both colour schemes, and what it shows in words."""
+    """An image for a page: data URIs for both colour schemes, and a description."""
 
     light: str
     dark: str

@@ -102,11 +102,11 @@ class ResumableRun:
             check_writable(folder)
 
     def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
-        """Say what stands in results.json beside the rows.
+        """Say what stands in results.json besides the rows.
 
         Args:
             facts: keys of this command.
-            where: what is said of the machine, beside the device and the threads.
+            where: what is said of the machine, besides the device and the threads.
         """
         machine = {"device": str(self.device), "threads": torch.get_num_threads()}
         self.results = {
@@ -191,7 +191,7 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
     except ValueError as error:
         raise DataError(
             f"a figure for {folder / 'results.json'} is no finite number: the outputs overflow or are "
-            "NaN; try --dtype float32, and see whether the model as it came has them too"
+            "NaN; try --dtype float32, and see whether the unpatched model has them too"
         ) from error
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

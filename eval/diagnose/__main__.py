@@ -31,8 +31,9 @@ From Python, for a model in memory: from hf_linattn.eval.diagnose import diagnos
 
 Windows of --length tokens lie side by side, taken evenly from all documents. The folder gets diagnose.json,
 diagnose.csv (a row per head), heads.png, entropy.png, attention.png, activations.png and matrices.npz (the
-matrices in attention.png). docs/diagnose.md says what each number means. Time and memory grow with the square
-of the length: 512 tokens show what there is to see in most models.
+matrices in attention.png). docs/diagnose.md says what each number means. Ranks and entropies want a --dtype
+of float32 at least. Time and memory grow with the square of the length: 512 tokens show what there is to see
+in most models.
 """
 
 

@@ -50,7 +50,7 @@ def diagnose(
     """Run a model over windows of text and measure what every attention head does.
 
     The weights are those the model uses, from its own attention functions (see `weights`). Windows are read
-    one at a time, without a cache; the model is left as it is found.
+    one at a time, without a cache; the model is left unchanged.
 
     Args:
         model: a causal language model or an encoder, patched or not.

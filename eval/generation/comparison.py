@@ -74,7 +74,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Prompts and what every model made of them, the original first."""
+    """Prompts and the continuations of every model, the original first."""
 
     prompts: list[list[int]]
     continuations: list[Continuation]

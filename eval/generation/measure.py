@@ -42,7 +42,7 @@ def compare_generation(
     Args:
         original: the unpatched model. None takes the one patched model with its own attention (`bypassed`):
             that is the original as long as its weights were not trained since.
-        others: patched models by label; all models are left as they are found.
+        others: patched models by label; all models are left unchanged.
         tokenizer: of all of them.
         prompts: texts; empty ones are left out.
         new_tokens: tokens to write after each prompt, fewer where the original's end-of-text token comes.

@@ -60,7 +60,7 @@ def generate(
     """Continue each prompt.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: a causal language model; left unchanged.
         tokenizer: its tokenizer.
         prompts: texts to continue.
         name: `Sample.model`.

@@ -97,7 +97,7 @@ class Evaluator:
     """A model and what it is measured on.
 
     Attributes:
-        model: patched in every layer; left as it is found.
+        model: patched in every layer; left unchanged.
         tokenizer: its tokenizer.
         layers: of `layers_of`.
         plan: windows of one length.
@@ -137,7 +137,7 @@ class Evaluator:
             own: numbers of the layers that do not have their linear form.
             kept: the attention of those.
             recall: whether to ask for recall too.
-            advance: told the tokens read.
+            advance: is called with the tokens read.
 
         Raises:
             DataError: the loss is not finite.

@@ -107,7 +107,7 @@ def sliding_of(model: nn.Module) -> str:
 def replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterator[None]:
     """Put other attentions into the named modules for a while; None for the module's own.
 
-    All others keep what they learned, and the model is left as it was found.
+    All others keep what they learned, and the model is left unchanged.
 
     Raises:
         LinattnError: an attention does not suit its module; nothing was touched.

@@ -35,7 +35,7 @@ MEASURED_BY = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: its ranking, points of the trade-off, a plan per kept attention, and their frame."""
+    """The outcome of a run: ranking, points of the trade-off, a plan per kept attention, and their frame."""
 
     ranking: Ranking
     points: list[files.Point]

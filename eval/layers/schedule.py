@@ -41,7 +41,7 @@ class Schedule:
 
     Attributes:
         layers: of the model.
-        bench: makes the bench; called when something is missing, once.
+        evaluator: gives the model with what it is measured on; called when something is missing.
         rows: what was measured.
         save: called after each measurement.
         progress: show a bar on stderr.
@@ -187,7 +187,7 @@ def rank_layers(
     """Measure each layer of a model that is linear everywhere, and rank which should stay softmax.
 
     Args:
-        model: patched in every layer, its other weights those of the original; left as it is found.
+        model: patched in every layer, its other weights those of the original; left unchanged.
         tokenizer: its tokenizer.
         documents: held-out texts.
         rank: "recall_over_perplexity", "recall", "perplexity" or "kl"; None for the first where the original

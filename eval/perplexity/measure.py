@@ -47,7 +47,7 @@ def measure(
     In a process group every process must call it, with the same arguments; each gets all rows.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: a causal language model; left unchanged.
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window.
@@ -91,7 +91,7 @@ def score_length(
     """Score the windows of one length with a causal model.
 
     Args:
-        model: that `require_causal` lets pass; left as it is found.
+        model: that `require_causal` lets pass; left unchanged.
         plan: the windows of every length.
         length: tokens per window, one of the plan's.
         batch_size: windows per forward pass.
@@ -142,7 +142,7 @@ def score_stream(
     it; any other model works too, with a cache as long as the document.
 
     Args:
-        model: that `require_causal` lets pass; left as it is found.
+        model: that `require_causal` lets pass; left unchanged.
         texts: what `encode` gives.
         max_tokens: tokens read in all, an equal share from the start of every document; None reads all.
         segment: tokens per forward pass.

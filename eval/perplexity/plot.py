@@ -22,7 +22,7 @@ COLUMNS = (
 )
 """Of results.csv."""
 INSIDE = 5
-"""Curves whose names still fit into the plot; those of more stand beside it."""
+"""Curves whose names still fit into the plot; those of more stand outside."""
 
 
 def save_plot(
@@ -38,10 +38,10 @@ def save_plot(
 
     Args:
         path: the file.
-        rows: points of all curves, told apart by "model".
+        rows: points of all curves, distinguished by "model".
         train_length: where the line stands, if anywhere.
         stream: the lengths are ends of position buckets.
-        reference: curves drawn in grey and dashed: the model as it came.
+        reference: curves drawn in grey and dashed: the unpatched model.
         kind: of file.
     """
     labels = list(dict.fromkeys(row["model"] for row in rows))
@@ -69,7 +69,7 @@ def save_plot(
         _legend_beside(figure, axes, {row["model"]: row["perplexity"] for row in rows})
     else:
         axes.legend()
-    # an .svg holds random ids and the date unless told otherwise
+    # an .svg holds random ids and the date otherwise
     with rc_context({"svg.hashsalt": "hf_linattn"}):
         figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
 

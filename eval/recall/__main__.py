@@ -38,7 +38,7 @@ tasks:
 
 From Python, for a model in memory: from hf_linattn.eval.recall import measure_recall
 
-Samples have exactly the given number of tokens, BOS and answer included. The model as it came is always
+Samples have exactly the given number of tokens, BOS and answer included. The unpatched model is always
 measured first: where it cannot do a task, recall of its patched versions means nothing, and the output says
 so. The folder gets results.json, results.csv, a heatmap (length x depth) per task and curves.png. The json is
 renewed after every row: the same command goes on where it stopped. docs/recall.md says what exactly is asked.

@@ -84,7 +84,7 @@ def measure_recall(
     """Ask the same questions of any model: a row per task, length and depth, in this order.
 
     Args:
-        model: a causal language model, patched or not; left as it is found.
+        model: a causal language model, patched or not; left unchanged.
         tokenizer: its tokenizer.
         tasks: names from `recall_tasks.TASKS`.
         lengths: tokens per sample.
@@ -153,7 +153,7 @@ def require_decoder(model: nn.Module) -> None:
     """Refuse models that do not continue the text that they read.
 
     Raises:
-        UnsupportedModelError: an encoder, or a model that writes beside what it reads.
+        UnsupportedModelError: an encoder, or an encoder-decoder.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedModelError(

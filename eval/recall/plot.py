@@ -25,7 +25,7 @@ from .verdict import over_depths, percent
 COLUMNS = ("task", "model", *(field.name for field in fields(Row) if field.name != "task"))
 """Of results.csv."""
 IN_A_ROW = 4
-"""Panels beside each other."""
+"""Panels in a row."""
 Rows = Sequence[Mapping[str, Any]]
 
 

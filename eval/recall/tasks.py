@@ -1,4 +1,4 @@
-"""What is asked: samples of exact length, each with the place of what has to be found again.
+"""What is asked: samples of exact length, each with the place of what is asked for.
 
 A sample is a row of tokens that ends with its answer, or with several answers and what asks for each. All
 random choices come from the seed, the task, the length, the depth and the number of the sample.

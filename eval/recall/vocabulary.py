@@ -48,7 +48,7 @@ class Sample:
     Attributes:
         ids: [length] tokens, BOS first where there is one.
         answers: (start, end) of every answer; each is right as a whole or not.
-        place: index of the first token of what has to be found.
+        place: index of the first token of what is asked for.
         chance: how often a guesser is right who knows what kind of answer it is.
         candidates: what the answers are chosen from in the easier form of the question, if it has one.
     """
