@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, DataError, OptionError
+from hf_linattn.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
+from hf_linattn.patching.causality import require_causal
 
 from .cli import parse_rope_scaling
 from .windows import Texts, encode
@@ -65,6 +66,20 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
 def name_of(source: str) -> str:
     """Name a model by its folder without the way to it."""
     return Path(source).name or source
+
+
+def require_decoder(model: nn.Module) -> None:
+    """Refuse a model that does not continue the text that it reads.
+
+    Raises:
+        UnsupportedModelError: an encoder, an encoder-decoder, or a model without a language-model head.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it, and "
+            "causal language models are measured here"
+        )
+    require_causal(model)
 
 
 def load_config(source: str) -> Any:

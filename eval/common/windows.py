@@ -192,6 +192,19 @@ def plan_windows(
     return Plan(texts, lengths, stride, max_tokens)
 
 
+def side_by_side(texts: Texts, length: int, count: int) -> Tensor:
+    """Cut texts into `[count or fewer, length]` tokens: windows side by side, in turn from every document.
+
+    Raises:
+        DataError: no document is that long.
+    """
+    plan = plan_windows(texts, [length], stride="full", max_tokens=length * count)
+    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in plan.windows(length)])
+    if texts.window_bos is not None:
+        ids[:, 0] = texts.window_bos
+    return ids
+
+
 def bucket_edges(first: int, last: int) -> list[int]:
     """List the edges of buckets over the positions first <= p < last: first, powers of two between, last."""
     edges = [first]

@@ -49,8 +49,8 @@ def diagnose(
 ) -> Diagnosis:
     """Run a model over windows of text and measure what every attention head does.
 
-    The weights are those the model uses, from its own attention functions (see `weights`). Windows are read
-    one at a time, without a cache; the model is left unchanged.
+    The weights are those the model uses, from its own attention functions (see `attention_weights`). Windows
+    are read one at a time, without a cache; the model is left unchanged.
 
     Args:
         model: a causal language model or an encoder, patched or not.

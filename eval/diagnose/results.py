@@ -21,8 +21,8 @@ class Layer:
         layer: index in the order of the calls; module: dotted name of the attention module.
         attention: composition of its patch, "softmax" for the model's own attention.
         heads, head_dim: H and D of its queries.
-        kurtosis, inf_norm, outliers: of the hidden states that enter the layer, see `attention_statistics`;
-            None where the layer is not given them as a tensor.
+        kurtosis, inf_norm, outliers: of the hidden states that enter the layer, see
+            `statistics.activation_statistics`; None where the layer is not given them as a tensor.
     """
 
     layer: int

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
+from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError
 from hf_linattn.patching.describe import Row
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
-from ..common.models import UNPATCHED, Curve, load_model
+from ..common.models import UNPATCHED, Curve, load_model, require_decoder
 
 OWN = "softmax"
 Spec = tuple[str, dict[str, Any]]
@@ -65,11 +64,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             f"{type(inside).__name__} is not patched: which layers stay softmax is asked of a model that has "
             "a linear form in every layer, its maps trained against the original's attention"
         )
-    if inside.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(inside).__name__} is an encoder-decoder: layers are ranked by the next token of a text"
-        )
-    require_causal(model)
+    require_decoder(model)
     rows = list(describe(model))
     unpatched = [row.module for row in rows if row.patch == OWN and row.window is None]
     if unpatched:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
+from hf_linattn.errors import DataError, OptionError
 
+from ..common.models import require_decoder
 from ..common.nll import scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
@@ -86,7 +86,7 @@ def measure_recall(
     Args:
         model: a causal language model, patched or not; left unchanged.
         tokenizer: its tokenizer.
-        tasks: names from `recall_tasks.TASKS`.
+        tasks: names from `tasks.TASKS`.
         lengths: tokens per sample.
         depths: places in the context, from 0 (start) to 1 (end).
         samples: per task, length and depth.
@@ -147,20 +147,6 @@ def check_fit(vocabulary: Vocabulary, tasks: Iterable[str], lengths: Iterable[in
     for task in tasks:
         for length in lengths:
             build(task, vocabulary, length, 0.0, 0, 0)
-
-
-def require_decoder(model: nn.Module) -> None:
-    """Refuse models that do not continue the text that they read.
-
-    Raises:
-        UnsupportedModelError: an encoder, or an encoder-decoder.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} reads with an encoder and writes with a decoder; recall is measured for "
-            "causal language models"
-        )
-    require_causal(model)
 
 
 def embedding_rows(model: Any) -> int:
