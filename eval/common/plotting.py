@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 COLOURS = (
@@ -75,6 +76,15 @@ def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
     return Picture(uris["light"], uris["dark"], alt)
+
+
+def log2_axis(axes: Axes, lengths: Sequence[int] = (), form: str = "{:g}") -> None:
+    """Make the horizontal axis logarithmic, its numbers written out, with ticks at these lengths."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    if lengths:
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def write_cells(

@@ -15,11 +15,11 @@ from matplotlib import colormaps, rc_context
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.plotting import MAP, THEMES, Picture, write_cells
+from ..common.plotting import MAP, THEMES, Picture, log2_axis, write_cells
 from .results import Diagnosis
 
 Matrices = Mapping[str, NDArray[np.float32]]
@@ -81,8 +81,7 @@ def _entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str
     right.axhline(1, color=grey, linestyle="--")
     right.set_ylim(0, 1.05)
     for ax, label in ((left, "entropy (nats)"), (right, "entropy / log n")):
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        log2_axis(ax, form="{:,.0f}")
         ax.set(xlabel="keys that a query sees", ylabel=label)
         ax.grid(alpha=0.4)
     scale = ScalarMappable(Normalize(0, last / 0.9), MAP)  # the last tenth is too light for lines

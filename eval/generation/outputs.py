@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
-from ..common.plotting import look
+from ..common.plotting import log2_axis, look
 from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
 
@@ -175,11 +175,10 @@ def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
         label = f"{one.model} (0 everywhere)" if nowhere else one.model
         axes.plot(middles, values, label=label, **look(index))
         drawn += [] if nowhere else [one]
-    axes.set_xscale("log", base=2)
+    log2_axis(axes)
     if drawn:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(xlabel="token of the original's continuation", ylabel="KL(original || model), nats per token")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)

@@ -56,17 +56,9 @@ def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
         zip(ranking.layers, single_layer(ranking.layers, ranking.sense), strict=True)
     ):
         row = ranking.rows[key_of(own)]
-        content = {
-            "layer": one.number,
-            "module": one.module,
-            "patch": one.patch,
-            "perplexity": row.perplexity,
-            "stderr": row.stderr,
-            "nats": row.nats,
-            "kl": row.kl,
-            "kl_stderr": row.kl_stderr,
-            "recall": row.accuracy,
-        }
+        content = {"layer": one.number, "module": one.module, "patch": one.patch}
+        content |= {name: getattr(row, name) for name in ("perplexity", "stderr", "nats", "kl", "kl_stderr")}
+        content |= {"recall": row.accuracy}
         content |= {f"worth_{name}": values[index] for name, values in ranking.layer_values.items()}
         content |= {f"score_{rank}": scores[index] for rank, scores in ranking.scores.items()}
         content |= {f"place_{rank}": order.index(one.number) + 1 for rank, order in orders.items()}

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..common.formatting import text_table
-from ..common.plotting import look
+from ..common.plotting import log2_axis, look
 from .arguments import PerplexityArguments
 
 COLUMNS = (
@@ -75,13 +75,9 @@ def save_plot(
 
 
 def _scale(axes: Axes, lengths: Sequence[int], values: Sequence[float], stream: bool) -> None:
-    axes.set_xscale("log", base=2)
+    log2_axis(axes, () if stream else lengths)
     axes.set_yscale("log")
-    if not stream:
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-        axes.xaxis.set_minor_locator(NullLocator())
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if max(values) < 20 * min(values):
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
     else:

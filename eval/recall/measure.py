@@ -99,7 +99,7 @@ def measure_recall(
         DataError: the tokenizer is too small for a task, or the model's logits are not finite.
         UnsupportedModelError: the model sees later tokens (an encoder), or cannot read such lengths.
     """
-    _check_options(tasks, lengths, depths, samples, batch_size)
+    _check_options(tasks, lengths, depths, samples=samples, batch_size=batch_size)
     require_decoder(model)
     vocabulary = Vocabulary(tokenizer, embedding_rows(model), bos)
     check_fit(vocabulary, tasks, lengths)
@@ -111,17 +111,9 @@ def measure_recall(
 
 
 def _check_options(
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-    batch_size: int | None,
+    tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float], **counts: int | None
 ) -> None:
-    """Refuse what cannot be measured, before anything is loaded.
-
-    Raises:
-        OptionError: naming the option and what it may be.
-    """
+    """Refuse what cannot be measured, before anything is loaded; `counts` must be at least 1, or None."""
     if isinstance(tasks, str) or not tasks:
         raise OptionError(f"tasks must be a list of names, got {tasks!r}; known: {', '.join(TASKS)}")
     for task in tasks:
@@ -131,10 +123,9 @@ def _check_options(
         raise OptionError(f"lengths must be whole numbers of at least 1 token, got {list(lengths)}")
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise OptionError(f"depths must be numbers from 0 (start) to 1 (end), got {list(depths)}")
-    if samples < 1:
-        raise OptionError(f"samples must be at least 1, got {samples}")
-    if batch_size is not None and batch_size < 1:
-        raise OptionError(f"batch_size must be at least 1, got {batch_size}")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise OptionError(f"{name} must be at least 1, got {count}")
 
 
 def check_fit(vocabulary: Vocabulary, tasks: Iterable[str], lengths: Iterable[int]) -> None:

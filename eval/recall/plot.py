@@ -13,12 +13,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
-from ..common.plotting import GREY, MAP, look, write_cells
+from ..common.plotting import GREY, MAP, log2_axis, look, write_cells
 from .measure import Row
 from .verdict import over_depths, percent
 
@@ -120,10 +120,7 @@ def curves(rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int 
 
 
 def _scale(ax: Axes, lengths: Sequence[int]) -> None:
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    log2_axis(ax, lengths, "{:,.0f}")
     ax.set(xlabel="tokens", ylabel="accuracy (%)", ylim=(-3, 103))
     ax.grid(alpha=0.3)
 
