@@ -95,7 +95,7 @@ class ResumableRun:
         self.results: dict[str, Any] = earlier if earlier is not None and self.complete else {}
         self.earlier: dict[str, Any] = earlier or {}
         self.rows: list[dict[str, Any]] = self.earlier.get("rows", [])
-        self.seconds: dict[str, float] = self.earlier["run"]["seconds"] if earlier else {}
+        self.seconds: dict[str, float] = self.earlier.get("run", {}).get("seconds", {})
         self._head: dict[str, Any] = {"format": form, "complete": False, "command": command}
         self._head |= {"arguments": dict(arguments), "seed": arguments.get("seed"), "versions": versions()}
         if not self.complete:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import DataError
 
-from ..common import results
 from ..common.formatting import size, text_table
 from .measure import Key, Measured, key_of
-from .model import OWN, Layer
+from .model import OWN
 from .ranking import Ranking, ordered, single_layer, state_bytes
 
 FORMAT = "hf_linattn.layers/1"
@@ -20,30 +18,19 @@ Point = dict[str, Any]
 """Of `Schedule.tradeoff`: "curve", "kept", "count" and "key"."""
 
 
-def load(folder: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, Measured]]:
-    """Read what an earlier start with the same arguments left, and its rows; both empty for nothing.
+def rows_from(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Key, Measured]:
+    """Read the rows of results.json.
 
     Raises:
-        DataError: the folder holds measurements with other arguments, or a file that is none of ours.
+        DataError: they are damaged.
     """
-    earlier = results.load(folder, arguments, FORMAT) or {"rows": []}
     try:
-        rows = [measured(row) for row in earlier.pop("rows")]
+        read = [Measured(**{**row, "own": tuple(row["own"])}) for row in rows]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"{folder / 'results.json'} is damaged ({error}); delete it to measure again"
         ) from error
-    return earlier, {row.key: row for row in rows}
-
-
-def measured(row: Mapping[str, Any]) -> Measured:
-    """Read a row of results.json."""
-    return Measured(**{**row, "own": tuple(row["own"])})
-
-
-def layer(row: Mapping[str, Any]) -> Layer:
-    """Read a layer of results.json."""
-    return Layer(**row)
+    return {row.key: row for row in read}
 
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
@@ -166,8 +153,3 @@ def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
         "scores": ranking.scores,
         "tradeoff": [{**point, "key": [list(point["key"][0]), point["key"][1]]} for point in points],
     }
-
-
-def rows_of(rows: Mapping[Key, Measured]) -> list[dict[str, Any]]:
-    """Turn rows into what results.json holds."""
-    return [asdict(row) for row in rows.values()]

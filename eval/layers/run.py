@@ -16,12 +16,11 @@ from hf_linattn.cli.files import filling, writing
 from hf_linattn.errors import DataError, OptionError
 
 from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, train_length
-from ..common.results import check_writable, default_device, save_csv, versions
-from ..common.results import save as save_results
+from ..common.results import ResumableRun, default_device, save_csv, versions
 from ..common.windows import plan_windows
 from . import outputs as files
 from .measure import Evaluator, Measured, Recall
-from .model import OWN, Spec, check_original, fingerprint, layers_of, put, sliding_of
+from .model import OWN, Layer, Spec, check_original, fingerprint, layers_of, put, sliding_of
 from .plot import save_layers, save_tradeoff
 from .ranking import EVEN, Ranking, plan_for
 from .schedule import Schedule
@@ -31,6 +30,10 @@ MEASURED_BY = (
     *("tasks", "recall_lengths", "samples", "dtype", "seed", "train_length"),
 )
 """Arguments that a measurement depends on; the others can change from start to start."""
+
+
+FACTS = ("layers", "sliding", "weights")
+"""Facts of the model in results.json, without which its rows mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Outcome:
     linear: Measured
 
 
-def load_evaluator(args: argparse.Namespace, results: dict[str, Any]) -> Evaluator:
-    """Load the model and what it is measured on, and note in the results what they must go on to be.
+def load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator:
+    """Load the model and what it is measured on, and note its facts, which must be those that are known.
 
     Raises:
         LinattnError: the model, the original or the text do not suit.
@@ -63,9 +66,9 @@ def load_evaluator(args: argparse.Namespace, results: dict[str, Any]) -> Evaluat
     layers = layers_of(model)
     if args.original is not None:
         check_original(model, args.original, args.dtype)
-    facts = {"layers": [asdict(layer) for layer in layers], "sliding": sliding_of(model)}
-    for name, value in json.loads(json.dumps({**facts, "weights": fingerprint(model)})).items():
-        if results.setdefault(name, value) != value:
+    facts = ([asdict(layer) for layer in layers], sliding_of(model), fingerprint(model))
+    for name, value in zip(FACTS, json.loads(json.dumps(facts)), strict=True):
+        if known.setdefault(name, value) != value:
             raise DataError(
                 f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
                 "differ); choose another --output-dir"
@@ -100,24 +103,23 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         LinattnError: the model does not suit.
     """
     recorded = {name: getattr(args, name) for name in MEASURED_BY}
-    results, rows = files.load(args.output_dir, recorded)
-    complete = results.pop("complete", False)
-    check_writable(args.output_dir)
-    results |= {"arguments": recorded, "versions": results.get("versions") or versions()}
-    evaluator = cache(lambda: load_evaluator(args, results))
-    if args.original is not None or args.save is not None or "layers" not in results or not rows:
+    session = ResumableRun(args.output_dir, recorded, files.FORMAT, command)
+    rows = files.rows_from(args.output_dir, session.rows)
+    facts = {name: session.earlier[name] for name in FACTS if name in session.earlier}
+    evaluator = cache(lambda: load_evaluator(args, facts))
+    if args.original is not None or args.save is not None or len(facts) < len(FACTS) or not rows:
         evaluator()
-    layers = [files.layer(row) for row in results["layers"]]
+    layers = [Layer(**row) for row in facts["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
     counts = range(len(layers) + 1) if args.counts is None else args.counts
     kept = kept_of(args)
     if max(keep, *counts) > len(layers):
         raise OptionError(f"{max(keep, *counts)} softmax layers, and {args.model} has {len(layers)}")
+    session.begin({"versions": session.earlier.get("versions") or versions(), **facts})
 
-    def save(row: Measured | None, outcome: dict[str, Any] | None = None) -> None:
-        done = {"complete": outcome is not None or complete, "command": command}
-        head = {"format": files.FORMAT, **done, **results, **(outcome or {})}
-        save_results(args.output_dir, {**head, "rows": files.rows_of(rows)})
+    def save(row: Measured) -> None:
+        session.rows[:] = [asdict(row) for row in rows.values()]
+        session.save()
 
     schedule = Schedule(layers, evaluator, rows, save, progress=True)
     ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
@@ -127,15 +129,16 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     points = schedule.tradeoff(
         ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept
     )
-    save(None, {**files.content(ranking, points), "keep": keep, "plans": plans})
+    session.results |= {**files.content(ranking, points), "keep": keep, "plans": plans}
     save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
     save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
     save_layers(args.output_dir / "layers.png", ranking)
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
+    session.finish()
     if args.save is not None:
         save_hybrid(evaluator(), ranking.kept(keep), args.save)
     return Outcome(
-        ranking, points, plans, keep, results["sliding"], schedule.original(recall=False), rows[(), OWN]
+        ranking, points, plans, keep, facts["sliding"], schedule.original(recall=False), rows[(), OWN]
     )
 
 
