@@ -14,7 +14,7 @@ from hf_linattn import bypassed
 from hf_linattn.errors import OptionError
 
 from ..common.nll import LOSS_CHUNK, scoring, window_logits
-from ..common.statistics import WindowScore, make_row, ratio_error
+from ..common.statistics import in_groups, make_row, ratio_error, score_windows
 from ..common.windows import Plan
 from .model import OWN, Layer, Spec, with_own
 
@@ -170,18 +170,10 @@ class Evaluator:
                 sums = _sums(original, logits, targets)
                 nats += sums[0]
                 divergences += sums[1]
-        documents = self.plan.texts.documents
-        pieces = []
-        for window, total in zip(windows, nats, strict=True):
-            size = documents[window.document].bytes_between(window.end - window.scored, window.end)
-            pieces.append(WindowScore(window.document, window.scored, size, total))
-        row = make_row(length, pieces, [])
-        groups: dict[int, list[tuple[float, int]]] = {}
-        for index, window in enumerate(windows):
-            group = window.document if row.documents > 1 else index
-            groups.setdefault(group, []).append((divergences[index], window.scored))
-        sums_of = [math.fsum(x for x, _ in group) for group in groups.values()]
-        tokens = [sum(n for _, n in group) for group in groups.values()]
+        row = make_row(length, score_windows(self.plan.texts, windows, nats), [])
+        groups = in_groups(score_windows(self.plan.texts, windows, divergences))
+        sums_of = [math.fsum(score.nats for score in group) for group in groups]
+        tokens = [sum(score.tokens for score in group) for group in groups]
         return row, math.fsum(divergences) / row.tokens, ratio_error(sums_of, tokens)
 
     def _recall(self, names: list[str]) -> list[dict[str, Any]] | None:
@@ -190,14 +182,7 @@ class Evaluator:
         from ..recall import measure_recall
 
         with bypassed(self.model, names):
-            rows = measure_recall(
-                self.model,
-                self.tokenizer,
-                tasks=self.recall.tasks,
-                lengths=self.recall.lengths,
-                samples=self.recall.samples,
-                seed=self.recall.seed,
-            )
+            rows = measure_recall(self.model, self.tokenizer, **vars(self.recall))
         return [asdict(row) for row in rows]
 
 

@@ -25,7 +25,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 
 from ..common.nll import scoring, stream_nats, window_nats
-from ..common.statistics import Bucket, Row, WindowScore, make_row
+from ..common.statistics import Bucket, Row, WindowScore, make_row, score_windows
 from ..common.windows import Bos, Plan, Stride, Texts, bucket_edges, encode, plan_windows
 
 
@@ -115,17 +115,13 @@ def score_length(
             sums.update(enumerate(parts, start))
             advance(len(batch) * length * size)
     sums = _exchange(sums)
-    pieces = []
-    for index, window in enumerate(windows):
-        document = plan.texts.documents[window.document]
-        size_in_bytes = document.bytes_between(window.end - window.scored, window.end)
-        pieces.append(WindowScore(window.document, window.scored, size_in_bytes, math.fsum(sums[index])))
+    scores = score_windows(plan.texts, windows, [math.fsum(sums[index]) for index in range(len(windows))])
     buckets = []
     for k, (low, high) in enumerate(pairwise(edges)):
         tokens = len(windows) * (high - low)
         nats = math.fsum(sums[index][k] for index in range(len(windows))) / tokens
         buckets.append(Bucket(low, high, tokens, nats, math.exp(nats)))
-    return make_row(length, pieces, buckets)
+    return make_row(length, scores, buckets)
 
 
 def score_stream(
@@ -172,13 +168,13 @@ def score_stream(
                 _add_by_position(sums[index], edges, start, nll)
                 advance(nll.numel() * size)
     sums = _exchange(sums)
-    pieces: dict[int, list[WindowScore]] = defaultdict(list)
+    scores: dict[int, list[WindowScore]] = defaultdict(list)
     for index, document in enumerate(documents):
         for (low, high), nats in zip(pairwise(edges), sums[index], strict=True):
             stop = min(high, ends[index])
             if stop > low:
-                pieces[high].append(WindowScore(index, stop - low, document.bytes_between(low, stop), nats))
-    return [make_row(end, pieces[end], []) for end in edges[1:]]
+                scores[high].append(WindowScore(index, stop - low, document.bytes_between(low, stop), nats))
+    return [make_row(end, scores[end], []) for end in edges[1:]]
 
 
 def _bucket_sums(nats: Tensor, edges: list[int]) -> list[list[float]]:
