@@ -1,1 +1,1 @@
-"""Commands that measure a model: perplexity against length, and what stands beside it."""
+"""Commands that measure a model: perplexity against length and what goes with it."""

@@ -38,6 +38,7 @@ def add_model_arguments(
     dtype: str = "auto",
     dtypes: Sequence[str] = DTYPES,
     seed: str = "for patches with random parameters",
+    default_seed: int = 0,
 ) -> None:
     """Add --model, --tokenizer, --patch, --options, --dtype and --seed.
 
@@ -49,6 +50,7 @@ def add_model_arguments(
         dtype: default of --dtype.
         dtypes: its choices.
         seed: what the seed is for.
+        default_seed: default of --seed.
     """
     add = parser.add_argument
     if model is not None:
@@ -60,7 +62,7 @@ def add_model_arguments(
         add("--options", type=argparse_type(parse_options), help="options of --patch as JSON")
     default = "as saved" if dtype == "auto" else "%(default)s"
     add("--dtype", choices=dtypes, default=dtype, help=f"of the model's weights (default: {default})")
-    add("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+    add("--seed", type=int, default=default_seed, help=f"{seed} (default: %(default)s)")
 
 
 def add_text_arguments(
@@ -136,7 +138,7 @@ def run_command(
     def do() -> None:
         from transformers.utils import logging
 
-        from hf_linattn.cli.processes import quiet_libraries, start_missing_processes
+        from hf_linattn.cli.main import quiet_libraries, start_missing_processes
 
         if share_work:
             start_missing_processes(parser.prog.split()[-1], argv)
@@ -151,7 +153,7 @@ def run_command(
 
 
 def parse_rope_scaling(text: str) -> tuple[str, float]:
-    """`yarn:4` -> ("yarn", 4.0).
+    """Parse a RoPE scaling: `yarn:4` -> ("yarn", 4.0).
 
     Raises:
         OptionError: the kind is unknown, or the factor is no number of at least 1.
@@ -219,7 +221,7 @@ def token_budget(text: str) -> int | Literal["all"]:
 
 
 def doubling_range(text: str) -> list[int]:
-    """`512,...,4096` -> [512, 1024, 2048, 4096]."""
+    """Parse lengths, doubling them at dots: `512,...,4096` -> [512, 1024, 2048, 4096]."""
     parts = text.split(",")
     lengths: list[int] = []
     for index, part in enumerate(parts):
@@ -248,8 +250,10 @@ def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callab
         names = [name.strip() for name in text.split(",")]
         if none is not None and names == [none]:
             return []
+        if not all(names):
+            raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
         for name in names:
-            if not name or (known and name not in known):
+            if known and name not in known:
                 raise argparse.ArgumentTypeError(f"unknown {what} {name!r}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 

@@ -26,23 +26,23 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 
 
 def number(value: float) -> str:
-    """Three digits, or more where the whole part has more."""
+    """Write three digits, or more where the whole part has more."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def times(ratio: float) -> str:
-    """`2.3 times`."""
+    """Write a ratio as `2.3 times`."""
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.1f} times"
 
 
 def percent(ratio: float) -> str:
-    """How far a ratio is from 1."""
+    """Write how far a ratio is from 1, as `12 %`."""
     distance = abs(ratio - 1) * 100
     return f"{distance:.0f} %" if distance >= 2 else f"{distance:.1f} %"
 
 
 def change(ratio: float) -> str:
-    """`12 % more`, or from a doubling on `2.3 times as much`."""
+    """Write a ratio as `12 % more`, or from a doubling on as `2.3 times as much`."""
     if ratio >= 2:
         return f"{times(ratio)} as much"
     if abs(ratio - 1) < 0.0005:
@@ -51,7 +51,7 @@ def change(ratio: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in a unit that suits them."""
+    """Write bytes in a unit that suits them."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" or count >= 100 else f"{count:,.1f} {unit}"
@@ -60,5 +60,5 @@ def size(count: float) -> str:
 
 
 def exponential(nats: float) -> float:
-    """Perplexity of a loss; infinite where it does not fit."""
+    """Turn nats into a perplexity; infinite where it does not fit."""
     return math.exp(nats) if nats < 700 else math.inf

@@ -9,7 +9,7 @@ from hf_linattn.errors import DataError
 
 
 def between(path: Path, marks: tuple[str, str]) -> str:
-    """What is between the marks of a page; nothing where there is no page yet.
+    """Read what is between the marks of a page; nothing where there is no page yet.
 
     Raises:
         DataError: the page is there, and without the marks.
@@ -18,7 +18,13 @@ def between(path: Path, marks: tuple[str, str]) -> str:
 
 
 def write_between(path: Path, marks: tuple[str, str], content: str, head: str) -> None:
-    """Put this between the marks of the page; a new page begins with `head`.
+    """Put a text between the marks of a page.
+
+    Args:
+        path: of the page.
+        marks: lines before and behind the text.
+        content: the text.
+        head: how a new page begins.
 
     Raises:
         DataError: the page is there, and without the marks; it is left as it was.
@@ -30,7 +36,7 @@ def write_between(path: Path, marks: tuple[str, str], content: str, head: str) -
 
 
 def _parts(path: Path, marks: tuple[str, str]) -> tuple[str, str, str]:
-    """A page before, between and behind the marks."""
+    """Cut a page before, between and behind the marks."""
     begin, end = marks
     before, begun, rest = path.read_text(encoding="utf-8").partition(begin)
     content, ended, after = rest.partition(end)

@@ -5,6 +5,7 @@ softmax, window:size=256, softmax1+logn:train_length=1024, softmax@yarn:8
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers import set_seed
 from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
 
-from .cli import parse_rope_scaling
+from .cli import argparse_type, parse_rope_scaling
 from .models import UNPATCHED, Curve, load_model, scaled_rotaries
 
 FORM = "PATCH[:OPTION=VALUE...][@KIND:FACTOR]"
@@ -26,7 +27,7 @@ PROBE = 8
 
 
 def parse_specs(text: str) -> list[str]:
-    """`softmax, logn:kappa=0.2` -> ["softmax", "logn:kappa=0.2"], each of them readable by `parse_spec`.
+    """Cut entries apart: `softmax, logn:kappa=0.2` -> ["softmax", "logn:kappa=0.2"].
 
     Raises:
         OptionError: an entry cannot be read.
@@ -37,8 +38,23 @@ def parse_specs(text: str) -> list[str]:
     return entries
 
 
+def add_compare_argument(
+    parser: argparse.ArgumentParser, what: str, *more: str, dest: str | None = None
+) -> None:
+    """Add --compare, and the names in `more` for the same."""
+    parser.add_argument(
+        *("--compare", *more),
+        dest=dest,
+        type=argparse_type(parse_specs),
+        action="extend",
+        metavar="ENTRIES",
+        help=f"{what}, by comma: a patch or composition ('softmax' is the model's own attention), its "
+        f"options, and @KIND:FACTOR for scaled RoPE, as {FORM}; repeatable",
+    )
+
+
 def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
-    """`PATCH[:OPTION=VALUE...][@KIND:FACTOR]` -> patch, its options, RoPE scaling or None.
+    """Parse `PATCH[:OPTION=VALUE...][@KIND:FACTOR]` into the patch, its options, RoPE scaling or None.
 
     A value is JSON, or else a string. An option that several parts of a composition have is written
     PART.OPTION, as in `softmax1+logn:logn.kappa=0.2`.
@@ -73,12 +89,12 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
 def _split(text: str, mark: str) -> list[str]:
     """Cut a text at the marks that stand outside brackets."""
     parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == mark and depth == 0:
+    for char in text:
+        depth += (char in "[{") - (char in "]}")
+        if char == mark and depth == 0:
             parts.append("")
         else:
-            parts[-1] += letter
+            parts[-1] += char
     return parts
 
 
@@ -106,7 +122,7 @@ def specs_of(entries: Sequence[str], source: str) -> list[Curve]:
 
 
 def is_reference(spec: Curve) -> bool:
-    """Whether a spec is there for others to be compared with: the model's own attention, not scaled."""
+    """Tell whether others are compared with this spec: the model's own attention, not scaled."""
     return spec.patch in (UNPATCHED, "softmax") and spec.rope_scaling is None
 
 
@@ -119,86 +135,14 @@ def error_prefix(label: str) -> Iterator[None]:
         raise type(error)(f"{label}: {error}") from error
 
 
-class SharedWeights:
-    """The weights of one model, loaded once, under one patch after the other.
+class ModelLoader:
+    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
 
     What a patch computes is to the last bit what it computes on weights loaded for it alone: unpatching is
     exact, and random parameters are drawn from the state that the random numbers have behind the loading.
 
     Args:
-        source: folder or name of the model.
-        dtype: as for `load_model`.
-        device: where the model is used.
-        seed: of random parameters.
-
-    Raises:
-        OptionError: the model has a patch with weights of its own, which the specs would lose.
-        CheckpointError: there is no model.
-    """
-
-    def __init__(
-        self, source: str, *, dtype: str = "auto", device: torch.device | str = "cpu", seed: int = 0
-    ) -> None:
-        set_seed(seed)
-        self.device, self.seed = device, seed
-        self.model: Any = load_model(Curve("", source), dtype=dtype).eval()
-        self._random_state = torch.get_rng_state()
-        if is_patched(self.model):
-            if describe(self.model).parameters:
-                raise OptionError(
-                    f"{source} has a patch with weights of its own, which --compare would leave out: "
-                    "measure it by itself, or as --baseline of the model it comes from"
-                )
-            unpatch_model(self.model)
-
-    @contextmanager
-    def under(self, spec: Curve) -> Iterator[nn.Module]:
-        """Give the model with the patch and the RoPE of a spec, and take both off again.
-
-        Raises:
-            LinattnError: the patch or the scaling does not suit the model.
-        """
-        set_seed(self.seed)
-        torch.set_rng_state(self._random_state)
-        model = self.model.to("cpu")  # random parameters are drawn there, as on a model just loaded
-        rotaries = {} if spec.rope_scaling is None else scaled_rotaries(model, spec.rope_scaling)
-        before = {name: model.get_submodule(name) for name in rotaries}
-        try:
-            for name, module in rotaries.items():
-                model.set_submodule(name, module)
-            patch_model(model, spec.patch or "softmax", options=spec.options)
-            yield model.to(self.device)
-        finally:
-            if is_patched(model):
-                unpatch_model(model)
-            for name, module in before.items():
-                model.set_submodule(name, module)
-
-    @torch.no_grad()
-    def check(self, specs: Sequence[Curve], *, stream: bool = False) -> None:
-        """Put every spec on the model and let it read a few tokens.
-
-        Args:
-            specs: of this model.
-            stream: whether every one must have a constant state.
-
-        Raises:
-            LinattnError: a spec does not suit the model; the message begins with its label.
-        """
-        probe = torch.zeros(1, PROBE, dtype=torch.long, device=self.device)
-        for spec in specs:
-            with error_prefix(spec.label), self.under(spec) as model:
-                # what a patch refuses in a call shows only in a call
-                model(input_ids=probe, use_cache=stream)
-                if stream:
-                    refuse_growing_cache(model)
-
-
-class ModelLoader:
-    """Gives the models of many specs, one after the other; those of --compare from weights loaded once.
-
-    Args:
-        compared: specs of --compare, all of one model; each is checked here.
+        compared: specs of --compare, all of one model; each is tried on a few tokens here.
         dtype: as for `load_model`.
         device: where the models are used.
         seed: of random parameters.
@@ -219,23 +163,45 @@ class ModelLoader:
         stream: bool = False,
     ) -> None:
         self.dtype, self.device, self.seed = dtype, device, seed
-        self._labels = {spec.label for spec in compared}
-        if compared:
-            self._shared = SharedWeights(compared[0].source, dtype=dtype, device=device, seed=seed)
-            self._shared.check(compared, stream=stream)
+        self._source = compared[0].source if compared else None
+        self._shared: tuple[Any, torch.Tensor] | None = None
+        probe = torch.zeros(1, PROBE, dtype=torch.long, device=device)
+        for spec in compared:
+            self._weights()  # its errors are of no spec
+            with error_prefix(spec.label), self.use(spec) as model, torch.no_grad():
+                # what a patch refuses in a call shows only in a call
+                model(input_ids=probe, use_cache=stream)
+                if stream:
+                    refuse_growing_cache(model)
 
     @contextmanager
     def use(self, spec: Curve) -> Iterator[nn.Module]:
-        """Give the model of a spec.
+        """Give the model of a spec; one with a patch of its own on shared weights, and without it afterwards.
 
         Raises:
             LinattnError: the model cannot be had, or the patch does not suit it.
         """
-        if spec.label in self._labels:
-            with self._shared.under(spec) as model:
-                yield model
-        else:
+        if spec.source != self._source or spec.patch is None:
+            self._shared = None  # two models may be too much
             yield self.load(spec)
+            return
+        model, random_state = self._weights()
+        set_seed(self.seed)
+        torch.set_rng_state(random_state)
+        model = model.to("cpu")  # random parameters are drawn there, as on a model just loaded
+        rotaries = {} if spec.rope_scaling is None else scaled_rotaries(model, spec.rope_scaling)
+        before = {name: model.get_submodule(name) for name in rotaries}
+        try:
+            for name, module in rotaries.items():
+                model.set_submodule(name, module)
+            if spec.patch != UNPATCHED:
+                patch_model(model, spec.patch, options=spec.options)
+            yield model.to(self.device)
+        finally:
+            if is_patched(model):
+                unpatch_model(model)
+            for name, module in before.items():
+                model.set_submodule(name, module)
 
     def load(self, spec: Curve) -> nn.Module:
         """Load the model of a spec, to stay.
@@ -245,6 +211,21 @@ class ModelLoader:
         """
         set_seed(self.seed)
         return load_model(spec, dtype=self.dtype, device=self.device)
+
+    def _weights(self) -> tuple[Any, torch.Tensor]:
+        """Load the compared model without a patch; the state of the random numbers behind that comes too."""
+        if self._shared is None:
+            set_seed(self.seed)
+            model: Any = load_model(Curve("", str(self._source)), dtype=self.dtype).eval()
+            self._shared = model, torch.get_rng_state()
+            if is_patched(model):
+                if describe(model).parameters:
+                    raise OptionError(
+                        f"{self._source} has a patch with weights of its own, which --compare would leave "
+                        "out: measure it by itself, or as --baseline of the model it comes from"
+                    )
+                unpatch_model(model)
+        return self._shared
 
 
 def refuse_growing_cache(model: nn.Module) -> None:

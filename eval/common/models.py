@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.errors import CheckpointError, OptionError, UnsupportedModelError
+from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.loading import first_line, load_config, load_tokenizer
 
 from .cli import parse_rope_scaling
@@ -23,7 +24,6 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
-    "scale_rope",
     "scaled_rotaries",
     "train_length",
 ]
@@ -58,13 +58,14 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
         OptionError: the RoPE scaling is unknown or does not suit the model.
         LinattnError: the patch is unknown or does not suit the model.
     """
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = from_pretrained(curve.source, dtype=wanted)
+        model: Any = from_pretrained(curve.source, dtype=torch_dtype)
     except OSError as error:
         raise CheckpointError(f"no model at {curve.source!r}: {first_line(error)}") from error
     if curve.rope_scaling is not None:
-        scale_rope(model, curve.rope_scaling)
+        for name, module in scaled_rotaries(model, curve.rope_scaling).items():
+            model.set_submodule(name, module)
     if curve.patch == UNPATCHED and is_patched(model):
         unpatch_model(model)
     elif curve.patch not in (None, UNPATCHED):
@@ -75,6 +76,20 @@ def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str 
 def name_of(source: str) -> str:
     """Name a model by its folder without the way to it."""
     return Path(source).name or source
+
+
+def require_decoder(model: nn.Module) -> None:
+    """Refuse a model that does not continue the text that it reads.
+
+    Raises:
+        UnsupportedModelError: an encoder, an encoder-decoder, or a model without a language-model head.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it, and "
+            "causal language models are measured here"
+        )
+    require_causal(model)
 
 
 def load_texts(args: Any, tokenizer: Any) -> tuple[list[str], Texts]:
@@ -101,24 +116,14 @@ def train_length(source: str) -> int | None:
     return int(length) if length else None
 
 
-def scale_rope(model: nn.Module, rope_scaling: str) -> None:
-    """Rebuild the RoPE of a loaded model from its configuration with another scaling, in place.
+def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
+    """Build the RoPE of a model from its configuration with another scaling: dotted name -> module.
 
     Where layer types have RoPEs of their own, that of full attention is scaled: others never see more than a
-    window.
+    window. The model stays as it is.
 
     Raises:
         OptionError: the model has no RoPE, or one that is scaled already.
-    """
-    for name, module in scaled_rotaries(model, rope_scaling).items():
-        model.set_submodule(name, module)
-
-
-def scaled_rotaries(model: nn.Module, rope_scaling: str) -> dict[str, nn.Module]:
-    """Build what `scale_rope` puts into the model, by dotted name; the model stays as it is.
-
-    Raises:
-        OptionError: see `scale_rope`.
     """
     kind, factor = parse_rope_scaling(rope_scaling)
     rotaries = {name: module for name, module in model.named_modules() if hasattr(module, "rope_type")}

@@ -21,7 +21,7 @@ LOSS_CHUNK = 1024
 
 @contextmanager
 def scoring(model: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; the training mode comes back afterwards."""
+    """Switch gradients and dropout off; the training mode comes back afterwards."""
     training = model.training
     model.eval()
     _reset_dynamic_rope(model)
@@ -35,7 +35,7 @@ def scoring(model: nn.Module) -> Iterator[None]:
 
 
 def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tuple[Tensor, Tensor]:
-    """Logits [windows, scored, V] and the tokens [windows, scored] that they predict; one length for all."""
+    """Compute logits `[windows, scored, V]` and the tokens `[windows, scored]` that they predict."""
     ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in windows])
     if texts.window_bos is not None:
         ids[:, 0] = texts.window_bos
@@ -47,12 +47,12 @@ def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tupl
 
 
 def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
-    """[windows, scored] nats in float32; all windows have one length."""
+    """Compute nats `[windows, scored]` in float32; all windows have one length."""
     return _nats(*window_logits(model, texts, windows))
 
 
 def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[int, Tensor]]:
-    """Position of the first scored token and [tokens] nats in float32, segment by segment.
+    """Yield the position of the first scored token and `[tokens]` nats in float32, segment by segment.
 
     The cache that a segment leaves is handed to the next one, so the context is all of `ids` so far.
     """
@@ -66,7 +66,7 @@ def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[i
 
 
 def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
-    """The output, with logits for the last `keep` positions, or for all where the model cannot limit them."""
+    """Run the model, with logits for the last `keep` positions, or for all where it cannot limit them."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = keep
     try:
@@ -85,7 +85,7 @@ def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """[B, N, V], [B, N] -> [B, N] in float32."""
+    """Turn logits `[B, N, V]` and tokens `[B, N]` into nats `[B, N]` in float32."""
     # rows of logits, not [B, V, N]: along a strided vocabulary the loss takes four times as long
     parts = [
         F.cross_entropy(chunk.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 COLOURS = (
@@ -40,7 +41,7 @@ THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#3942
 
 @dataclass(frozen=True)
 class Picture:
-    """An image for a page: data URIs for both colour schemes, and what it shows in words."""
+    """An image for a page: data URIs for both colour schemes, and a description."""
 
     light: str
     dark: str
@@ -48,7 +49,7 @@ class Picture:
 
 
 def look(index: int | None) -> dict[str, Any]:
-    """Colour, marker and line of the curve with this index; None is the model as it came."""
+    """Choose colour, marker and line of the curve with this index; None is the unpatched model."""
     if index is None:
         return {"color": GREY, "marker": "o", "linestyle": "--"}
     again, place = divmod(index, len(COLOURS))
@@ -56,7 +57,7 @@ def look(index: int | None) -> dict[str, Any]:
 
 
 def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
-    """A figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
+    """Draw a figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
         settings: Any = {
@@ -75,6 +76,15 @@ def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
             figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
         uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
     return Picture(uris["light"], uris["dark"], alt)
+
+
+def log2_axis(axes: Axes, lengths: Sequence[int] = (), form: str = "{:g}") -> None:
+    """Make the horizontal axis logarithmic, its numbers written out, with ticks at these lengths."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    if lengths:
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def write_cells(

@@ -95,30 +95,25 @@ class ResumableRun:
         self.results: dict[str, Any] = earlier if earlier is not None and self.complete else {}
         self.earlier: dict[str, Any] = earlier or {}
         self.rows: list[dict[str, Any]] = self.earlier.get("rows", [])
-        self.seconds: dict[str, float] = self.earlier["run"]["seconds"] if earlier else {}
-        self._head = {"format": form, "complete": False, "command": command, "arguments": dict(arguments)}
+        self.seconds: dict[str, float] = self.earlier.get("run", {}).get("seconds", {})
+        self._head: dict[str, Any] = {"format": form, "complete": False, "command": command}
+        self._head |= {"arguments": dict(arguments), "seed": arguments.get("seed"), "versions": versions()}
         if not self.complete:
             check_writable(folder)
 
     def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
-        """Say what stands in results.json beside the rows.
+        """Say what stands in results.json besides the rows.
 
         Args:
             facts: keys of this command.
-            where: what is said of the machine, beside the device and the threads.
+            where: what is said of the machine, besides the device and the threads.
         """
+        machine = {"device": str(self.device), "threads": torch.get_num_threads()}
         self.results = {
             **self._head,
-            "seed": self._head["arguments"]["seed"],
-            "versions": versions(),
             **facts,
             "rows": self.rows,
-            "run": {
-                "device": str(self.device),
-                "threads": torch.get_num_threads(),
-                **(where or {}),
-                "seconds": self.seconds,
-            },
+            "run": {**machine, **(where or {}), "seconds": self.seconds},
         }
 
     @contextmanager
@@ -176,8 +171,8 @@ def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any
         before = dict(earlier["arguments"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no file of this command; choose another --output-dir") from error
-    wanted = json.loads(json.dumps(arguments))
-    changed = sorted(key for key in before.keys() | wanted.keys() if before.get(key) != wanted.get(key))
+    now = json.loads(json.dumps(arguments))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if changed:
         names = ", ".join("--" + key.replace("_", "-") for key in changed)
         raise DataError(f"{folder} holds a run with other arguments ({names}); choose another --output-dir")
@@ -196,7 +191,7 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
     except ValueError as error:
         raise DataError(
             f"a figure for {folder / 'results.json'} is no finite number: the outputs overflow or are "
-            "NaN; try --dtype float32, and see whether the model as it came has them too"
+            "NaN; try --dtype float32, and see whether the unpatched model has them too"
         ) from error
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

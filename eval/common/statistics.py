@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from hf_linattn.errors import DataError
 
+from .windows import Texts, Window
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -64,6 +66,24 @@ class WindowScore:
     nats: float
 
 
+def score_windows(texts: Texts, windows: Sequence[Window], nats: Sequence[float]) -> list[WindowScore]:
+    """Put the nats of every window beside its tokens and bytes."""
+    scores = []
+    for window, total in zip(windows, nats, strict=True):
+        size = texts.documents[window.document].bytes_between(window.end - window.scored, window.end)
+        scores.append(WindowScore(window.document, window.scored, size, total))
+    return scores
+
+
+def in_groups(scores: Sequence[WindowScore]) -> list[list[WindowScore]]:
+    """Group scores by document, or each by itself where there is one document only."""
+    documents = len({score.document for score in scores})
+    groups: dict[int, list[WindowScore]] = defaultdict(list)
+    for index, score in enumerate(scores):
+        groups[score.document if documents > 1 else index].append(score)
+    return list(groups.values())
+
+
 def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) -> Row:
     """Total the scores of windows, with errors over documents or, if there is only one, over windows.
 
@@ -73,14 +93,10 @@ def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) 
     total = math.fsum(score.nats for score in scores)
     if not math.isfinite(total):
         raise DataError(f"the model's loss is not finite at length {length}; try --dtype float32")
-    documents = len({score.document for score in scores})
-    over = "documents" if documents > 1 else "windows"
-    groups: dict[int, list[WindowScore]] = defaultdict(list)
-    for index, score in enumerate(scores):
-        groups[score.document if documents > 1 else index].append(score)
-    nats = [math.fsum(score.nats for score in group) for group in groups.values()]
-    tokens = [sum(score.tokens for score in group) for group in groups.values()]
-    sizes = [sum(score.bytes for score in group) for group in groups.values()]
+    documents, groups = len({score.document for score in scores}), in_groups(scores)
+    nats = [math.fsum(score.nats for score in group) for group in groups]
+    tokens = [sum(score.tokens for score in group) for group in groups]
+    sizes = [sum(score.bytes for score in group) for group in groups]
     perplexity, stderr = _exponential(nats, tokens)
     byte_perplexity, byte_stderr = _exponential(nats, sizes)
     return Row(
@@ -94,20 +110,20 @@ def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) 
         nats=total / sum(tokens),
         windows=len(scores),
         documents=documents,
-        stderr_over=over,
+        stderr_over="documents" if documents > 1 else "windows",
         buckets=buckets,
     )
 
 
 def _exponential(nats: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
-    """exp(m) and its standard error exp(m) * se(m),  m = sum(nats) / sum(counts)."""
+    """Compute exp(m) and its standard error exp(m) * se(m),  m = sum(nats) / sum(counts)."""
     value = math.exp(math.fsum(nats) / max(sum(counts), 1))
     error = ratio_error(nats, counts)
     return value, None if error is None else value * error
 
 
 def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """sqrt(G / (G - 1) * sum_g (s_g - m n_g)^2) / sum_g n_g,  m = sum(s) / sum(n).
+    """Compute sqrt(G / (G - 1) * sum_g (s_g - m n_g)^2) / sum_g n_g,  m = sum(s) / sum(n).
 
     The standard error of a ratio over G sampled groups, each with a sum s_g over n_g tokens or bytes; None
     for a single group.

@@ -32,11 +32,11 @@ class Document:
     byte_ends: Tensor
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Count the tokens."""
         return len(self.ids)
 
     def bytes_between(self, start: int, end: int) -> int:
-        """UTF-8 bytes of the tokens start <= i < end; a split character counts in its first token."""
+        """Count UTF-8 bytes of the tokens start <= i < end; a split character counts in its first token."""
         before = int(self.byte_ends[start - 1]) if start else 0
         return int(self.byte_ends[end - 1]) - before
 
@@ -91,7 +91,7 @@ def encode(tokenizer: Any, texts: Iterable[str], *, bos: Bos = "auto", join: boo
 
 
 def _bos_ids(tokenizer: Any, bos: Bos) -> list[int]:
-    """[BOS] or []."""
+    """Choose the tokens before a document: [BOS] or []."""
     bos_id = tokenizer.bos_token_id
     if bos == "auto":
         return [bos_id] if bos_id is not None and tokenizer("a")["input_ids"][:1] == [bos_id] else []
@@ -138,7 +138,7 @@ class Plan:
     max_tokens: int | None
 
     def windows(self, length: int) -> list[Window]:
-        """The windows of one length, ordered by document and position.
+        """List the windows of one length, ordered by document and position.
 
         A budget is spread evenly: the first windows of all documents, then the second ones, and so on.
         """
@@ -192,8 +192,21 @@ def plan_windows(
     return Plan(texts, lengths, stride, max_tokens)
 
 
+def side_by_side(texts: Texts, length: int, count: int) -> Tensor:
+    """Cut texts into `[count or fewer, length]` tokens: windows side by side, in turn from every document.
+
+    Raises:
+        DataError: no document is that long.
+    """
+    plan = plan_windows(texts, [length], stride="full", max_tokens=length * count)
+    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in plan.windows(length)])
+    if texts.window_bos is not None:
+        ids[:, 0] = texts.window_bos
+    return ids
+
+
 def bucket_edges(first: int, last: int) -> list[int]:
-    """Edges of the buckets that cover the positions first <= p < last: first, powers of two between, last."""
+    """List the edges of buckets over the positions first <= p < last: first, powers of two between, last."""
     edges = [first]
     power = FIRST_BUCKET
     while power < last:

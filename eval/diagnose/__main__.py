@@ -9,15 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    add_text_arguments,
-    check_options_have_patch,
-    command_parser,
-    positive_int,
-    run_command,
-)
+from ..common import cli
 
 EPILOG = """\
 examples (`diagnose` stands for `python -m hf_linattn.eval.diagnose`):
@@ -39,13 +31,14 @@ From Python, for a model in memory: from hf_linattn.eval.diagnose import diagnos
 
 Windows of --length tokens lie side by side, taken evenly from all documents. The folder gets diagnose.json,
 diagnose.csv (a row per head), heads.png, entropy.png, attention.png, activations.png and matrices.npz (the
-matrices in attention.png). docs/diagnose.md says what each number means. Time and memory grow with the square
-of the length: 512 tokens show what there is to see in most models.
+matrices in attention.png). docs/diagnose.md says what each number means. Ranks and entropies want a --dtype
+of float32 at least. Time and memory grow with the square of the length: 512 tokens show what there is to see
+in most models.
 """
 
 
 def _heads(text: str) -> list[tuple[int, int]]:
-    """`0:1,5:3` -> [(0, 1), (5, 3)]."""
+    """Parse heads: `0:1,5:3` -> [(0, 1), (5, 3)]."""
     heads = []
     for part in text.split(","):
         layer, _, head = part.partition(":")
@@ -57,25 +50,25 @@ def _heads(text: str) -> list[tuple[int, int]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "diagnose",
         "Entropy, sparsity, rank, sinks, scores, activations of every attention head on a text.",
         EPILOG,
     )
-    add_model_arguments(
+    cli.add_model_arguments(
         parser,
         "folder or name of a causal model or an encoder, patched or not",
         patch="patch to try on the loaded model, such as elu1; 'unpatched' takes one off",
         dtype="float32",
         dtypes=("float32", "float64", "auto"),
     )
-    add_text_arguments(parser)
+    cli.add_text_arguments(parser)
     add = parser.add_argument
-    add("--length", type=positive_int, default=512, help="tokens per window (default: %(default)s)")
-    add("--windows", type=positive_int, default=4, help="windows at most (default: %(default)s)")
+    add("--length", type=cli.positive_int, default=512, help="tokens per window (default: %(default)s)")
+    add("--windows", type=cli.positive_int, default=4, help="windows at most (default: %(default)s)")
     heads_help = "heads to draw (default: up to four of the first, the middle and the last layer)"
     add("--heads", type=_heads, metavar="LAYER:HEAD,...", help=heads_help)
-    add_output_arguments(parser, what="folder for the results; older ones are replaced")
+    cli.add_output_arguments(parser, what="folder for the results; older ones are replaced")
     return parser
 
 
@@ -90,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = f"{diagnosis.windows} windows of {diagnosis.length} tokens"
         return f"{table(diagnosis)}\n{shape}; numbers and pictures in {args.output_dir}"
 
-    return run_command(build_parser(), work, argv, check=check_options_have_patch)
+    return cli.run_command(build_parser(), work, argv, check=cli.check_options_have_patch)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def watching(model: nn.Module, see: Callable[[Call], None]) -> Iterator[None]:
             )
     watcher = _Watcher({id(site.module): site.name for site in sites}, see)
     # some families have an interface of their own, in the file of their attention
-    found = [ALL_ATTENTION_FUNCTIONS, *(x for site in sites for x in _globals(site.module).values())]
-    interfaces = {id(x): x for x in found if isinstance(x, AttentionInterface)}.values()
+    candidates = [ALL_ATTENTION_FUNCTIONS, *(x for site in sites for x in _globals(site.module).values())]
+    interfaces = {id(x): x for x in candidates if isinstance(x, AttentionInterface)}.values()
     local = [dict(interface._local_mapping) for interface in interfaces]
     try:
         for interface in interfaces:
@@ -106,7 +106,7 @@ class _Watcher:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The original function, or the eager one of the module's file where there is none."""
+        """Call the original function, or the eager one of the module's file where there is none."""
         function = original or _globals(module).get("eager_attention_forward")
         if function is None:
             raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def _implementation(module: Any) -> str:
 
 
 def _globals(module: nn.Module) -> dict[str, Any]:
-    """What the module's forward sees by name."""
+    """Return what the module's forward sees by name."""
     forward: Any = inspect.unwrap(type(module).forward)
     return dict(forward.__globals__)
 
@@ -146,7 +146,7 @@ def _ask(
     kwargs: dict[str, Any],
     output: Tensor,
 ) -> Call:
-    """The call with its weights, from one-hot values."""
+    """Compute the weights of a call from one-hot values."""
 
     def wide(x: Any) -> Any:
         half = isinstance(x, Tensor) and x.is_floating_point() and x.element_size() < 4
@@ -185,7 +185,7 @@ def _ask(
 def _visible(
     module: nn.Module, query: Tensor, mask: Tensor | None, keys: int, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Boolean `[B, 1 or H, N, S]` from the mask of the call; without one, causal modules see no future."""
+    """Read boolean `[B, 1 or H, N, S]` from the mask of a call; without one, causal modules see no future."""
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     visibility = read_visibility(mask, query.shape[2], keys, bool(causal))
@@ -195,7 +195,7 @@ def _visible(
 
 
 def _check_linear(call: Call, value: Tensor, output: Tensor) -> None:
-    """W v must be the output, up to the rounding of its dtype; queries that see nothing may give anything."""
+    """Check that W v is the output, up to the rounding of its dtype, where a query sees anything."""
     want = call.weights @ value.to(call.weights.dtype)
     size = float((call.weights.abs() @ value.abs().to(call.weights.dtype)).amax())
     seen = call.visible.any(-1, keepdim=True)

@@ -49,8 +49,8 @@ def diagnose(
 ) -> Diagnosis:
     """Run a model over windows of text and measure what every attention head does.
 
-    The weights are those the model uses, from its own attention functions (see `weights`). Windows are read
-    one at a time, without a cache; the model is left as it is found.
+    The weights are those the model uses, from its own attention functions (see `attention_weights`). Windows
+    are read one at a time, without a cache; the model is left unchanged.
 
     Args:
         model: a causal language model or an encoder, patched or not.
@@ -124,7 +124,7 @@ def _forward(model: nn.Module, ids: Tensor, **inputs: Any) -> None:
 
 
 def layer_of(name: str) -> str:
-    """Name of the layer around an attention module: `model.layers.3` for `model.layers.3.self_attn`."""
+    """Name the layer around an attention module: `model.layers.3` for `model.layers.3.self_attn`."""
     parts = name.split(".")
     while len(parts) > 1 and not parts[-1].isdecimal():
         parts.pop()
@@ -133,7 +133,7 @@ def layer_of(name: str) -> str:
 
 @contextmanager
 def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Modes module by module: parts of a model may be in evaluation mode while others train."""
+    """Keep the modes module by module: parts of a model may be in evaluation mode while others train."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -158,7 +158,7 @@ class _Recorder:
         self.length = 0
 
     def start(self, keep: Tensor, ids: Tensor) -> None:
-        """A new window; `keep` `[N]` is False for padding, `ids` `[N]`."""
+        """Begin a window; `keep` `[N]` is False for padding, `ids` `[N]`."""
         self.keep, self.calls, self.length = keep.cpu(), 0, len(ids)
         self.texts.append(ids[keep].tolist())
 
@@ -234,7 +234,7 @@ class _Recorder:
             self.matrices[place] = statistics.pooled(weights, CELLS).float().numpy()
 
     def result(self, model: str, tokenizer: Any, top: int) -> Diagnosis:
-        """Means over the windows."""
+        """Take the means over the windows."""
         layers = [
             Layer(**layer, **_means(self.activations[index], ("kurtosis", "inf_norm", "outliers")))
             for index, layer in enumerate(self.layers)
@@ -267,7 +267,7 @@ class _Recorder:
 
 
 def _means(windows: list[Numbers], names: Iterable[str]) -> dict[str, Any]:
-    """Name -> mean over the windows that have a number."""
+    """Take the mean of each name over the windows that have a number."""
     means = {}
     for name in names:
         values = [value for window in windows if (value := window[name]) is not None]
@@ -276,7 +276,7 @@ def _means(windows: list[Numbers], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _curve(windows: list[Tensor]) -> list[dict[str, Any]]:
-    """Sums `[bins, 4]` of every window -> means by bin."""
+    """Turn sums `[bins, 4]` of every window into means by bin."""
     size = max(map(len, windows))
     sums = torch.stack([F.pad(window, (0, 0, 0, size - len(window))) for window in windows]).sum(0)
     return [

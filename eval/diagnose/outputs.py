@@ -26,7 +26,14 @@ COLUMNS = [field.name for field in fields(Head) if field.name not in ("curve", "
 def write(
     folder: Path, content: Mapping[str, Any], diagnosis: Diagnosis, chosen: Sequence[tuple[int, int]]
 ) -> None:
-    """Write all files, each whole or not at all; diagnose.json last, as it says that the others are there."""
+    """Write all files, each whole or not at all; diagnose.json last, as it says that the others are there.
+
+    Args:
+        folder: that gets them.
+        content: of diagnose.json.
+        diagnosis: that is in it.
+        chosen: layer and head of the matrices to draw and keep.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     matrices: dict[str, Any] = {f"{layer}:{head}": diagnosis.matrices[layer, head] for layer, head in chosen}

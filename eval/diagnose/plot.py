@@ -15,11 +15,11 @@ from matplotlib import colormaps, rc_context
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.plotting import MAP, THEMES, Picture, write_cells
+from ..common.plotting import MAP, THEMES, Picture, log2_axis, write_cells
 from .results import Diagnosis
 
 Matrices = Mapping[str, NDArray[np.float32]]
@@ -32,8 +32,8 @@ PANEL, PANELS_IN_A_ROW = 2.3, 4
 """Inches of a picture of one matrix."""
 
 
-def heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Heatmaps layers x heads: entropy, effective share, rank of the block, mass on the first token."""
+def _heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw heatmaps layers x heads: entropy, effective share, rank of the block, mass on the first token."""
     axes = figure.subplots(1, 4, squeeze=False)[0]
     half = max(1, diagnosis.length // 2)
     panels: list[tuple[str, str, Normalize, str]] = [
@@ -48,19 +48,21 @@ def heads(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -
         ax.set(title=title, xlabel="head")
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_locator(MaxNLocator(8, integer=True))
-        # a share as .12 instead of 0.12; the upper end of the colours is light
-        words = partial(_short, form)
-        write_cells(ax, values, words, lambda value, norm=norm: norm(value) > 0.6, 7)
+        write_cells(ax, values, partial(_short, form), partial(_is_light, norm), 7)
         figure.colorbar(image, ax=ax, fraction=0.05, pad=0.03)
     axes[0].set_ylabel("layer")
+
+
+def _is_light(norm: Normalize, value: float) -> bool:
+    return bool(norm(value) > 0.6)  # the upper end of the colours is light
 
 
 def _short(form: str, value: float) -> str:
     return form.format(value).removeprefix("0") or "0"
 
 
-def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Entropy over the number of keys seen, a line per head; and the same relative to log n."""
+def _entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw entropy over the number of keys seen, a line per head; and the same relative to log n."""
     left, right = figure.subplots(1, 2)
     last = max(1, len(diagnosis.layers) - 1)
     longest = 2.0
@@ -79,8 +81,7 @@ def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str)
     right.axhline(1, color=grey, linestyle="--")
     right.set_ylim(0, 1.05)
     for ax, label in ((left, "entropy (nats)"), (right, "entropy / log n")):
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        log2_axis(ax, form="{:,.0f}")
         ax.set(xlabel="keys that a query sees", ylabel=label)
         ax.grid(alpha=0.4)
     scale = ScalarMappable(Normalize(0, last / 0.9), MAP)  # the last tenth is too light for lines
@@ -89,8 +90,8 @@ def entropy(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str)
     bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Matrices of chosen heads, queries downwards, keys to the right, colours logarithmic."""
+def _attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw matrices of chosen heads, queries downwards, keys to the right, colours logarithmic."""
     columns = min(PANELS_IN_A_ROW, len(matrices))
     rows = math.ceil(len(matrices) / columns)
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -112,8 +113,8 @@ def attention(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: st
         figure.colorbar(image, ax=list(axes.flat), fraction=0.03, pad=0.02, label="weight")
 
 
-def activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
-    """Kurtosis and infinity norm of what enters each layer."""
+def _activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: str) -> None:
+    """Draw kurtosis and infinity norm of what enters each layer."""
     left, right = figure.subplots(1, 2)
     labels = {"kurtosis": "kurtosis (3: normal distribution)", "inf_norm": "largest |x|"}
     for ax, (name, label) in zip((left, right), labels.items(), strict=True):
@@ -127,26 +128,26 @@ def activations(figure: Figure, diagnosis: Diagnosis, matrices: Matrices, grey: 
 
 
 FIGURES: dict[str, Draw] = {
-    "heads": heads,
-    "entropy": entropy,
-    "attention": attention,
-    "activations": activations,
+    "heads": _heads,
+    "entropy": _entropy,
+    "attention": _attention,
+    "activations": _activations,
 }
 """Name of a file -> what draws it."""
 
 
 def _size(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[float, float]:
-    """Inches."""
-    if draw is heads:
+    """Choose the size of a picture in inches."""
+    if draw is _heads:
         return 12, min(14, max(2.4, 1.2 + 0.28 * len(diagnosis.layers)))
-    if draw is attention:
+    if draw is _attention:
         columns = min(PANELS_IN_A_ROW, len(matrices))
         return 1 + PANEL * columns, PANEL * math.ceil(len(matrices) / columns)
     return 10, 3.4
 
 
 def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figure, Any]:
-    """A picture in light colours, and the settings to save it with."""
+    """Draw a picture in light colours, and return the settings to save it with."""
     ink, grid, small = THEMES["light"]
     settings: Any = {
         "svg.hashsalt": "hf_linattn",
@@ -169,7 +170,14 @@ def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figur
 
 
 def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> None:
-    """Write one picture as a PNG."""
+    """Write one picture as a PNG.
+
+    Args:
+        draw: of `FIGURES`.
+        diagnosis: to draw.
+        matrices: of the chosen heads.
+        path: the file.
+    """
     figure, settings = _figure(draw, diagnosis, matrices)
     image = io.BytesIO()
     with rc_context(settings):
@@ -179,7 +187,14 @@ def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> No
 
 
 def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> Picture:
-    """The same for a page: SVG for both colour schemes."""
+    """Draw one picture for a page: SVG for both colour schemes.
+
+    Args:
+        draw: of `FIGURES`.
+        diagnosis: to draw.
+        matrices: of the chosen heads.
+        alt: what the picture shows, in words.
+    """
     figure, settings = _figure(draw, diagnosis, matrices)
     file = io.StringIO()
     with rc_context(settings):

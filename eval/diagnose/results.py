@@ -21,8 +21,8 @@ class Layer:
         layer: index in the order of the calls; module: dotted name of the attention module.
         attention: composition of its patch, "softmax" for the model's own attention.
         heads, head_dim: H and D of its queries.
-        kurtosis, inf_norm, outliers: of the hidden states that enter the layer, see `attention_statistics`;
-            None where the layer is not given them as a tensor.
+        kurtosis, inf_norm, outliers: of the hidden states that enter the layer, see
+            `statistics.activation_statistics`; None where the layer is not given them as a tensor.
     """
 
     layer: int
@@ -83,7 +83,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found.
+    """What `diagnose` measured.
 
     Attributes:
         model: class of the model.
@@ -101,7 +101,7 @@ class Diagnosis:
     matrices: dict[tuple[int, int], NDArray[np.float32]] = field(default_factory=dict, repr=False)
 
     def grid(self, name: str) -> NDArray[np.float64]:
-        """`[layers, heads]` of a number of `Head`; NaN where there is none."""
+        """Arrange a number of `Head` as `[layers, heads]`; NaN where there is none."""
         values = np.full((len(self.layers), max(layer.heads for layer in self.layers)), np.nan)
         for head in self.heads:
             value = getattr(head, name)
@@ -109,7 +109,7 @@ class Diagnosis:
         return values
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, as JSON takes them."""
+        """Return all numbers, as JSON takes them."""
         return {
             "model": self.model,
             "length": self.length,
@@ -119,12 +119,12 @@ class Diagnosis:
         }
 
     def to_json(self) -> str:
-        """`to_dict` as text."""
+        """Write `to_dict` as text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Diagnosis:
-        """The inverse of `to_dict`; other keys are passed over."""
-        layers = [Layer(**layer) for layer in found["layers"]]
-        heads = [Head(**head) for head in found["heads"]]
-        return cls(found["model"], found["length"], found["windows"], layers, heads)
+    def from_dict(cls, content: dict[str, Any]) -> Diagnosis:
+        """Read what `to_dict` gives; other keys are passed over."""
+        layers = [Layer(**layer) for layer in content["layers"]]
+        heads = [Head(**head) for head in content["heads"]]
+        return cls(content["model"], content["length"], content["windows"], layers, heads)

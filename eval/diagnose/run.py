@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import torch
 from transformers import set_seed
 
 from hf_linattn.errors import OptionError
 
 from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, name_of
 from ..common.results import check_writable, default_device, recorded, versions
-from ..common.windows import Texts, plan_windows
+from ..common.windows import side_by_side
 from .measure import diagnose
 from .outputs import FORMAT, write
 from .results import Diagnosis
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
     load_config(args.model)  # first: a wrong folder should not wait for the text
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     _, texts = load_texts(args, tokenizer)
-    ids = windows(texts, args.length, args.windows)
+    ids = side_by_side(texts, args.length, args.windows)
     set_seed(args.seed)
     device = default_device()
     spec = Curve(args.model, args.model, args.patch, args.options or {})
@@ -51,19 +50,6 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
     }
     write(args.output_dir, content, diagnosis, chosen)
     return diagnosis
-
-
-def windows(texts: Texts, length: int, count: int) -> torch.Tensor:
-    """Cut texts into `[count or fewer, length]` tokens: windows side by side, in turn from every document.
-
-    Raises:
-        DataError: no document is that long.
-    """
-    plan = plan_windows(texts, [length], stride="full", max_tokens=length * count)
-    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in plan.windows(length)])
-    if texts.window_bos is not None:
-        ids[:, 0] = texts.window_bos
-    return ids
 
 
 def choose(diagnosis: Diagnosis, heads: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:

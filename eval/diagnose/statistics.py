@@ -25,19 +25,19 @@ MASS = 0.9
 
 
 def shares(weights: Tensor) -> Tensor:
-    """Shares p `[N, S]`; rows without mass stay 0."""
+    """Turn weights into shares p `[N, S]`; rows without mass stay 0."""
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def entropy(p: Tensor) -> Tensor:
-    """H `[N]`, nats."""
+    """Compute the entropy H `[N]` of shares, in nats."""
     summands: Tensor = torch.special.entr(p)
     return summands.sum(-1)
 
 
 def keys_for_mass(p: Tensor, mass: float = MASS) -> Tensor:
-    """`[N]` smallest number of keys whose shares sum to `mass`; 0 for rows without mass."""
+    """Count the fewest keys `[N]` whose shares sum to `mass`; 0 for rows without mass."""
     total = p.sort(-1, descending=True).values.cumsum(-1)
     # ten equal shares of 0.1 must count as 9 keys although their sum rounds to less
     reached = total < mass - 1e-9
@@ -45,7 +45,7 @@ def keys_for_mass(p: Tensor, mass: float = MASS) -> Tensor:
 
 
 def ranks(matrix: Tensor) -> tuple[int, float]:
-    """Numerical and effective rank of `[N, S]`, from singular values s in float64.
+    """Compute numerical and effective rank of `[N, S]`, from singular values s in float64.
 
     The first is the number of s_i > max(N, S) eps max(s), as numpy has it, with eps of float32: softmax and
     the sums of linear attention are computed in it. The second is exp of the entropy of s_i / sum s (Roy and
@@ -60,7 +60,7 @@ def ranks(matrix: Tensor) -> tuple[int, float]:
 
 
 def entropy_by_keys(weights: Tensor, visible: Tensor) -> Tensor:
-    """`[bins, 4]` sums over the queries with 2^(k-1) < n_i <= 2^k in row k: their number, n, H, H / log n."""
+    """Sum number, n, H and H / log n of the queries with 2^(k-1) < n_i <= 2^k into row k of `[bins, 4]`."""
     n = visible.sum(-1)
     seen = n > 0
     n, h = n[seen].double(), entropy(shares(weights[seen]))
@@ -73,7 +73,7 @@ def entropy_by_keys(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]:
-    """Numbers of one head; see `diagnosis.Head` for their meaning. None where there is nothing to measure.
+    """Measure one head; see `results.Head` for the numbers. None where there is nothing to measure.
 
     Args:
         weights: `[N, S]` float64.
@@ -106,7 +106,14 @@ def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]
 
 
 def score_statistics(query: Tensor, key: Tensor, visible: Tensor, scaling: float) -> dict[str, float | None]:
-    """Spread of queries `[N, D]`, keys `[S, D]` and of the scores q_i . k_j of visible pairs, float64."""
+    """Measure the spread of queries `[N, D]`, keys `[S, D]` and of the scores q_i . k_j of visible pairs.
+
+    Args:
+        query: `[N, D]` float64.
+        key: `[S, D]` float64.
+        visible: boolean `[N, S]`.
+        scaling: factor of the scores.
+    """
     scores = (query @ key.mT)[visible]
     variance = float(scores.var(correction=0))
     return {
@@ -118,14 +125,14 @@ def score_statistics(query: Tensor, key: Tensor, visible: Tensor, scaling: float
 
 
 def received(weights: Tensor, visible: Tensor) -> Tensor:
-    """`[S]` share of all mass that each key gets from the queries of the second half."""
+    """Compute the share `[S]` of all mass that each key gets from the queries of the second half."""
     late = slice(weights.shape[0] // 2, None)
     p = shares(weights[late])
     return p.sum(0) / visible[late].any(-1).sum().clamp_min(1)
 
 
 def activation_statistics(x: Tensor) -> dict[str, float | None]:
-    """Outliers of activations `[N, C]`, over all tokens and channels of one text.
+    """Measure outliers of activations `[N, C]`, over all tokens and channels of one text.
 
     Kurtosis E (x - m)^4 / s^4 (3 for a normal distribution) and the infinity norm max |x| are the measures
     of Bondarenko et al. 2023 (arXiv:2306.12929), outliers their |x - m| > 6 s.
@@ -142,7 +149,7 @@ def activation_statistics(x: Tensor) -> dict[str, float | None]:
 
 
 def pooled(weights: Tensor, cells: int) -> Tensor:
-    """`[N, S]` -> at most `[cells, cells]`: means over equal blocks, the last over what is left."""
+    """Shrink `[N, S]` to at most `[cells, cells]`: means over equal blocks, the last over what is left."""
     step = max(1, math.ceil(max(weights.shape) / cells))
     return F.avg_pool2d(weights[None], step, ceil_mode=True, count_include_pad=False)[0]
 

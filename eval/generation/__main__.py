@@ -13,16 +13,8 @@ from typing import Any
 
 from hf_linattn.errors import OptionError
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    add_text_arguments,
-    argparse_type,
-    command_parser,
-    positive_int,
-    run_command,
-)
-from ..common.model_specs import parse_specs
+from ..common import cli
+from ..common.model_specs import add_compare_argument
 
 TO_COMPARE: dict[str, Any] = {"prompt_tokens": 64, "count": 16, "new_tokens": 64, "batch_size": 8}
 TO_SAMPLE: dict[str, Any] = {"samples": 1, "new_tokens": 120}
@@ -57,7 +49,7 @@ command goes on where it stopped. docs/generation.md says what each number means
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "generation",
         "Greedy continuations of patched models beside the unpatched one's, and KL between them.",
         EPILOG,
@@ -67,18 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", action="extend", help=model_help)
     original_help = "folder or name of the unpatched model (default: the patched one, its patch switched off)"
     add("--original", help=original_help)
-    compare_help = "patches of the unpatched model, by comma, as in hf_linattn.eval.perplexity; repeatable"
-    specs = argparse_type(parse_specs)
-    add("--compare", type=specs, action="extend", metavar="ENTRIES", help=compare_help)
-    add_model_arguments(parser, None, tokenizer="the original's")
+    add_compare_argument(parser, "patches of the unpatched model")
+    cli.add_model_arguments(parser, None, tokenizer="the original's")
     add("--prompts", type=Path, help="text file with one prompt per line")
-    add_text_arguments(parser, required=False, data="text to cut into prompts", window_bos=False)
-    add("--prompt-tokens", type=positive_int, help="tokens per prompt of --data (default: 64)")
-    add("--count", type=positive_int, help="prompts of --data, in turn from every document (default: 16)")
+    cli.add_text_arguments(parser, required=False, data="text to cut into prompts", window_bos=False)
+    add("--prompt-tokens", type=cli.positive_int, help="tokens per prompt of --data (default: 64)")
+    add("--count", type=cli.positive_int, help="prompts of --data, in turn from every document (default: 16)")
     tokens_help = "tokens to write per prompt (default: 64, or 120 after --prompt)"
-    add("--new-tokens", "--max-new-tokens", type=positive_int, help=tokens_help)
-    add("--batch-size", type=positive_int, help="prompts per forward pass (default: 8)")
-    add_output_arguments(parser, required=False)
+    add("--new-tokens", "--max-new-tokens", type=cli.positive_int, help=tokens_help)
+    add("--batch-size", type=cli.positive_int, help="prompts per forward pass (default: 8)")
+    cli.add_output_arguments(parser, required=False)
     group = parser.add_argument_group("without comparing")
     group.add_argument("--prompt", action="append", default=[], help="text to continue; repeatable")
     file_help = "file with a prompt; repeatable"
@@ -86,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     how = group.add_mutually_exclusive_group()
     how.add_argument("--greedy", action="store_true", help="always the likeliest token (the default)")
     how.add_argument("--temperature", type=_temperature, help="draw tokens at this temperature")
-    group.add_argument("--samples", type=positive_int, help="continuations per prompt (default: 1)")
+    group.add_argument("--samples", type=cli.positive_int, help="continuations per prompt (default: 1)")
     group.add_argument("--output", type=Path, help="JSON file for the continuations")
     return parser
 
@@ -148,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         results, comparison = run.run(args, command)
         return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
 
-    told = "the same command goes on after the last finished model"
-    return run_command(build_parser(), work, argv, check=check_arguments, interrupted=told)
+    interrupted = "the same command goes on after the last finished model"
+    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
 
 
 if __name__ == "__main__":

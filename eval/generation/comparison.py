@@ -74,7 +74,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Prompts and what every model made of them, the original first."""
+    """Prompts and the continuations of every model, the original first."""
 
     prompts: list[list[int]]
     continuations: list[Continuation]
@@ -82,26 +82,26 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         """The models in their order."""
-        return list(dict.fromkeys(found.model for found in self.continuations))
+        return list(dict.fromkeys(one.model for one in self.continuations))
 
     def of(self, label: str) -> list[Continuation]:
-        """One model's continuations in the order of the prompts."""
-        return [found for found in self.continuations if found.model == label]
+        """Pick one model's continuations, in the order of the prompts."""
+        return [one for one in self.continuations if one.model == label]
 
     def summaries(self) -> list[Summary]:
-        """One per model."""
+        """Summarise each model."""
         originals = self.of(ORIGINAL)
         return [summarise(self.of(label), originals) for label in self.labels]
 
 
 def agreement(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens before the first difference; where one text ends and the other goes on, they differ."""
+    """Count tokens before the first difference; where one text ends and the other goes on, they differ."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def repetition(ids: Sequence[int], size: int = NGRAM) -> float | None:
-    """1 - distinct n-grams / n-grams: the share of n-grams that came before; None where there is none.
+    """Compute 1 - distinct n-grams / n-grams: the share that came before; None where there is none.
 
     Source: "seq-rep-n" of "Neural Text Generation with Unlikelihood Training", Welleck et al. 2019,
         arXiv:1908.04319.
@@ -110,33 +110,33 @@ def repetition(ids: Sequence[int], size: int = NGRAM) -> float | None:
     return 1 - len(set(grams)) / len(grams) if grams else None
 
 
-def summarise(found: Sequence[Continuation], originals: Sequence[Continuation]) -> Summary:
-    """Means over one model's continuations."""
-    repeated = [one.repetition for one in found if one.repetition is not None]
+def summarise(continuations: Sequence[Continuation], originals: Sequence[Continuation]) -> Summary:
+    """Take the means over one model's continuations."""
+    repeated = [one.repetition for one in continuations if one.repetition is not None]
     mean = math.fsum(repeated) / len(repeated) if repeated else None
-    label = found[0].model
-    agreed = [one.agreement for one in found if one.agreement is not None]
+    label = continuations[0].model
+    agreed = [one.agreement for one in continuations if one.agreement is not None]
     if not agreed:
-        return Summary(label, len(found), mean)
-    sums, counts = [math.fsum(one.kl) for one in found], [len(one.kl) for one in found]
+        return Summary(label, len(continuations), mean)
+    sums, counts = [math.fsum(one.kl) for one in continuations], [len(one.kl) for one in continuations]
     return Summary(
         model=label,
-        prompts=len(found),
+        prompts=len(continuations),
         repetition=mean,
         agreement=sum(agreed) / len(agreed),
-        identical=sum(one.ids == first.ids for one, first in zip(found, originals, strict=True)),
+        identical=sum(one.ids == first.ids for one, first in zip(continuations, originals, strict=True)),
         kl=math.fsum(sums) / sum(counts),
         kl_stderr=ratio_error(sums, counts),
-        top1=sum(sum(one.top1) for one in found) / sum(counts),
-        buckets=tuple(_buckets(found, max(counts))),
+        top1=sum(sum(one.top1) for one in continuations) / sum(counts),
+        buckets=tuple(_buckets(continuations, max(counts))),
     )
 
 
-def _buckets(found: Sequence[Continuation], length: int) -> Iterator[Bucket]:
-    """Positions 1, 2, 3-4, 5-8, 9-16, ..."""
+def _buckets(continuations: Sequence[Continuation], length: int) -> Iterator[Bucket]:
+    """Yield the means at positions 1, 2, 3-4, 5-8, 9-16, ..."""
     first, last = 1, 1
     while first <= length:
-        kl = [x for one in found for x in one.kl[first - 1 : last]]
-        same = [x for one in found for x in one.top1[first - 1 : last]]
+        kl = [x for one in continuations for x in one.kl[first - 1 : last]]
+        same = [x for one in continuations for x in one.top1[first - 1 : last]]
         yield Bucket(first, min(last, length), len(kl), math.fsum(kl) / len(kl), sum(same) / len(same))
         first, last = last + 1, last * 2

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from hf_linattn import bypassed
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
 
+from ..common.models import require_decoder
 from ..common.nll import scoring, window_logits
 from ..common.windows import Bos, Document, Texts, Window, encode
 from .comparison import ORIGINAL, Comparison, Continuation, agreement, repetition
@@ -42,7 +42,7 @@ def compare_generation(
     Args:
         original: the unpatched model. None takes the one patched model with its own attention (`bypassed`):
             that is the original as long as its weights were not trained since.
-        others: patched models by label; all models are left as they are found.
+        others: patched models by label; all models are left unchanged.
         tokenizer: of all of them.
         prompts: texts; empty ones are left out.
         new_tokens: tokens to write after each prompt, fewer where the original's end-of-text token comes.
@@ -63,14 +63,14 @@ def compare_generation(
     rows = [document.ids.tolist() for document in encode(tokenizer, prompts, bos=bos).documents]
     own = inside(next(iter(others.values()))) if original is None else itself(original)
     settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    found = continue_all(own, ORIGINAL, rows, new_tokens, **settings)
+    written = continue_all(own, ORIGINAL, rows, new_tokens, **settings)
     for label, model in others.items():
-        found += compare_with(own, itself(model), label, rows, found[: len(rows)], new_tokens, **settings)
-    return Comparison(rows, found)
+        written += compare_with(own, itself(model), label, rows, written[: len(rows)], new_tokens, **settings)
+    return Comparison(rows, written)
 
 
 def itself(model: nn.Module) -> Side:
-    """The model as it is."""
+    """Use the model as it is."""
 
     @contextmanager
     def use() -> Iterator[nn.Module]:
@@ -81,7 +81,7 @@ def itself(model: nn.Module) -> Side:
 
 
 def inside(model: nn.Module) -> Side:
-    """The original inside a patched model."""
+    """Use the original inside a patched model."""
 
     @contextmanager
     def use() -> Iterator[nn.Module]:
@@ -101,7 +101,21 @@ def continue_all(
     stop: frozenset[int] | None = None,
     progress: bool = False,
 ) -> list[Continuation]:
-    """Greedy continuations; `stop` are tokens that end a text, None for the model's own."""
+    """Continue all prompts greedily.
+
+    Args:
+        side: the model.
+        label: its name.
+        prompts: token ids of each.
+        new_tokens: tokens to write at most.
+        batch_size: prompts of one length per forward pass.
+        stop: tokens that end a text; None for the model's own.
+        progress: show a bar on stderr.
+
+    Raises:
+        OptionError: a number below 1.
+        UnsupportedModelError: a model that sees later tokens, or has no cache.
+    """
     if new_tokens < 1 or batch_size < 1:
         raise OptionError(f"new tokens and batch size must be at least 1, got {new_tokens} and {batch_size}")
     written: dict[int, list[int]] = {}
@@ -133,17 +147,29 @@ def compare_with(
     batch_size: int = 8,
     progress: bool = False,
 ) -> list[Continuation]:
-    """The other model's continuations, held against those of the original."""
+    """Continue the prompts with another model, and compare that with the original's continuations.
+
+    Args:
+        original: the model to compare with.
+        other: the model.
+        label: its name.
+        prompts: token ids of each.
+        originals: the original's continuations of them.
+        new_tokens: tokens to write at most.
+        batch_size: prompts of one length per forward pass.
+        progress: show bars on stderr.
+
+    Raises:
+        DataError: other vocabularies, or predictions that are not numbers.
+    """
     with original() as model:
         ends = stops(model)
     settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     written = continue_all(other, label, prompts, new_tokens, stop=ends, **settings)
     divergence = _divergences(original, other, label, prompts, originals, **settings)
     return [
-        Continuation(
-            label, found.prompt, found.ids, found.repetition, agreement(first.ids, found.ids), *apart
-        )
-        for found, first, apart in zip(written, originals, divergence, strict=True)
+        Continuation(label, own.prompt, own.ids, own.repetition, agreement(first.ids, own.ids), *apart)
+        for own, first, apart in zip(written, originals, divergence, strict=True)
     ]
 
 
@@ -156,13 +182,13 @@ def _divergences(
     batch_size: int,
     progress: bool,
 ) -> list[tuple[tuple[float, ...], tuple[bool, ...]]]:
-    """KL(original || other), and whether the first choice is the same, along the original's continuations."""
+    """Compute KL(original || other) and whether the first choice is the same, along the original's text."""
     from hf_linattn.training.divergence import token_divergence  # not before a model is there
 
     rows = [torch.tensor([*prompt, *first.ids]) for prompt, first in zip(prompts, originals, strict=True)]
     texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
     shapes = [(len(row), len(first.ids)) for row, first in zip(rows, originals, strict=True)]
-    found: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
+    results: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
     with tqdm(total=len(rows), desc=f"{label}, KL", unit="prompt", disable=not progress) as bar:
         for batch in _batches(shapes, batch_size):
             windows = [Window(index, 0, *shapes[index]) for index in batch]
@@ -176,25 +202,20 @@ def _divergences(
                     f"{logits[0].shape[-1]}: predictions can be compared over one vocabulary only"
                 )
             parts = zip(*(x.split(POSITIONS, 1) for x in logits), strict=True)
-            found_kl = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
-            kl = torch.cat(found_kl, 1).clamp_min(0)  # rounding takes it below
+            divergences = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
+            kl = torch.cat(divergences, 1).clamp_min(0)  # rounding takes it below
             if not bool(kl.isfinite().all()):
                 raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
             same = logits[0].argmax(-1).cpu() == logits[1].argmax(-1).cpu()
             for place, index in enumerate(batch):
-                found[index] = (tuple(kl[place].tolist()), tuple(same[place].tolist()))
+                results[index] = (tuple(kl[place].tolist()), tuple(same[place].tolist()))
             bar.update(len(batch))
-    return [found[index] for index in range(len(rows))]
+    return [results[index] for index in range(len(rows))]
 
 
 def _check(model: nn.Module, length: int) -> None:
     """Refuse what cannot continue a text of this length, before anything is measured."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it"
-        )
-    require_causal(model)
+    require_decoder(model)
     ids = torch.zeros(length, dtype=torch.long)
     window_logits(model, Texts([Document(ids, ids)], None), [Window(0, 0, length, 1)])
 
@@ -202,7 +223,7 @@ def _check(model: nn.Module, length: int) -> None:
 def _greedy(
     model: nn.Module, ids: Tensor, new_tokens: int, ends: frozenset[int], advance: Callable[[int], object]
 ) -> list[list[int]]:
-    """[B, N] -> B lists of the tokens with the highest logit, through the model's cache."""
+    """Continue `[B, N]` by the tokens with the highest logit, through the model's cache: B lists."""
     step = ids.to(next(model.parameters()).device)
     stop = torch.tensor(sorted(ends), dtype=torch.long, device=step.device)
     ended = torch.zeros(len(step), dtype=torch.bool, device=step.device)
@@ -225,12 +246,12 @@ def _greedy(
 
 
 def _cut(row: list[int], ends: frozenset[int]) -> list[int]:
-    """Up to the first token that ends the text, that one too."""
+    """Cut behind the first token that ends the text."""
     return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
 
 
 def _batches(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
-    """Indices with equal shapes, so that nothing is padded."""
+    """Yield indices with equal shapes, so that nothing is padded."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         groups[shape].append(index)
@@ -240,9 +261,9 @@ def _batches(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:
 
 
 def stops(model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text, as the model's configurations name them."""
+    """Name the tokens that end a text, as the model's configurations have them."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
     return frozenset()

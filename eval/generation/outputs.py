@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
-from ..common.plotting import look
+from ..common.plotting import log2_axis, look
 from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
 
@@ -30,7 +30,14 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def summary(results: Mapping[str, Any], comparison: Comparison, new_tokens: int, folder: Path) -> str:
-    """Give the table, and what one needs to read it."""
+    """Give the table, and what one needs to read it.
+
+    Args:
+        results: of results.json.
+        comparison: that is in it.
+        new_tokens: tokens that were to be written.
+        folder: where the files are.
+    """
     titles = ["model", "agreement", "identical", "repetition", "KL, nats", "stderr", "top-1"]
     lines = [text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])]
     lines += [f"original: {results['original']['note']}"]
@@ -56,11 +63,19 @@ def _format(value: float | None, form: str) -> str:
 
 
 def write(folder: Path, comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
-    """The csv, the page and the plot, each whole or not at all."""
+    """Write the csv, the page and the plot, each whole or not at all.
+
+    Args:
+        folder: that gets them.
+        comparison: what they show.
+        new_tokens: tokens that were to be written.
+        decode: token ids to text.
+        heading: of the page.
+    """
     rows = [_row(comparison, one, decode) for one in comparison.continuations]
     save_csv(folder / "generation.csv", rows, COLUMNS)
     with replacing(folder / "generation.md") as partial:
-        partial.write_text(page(comparison, new_tokens, decode, heading), encoding="utf-8")
+        partial.write_text(_page(comparison, new_tokens, decode, heading), encoding="utf-8")
     with replacing(folder / "kl.png") as partial:
         save_plot(partial, comparison.summaries())
 
@@ -80,8 +95,8 @@ def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str,
     }
 
 
-def page(comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
-    """Markdown: the table, KL by position, and the continuations of every prompt side by side."""
+def _page(comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
+    """Write in Markdown the table, KL by position, and the continuations of every prompt side by side."""
     summaries = comparison.summaries()
     lines = [f"# {heading}", "", *_summary_lines(summaries, new_tokens), *_bucket_lines(summaries)]
     lines += ["![KL against position](kl.png)", "", "## Continuations", ""]
@@ -130,24 +145,24 @@ def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[
 
 
 def _marked(one: Continuation, first: Continuation, decode: Decode) -> str:
-    """A continuation as a cell, with a mark where it leaves the original's."""
+    """Write a continuation into a cell, with a mark where it leaves the original's."""
     text = decode(one.ids)
     if one.agreement is None or one.ids == first.ids:
         return _safe(text)
-    # of the texts, not of the tokens: the bytes of one letter may belong to several tokens
+    # of the texts, not of the tokens: the bytes of one char may belong to several tokens
     place = agreement([*map(ord, decode(first.ids))], [*map(ord, text)])
     return _safe(text[:place]) + MARK + _safe(text[place:])
 
 
 def _safe(text: str) -> str:
-    """Text as itself inside a table of markdown."""
-    kept = "".join("\\" + letter if letter in "\\`*_[]|#~$" else letter for letter in text)
+    """Escape a text for a table of markdown."""
+    kept = "".join("\\" + char if char in "\\`*_[]|#~$" else char for char in text)
     kept = kept.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "⏎ ".join(line.strip("\r") for line in kept.split("\n"))
 
 
 def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
-    """KL over the position in the continuation, a point per bucket, both logarithmic."""
+    """Draw KL over the position in the continuation, a point per bucket, both logarithmic."""
     figure = Figure(
         figsize=(7.6 + 0.085 * max(len(one.model) for one in summaries), 4.5), layout="constrained"
     )
@@ -160,11 +175,10 @@ def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
         label = f"{one.model} (0 everywhere)" if nowhere else one.model
         axes.plot(middles, values, label=label, **look(index))
         drawn += [] if nowhere else [one]
-    axes.set_xscale("log", base=2)
+    log2_axis(axes)
     if drawn:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(xlabel="token of the original's continuation", ylabel="KL(original || model), nats per token")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)
@@ -173,10 +187,10 @@ def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
 
 
 def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
-    """For json."""
+    """Turn continuations into what JSON takes."""
     return [asdict(one) for one in comparison.continuations]
 
 
 def continuations_of(rows: Sequence[Mapping[str, Any]]) -> list[Continuation]:
-    """From json."""
+    """Read what `rows_of` gives."""
     return [Continuation(**{**row, "kl": tuple(row["kl"]), "top1": tuple(row["top1"])}) for row in rows]

@@ -16,7 +16,7 @@ from hf_linattn.errors import DataError, OptionError
 from ..common.model_specs import ModelLoader, error_prefix, specs_of
 from ..common.models import Curve, load_texts, load_tokenizer, name_of
 from ..common.results import ResumableRun, recorded
-from ..common.windows import encode, plan_windows
+from ..common.windows import encode, side_by_side
 from .comparison import ORIGINAL, Comparison
 from .measure import Side, compare_with, continue_all, inside, itself
 from .outputs import FORMAT, continuations_of, rows_of, write
@@ -100,9 +100,8 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     """
     if args.prompts is None:
         _, texts = load_texts(args, tokenizer)
-        length = args.prompt_tokens
-        plan = plan_windows(texts, [length], stride="full", max_tokens=length * args.count)
-        return [texts.documents[w.document].ids[w.start : w.end].tolist() for w in plan.windows(length)]
+        prompts: list[list[int]] = side_by_side(texts, args.prompt_tokens, args.count).tolist()
+        return prompts
     try:
         lines = Path(args.prompts).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -120,7 +119,7 @@ def _check_tokenizers(
 ) -> None:
     """Refuse a folder whose tokenizer cuts the prompts otherwise; one that has none takes the original's."""
     text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
-    wanted = encode(tokenizer, [text], bos="no").documents[0].ids
+    tokens = encode(tokenizer, [text], bos="no").documents[0].ids
     for source in dict.fromkeys(spec.source for spec in others):
         if args.tokenizer is not None or source == (args.original or args.model[0]):
             continue
@@ -128,7 +127,7 @@ def _check_tokenizers(
             theirs = load_tokenizer(source)
         except DataError:
             continue
-        if not torch.equal(encode(theirs, [text], bos="no").documents[0].ids, wanted):
+        if not torch.equal(encode(theirs, [text], bos="no").documents[0].ids, tokens):
             raise DataError(
                 f"{source} cuts the prompts into other tokens than {args.original}: predictions can be "
                 "compared over one vocabulary only; or name one tokenizer for both with --tokenizer"

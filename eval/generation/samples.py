@@ -19,7 +19,7 @@ from hf_linattn.errors import DataError, LinattnError
 
 from ..common.models import Curve, load_model, load_tokenizer
 from ..common.nll import scoring
-from ..common.results import default_device, versions
+from ..common.results import versions
 
 FORMAT = "hf_linattn.samples/1"
 SHOWN = 600
@@ -60,7 +60,7 @@ def generate(
     """Continue each prompt.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: a causal language model; left unchanged.
         tokenizer: its tokenizer.
         prompts: texts to continue.
         name: `Sample.model`.
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         LinattnError: a prompt or a model cannot be used.
     """
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
-    device = default_device()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     samples: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
     settings = {"temperature": args.temperature, "samples": args.samples, "seed": args.seed}
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         "seed": args.seed,
         "temperature": args.temperature,
         "versions": versions(),
-        "device": str(device),
+        "device": device,
         "models": models,
         "prompts": prompts,
         "samples": samples,

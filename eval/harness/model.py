@@ -107,22 +107,22 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
             self.tokenizer.pad_token = self.tokenizer.bos_token or self.tokenizer.convert_ids_to_tokens(0)
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> Any:
-        """Text of token ids; None for None, which lm_eval asks for where the tokenizer has no EOS."""
+        """Decode token ids; None for None, which lm_eval asks for where the tokenizer has no EOS."""
         return None if tokens is None else super().tok_decode(tokens, skip_special_tokens)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
-        """One continuation per request, as lm_eval makes it.
+        """Continue every request, as lm_eval does.
 
         Raises:
             OptionError: a request leaves no room for its prompt.
         """
         for request in requests:
-            wanted = request.args[1].get("max_gen_toks", self.max_gen_toks)
-            if self.backend == "causal" and wanted >= self.max_length:
+            new_tokens = request.args[1].get("max_gen_toks", self.max_gen_toks)
+            if self.backend == "causal" and new_tokens >= self.max_length:
                 raise OptionError(
-                    f"task {request.task_name!r} generates up to {wanted} tokens, which leaves no room for a "
-                    f"prompt in max_length {self.max_length}: raise max_length, or lower max_gen_toks in the "
-                    "task or with gen_kwargs"
+                    f"task {request.task_name!r} generates up to {new_tokens} tokens, which leaves no room "
+                    f"for a prompt in max_length {self.max_length}: raise max_length, or lower "
+                    "max_gen_toks in the task or with gen_kwargs"
                 )
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
@@ -147,15 +147,15 @@ class _Loader:
 
 
 def _accelerator() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return "cpu"
     # lm_eval knows cuda and mps by their bare names, others with a number only
-    return found.type if found.type in ("cuda", "mps") else f"{found.type}:0"
+    return accelerator.type if accelerator.type in ("cuda", "mps") else f"{accelerator.type}:0"
 
 
 def _checked_device(name: str) -> str:
-    """The name, if there is such a device: lm_eval would silently take another one."""
+    """Refuse a device that is not there: lm_eval would silently take another one."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

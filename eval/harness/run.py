@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -21,15 +21,19 @@ from lm_eval.tasks import TaskManager
 from transformers import set_seed
 from yaml import YAMLError
 
-from hf_linattn.cli.main import quiet_libraries
 from hf_linattn.errors import DataError, LinattnError, OptionError
 from hf_linattn.patching.interface import NAME
 
-from ..common import results as files
-from ..common.models import UNPATCHED, Curve, load_config
+from ..common.formatting import text_table
+from ..common.models import UNPATCHED, Curve, load_config, name_of
+from ..common.results import ResumableRun, recorded
 from .model import LinattnLM
-from .rows import COLUMNS, FORMAT, task_rows
 
+FORMAT = "hf_linattn.harness/1"
+COLUMNS = (
+    *("model", "task", "metric", "filter", "value", "stderr"),
+    *("higher_is_better", "num_fewshot", "samples", "version", "requested"),
+)
 FROM_TASKS = (
     *(AssertionError, ImportError, LookupError, OSError, TypeError, ValueError, YAMLError),
     *(DatasetsError, StopIteration),  # the latter from empty files
@@ -39,63 +43,50 @@ FROM_TASKS = (
 
 def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
     """Run all tasks on all models; the content of results.json, or None in other processes than the first."""
-    recorded = _recorded(args)
-    earlier = files.load(args.output_dir, recorded, FORMAT)
-    if earlier is not None and earlier["complete"]:
-        return earlier
-    files.check_writable(args.output_dir)
-    measured = models(args)
-    for curve in measured:
-        load_config(curve.source)
+    arguments = recorded(args)
+    arguments["include_path"] = None if args.include_path is None else str(args.include_path)
+    session = ResumableRun(args.output_dir, arguments, FORMAT, command)
+    if session.complete:
+        return session.results
+    specs = model_specs(args)
+    for spec in specs:
+        load_config(spec.source)
     manager = task_manager(args)
-    rows: list[dict[str, Any]] = earlier["rows"] if earlier else []
-    quiet_libraries(int(os.environ.get("RANK", "0")))
-    results: dict[str, Any] = {
-        "format": FORMAT,
-        "complete": False,
-        "command": command,
-        "arguments": recorded,
-        "seed": args.seed,
-        "versions": files.versions() | {"lm_eval": metadata.version("lm_eval")},
-        "models": [asdict(curve) for curve in measured],
-        "rows": rows,
-        "run": earlier["run"] if earlier else {"seconds": {}, "max_length": {}},
-    }
+    lengths = session.earlier.get("run", {}).get("max_length", {})
+    session.begin({"models": [asdict(spec) for spec in specs]}, {"max_length": lengths})
+    session.results["versions"]["lm_eval"] = metadata.version("lm_eval")
     first = True
-    for index, curve in enumerate(measured, 1):
-        done = {row["requested"] for row in rows if row["model"] == curve.label}
+    for index, spec in enumerate(specs, 1):
+        done = {row["requested"] for row in session.rows if row["model"] == spec.label}
         missing = [task for task in args.tasks if task not in done]
         if not missing:
             continue
-        print(f"{curve.label} ({index} of {len(measured)})", file=sys.stderr)
-        lm = load_lm(args, curve)
-        results["run"] |= {"device": str(lm.device), "processes": lm.world_size}
-        results["run"]["max_length"][curve.label] = lm.max_length
+        print(f"{spec.label} ({index} of {len(specs)})", file=sys.stderr)
+        lm = load_lm(args, spec)
+        session.results["run"] |= {"device": str(lm.device), "processes": lm.world_size}
+        lengths[spec.label] = lm.max_length
         for task in missing:
-            start = time.perf_counter()
-            found = evaluate(lm, task, manager, args)
-            first = found is not None
-            if found is None:  # the first process has it
+            with session.timed(f"{spec.label} {task}"):
+                returned = evaluate(lm, task, manager, args)
+            first = returned is not None
+            if returned is None:  # the first process has it
                 continue
-            rows += task_rows(found, curve.label, task)
-            results["run"]["seconds"][f"{curve.label} {task}"] = round(time.perf_counter() - start, 3)
-            files.save(args.output_dir, results)
-    results["complete"] = True
+            session.rows += task_rows(returned, spec.label, task)
+            session.save()
     if not first:
         return None
-    files.save_csv(args.output_dir / "results.csv", rows, COLUMNS)
-    files.save(args.output_dir, results)  # last: it says that the table is there
-    return results
+    session.finish("results.csv", COLUMNS)
+    return session.results
 
 
-def models(args: argparse.Namespace) -> list[Curve]:
-    """The model, and its original with --compare-original.
+def model_specs(args: argparse.Namespace) -> list[Curve]:
+    """Name the model, and its original with --compare-original.
 
     Raises:
         OptionError: they are the same.
     """
-    name = Path(args.model).name or args.model
-    found = [Curve(" ".join(filter(None, [name, args.patch])), args.model, args.patch, args.options or {})]
+    name = name_of(args.model)
+    specs = [Curve(" ".join(filter(None, [name, args.patch])), args.model, args.patch, args.options or {})]
     if args.compare_original == UNPATCHED:
         patched = args.patch if args.patch is not None else getattr(load_config(args.model), NAME, None)
         if patched in (None, UNPATCHED):
@@ -103,18 +94,18 @@ def models(args: argparse.Namespace) -> list[Curve]:
                 f"--compare-original: {args.model} has no patch to take off, and --patch puts none on; name "
                 "another model to compare with"
             )
-        found.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
+        specs.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
     elif args.compare_original is not None:
-        label = Path(args.compare_original).name or args.compare_original
-        taken = label == found[0].label
-        found.append(Curve(args.compare_original if taken else label, args.compare_original))
-        if found[1].label == found[0].label:
+        label = name_of(args.compare_original)
+        taken = label == specs[0].label
+        specs.append(Curve(args.compare_original if taken else label, args.compare_original))
+        if specs[1].label == specs[0].label:
             raise OptionError("--compare-original is the measured model itself")
-    return found
+    return specs
 
 
 def task_manager(args: argparse.Namespace) -> TaskManager:
-    """lm_eval's list of tasks, once all those wanted can be had.
+    """Load lm_eval's list of tasks, and every task that was asked for.
 
     Raises:
         OptionError: a task is unknown, or the folder of --include-path is not there.
@@ -139,15 +130,15 @@ def task_manager(args: argparse.Namespace) -> TaskManager:
 
 
 def _index(args: argparse.Namespace) -> TaskManager:
-    """Tasks by name, those that come with lm_eval only if one is wanted: reading them takes a while."""
+    """List tasks by name, those of lm_eval only if one was asked for: reading them takes a while."""
     include = None if args.include_path is None else str(args.include_path)
     # what lm_eval's own command hands to tasks that cut their prompts to a number of tokens
-    told = {"pretrained": args.tokenizer or args.model, **(args.metadata or {})}
-    own = TaskManager(include_path=include, include_defaults=False, metadata=told)
+    metadata_of_tasks = {"pretrained": args.tokenizer or args.model, **(args.metadata or {})}
+    own = TaskManager(include_path=include, include_defaults=False, metadata=metadata_of_tasks)
     # a group of one's own may have parts that come with lm_eval
     if all(task in own.all_subtasks or _is_file(task) for task in args.tasks):
         return own
-    return TaskManager(include_path=include, metadata=told)
+    return TaskManager(include_path=include, metadata=metadata_of_tasks)
 
 
 def _is_file(task: str) -> bool:
@@ -155,7 +146,7 @@ def _is_file(task: str) -> bool:
 
 
 def load_lm(args: argparse.Namespace, curve: Curve) -> LinattnLM:
-    """The model as lm_eval takes it.
+    """Load a model as lm_eval takes it.
 
     Raises:
         OptionError: several processes that lm_eval would not share the requests among.
@@ -181,7 +172,14 @@ def load_lm(args: argparse.Namespace, curve: Curve) -> LinattnLM:
 
 
 def evaluate(lm: LinattnLM, task: str, manager: TaskManager, args: argparse.Namespace) -> Any:
-    """What lm_eval returns for one task or group, None in other processes than the first."""
+    """Run one task or group of lm_eval; None in other processes than the first.
+
+    Args:
+        lm: the model.
+        task: its name.
+        manager: of `task_manager`.
+        args: of the command.
+    """
     with lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
         return simple_evaluate(
             model=lm,
@@ -223,8 +221,68 @@ def lm_eval_errors(where: str) -> Iterator[None]:
         raise DataError(f"{where}: lm_eval stopped with {type(error).__name__}: {line}") from error
 
 
-def _recorded(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as results.json keeps them."""
-    plain = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    plain["include_path"] = None if args.include_path is None else str(args.include_path)
-    return plain
+def task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[dict[str, Any]]:
+    """Make a row per task, metric and filter of lm_eval's results; of a group, the group's and all parts'."""
+    rows = []
+    for task, metrics in (returned["results"] | returned.get("groups", {})).items():
+        for key, value in metrics.items():
+            metric, comma, chosen = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            rows.append(
+                {
+                    "model": label,
+                    "requested": requested,
+                    "task": task,
+                    "metric": metric,
+                    "filter": chosen,
+                    "value": _number(value),
+                    "stderr": _error(metrics.get(f"{metric}_stderr,{chosen}")),
+                    "higher_is_better": returned["higher_is_better"].get(task, {}).get(metric),
+                    "num_fewshot": returned["n-shot"].get(task),
+                    "samples": returned["n-samples"].get(task, {}).get("effective"),
+                    "version": returned["versions"].get(task),
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Align the values: a line per task, metric and filter, a column per model."""
+    labels = list(dict.fromkeys(row["model"] for row in rows))
+    lines = [["task", "n-shot", "metric", "", *labels]]
+    keys = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))
+    for task, metric, chosen in keys:
+        cells = {
+            row["model"]: row
+            for row in rows
+            if (row["task"], row["metric"], row["filter"]) == (task, metric, chosen)
+        }
+        row = next(iter(cells.values()))
+        better = {True: "higher is better", False: "lower is better"}.get(row["higher_is_better"], "")
+        name = metric if chosen == "none" else f"{metric} ({chosen})"
+        shots = "" if row["num_fewshot"] is None else str(row["num_fewshot"])
+        lines.append([task, shots, name, better, *(_cell(cells.get(label)) for label in labels)])
+    return text_table(lines[0], lines[1:], left=len(lines[0]))
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    value = row["value"] if isinstance(row["value"], str) else f"{row['value']:.4f}"
+    return value if row["stderr"] is None else f"{value} +- {row['stderr']:.4f}"
+
+
+def _number(value: Any) -> float | str:
+    """Return a finite number, or its text: JSON knows no infinity."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _error(value: Any) -> float | None:
+    """Read a standard error; lm_eval writes N/A where there is none."""
+    number = _number(value)
+    return number if isinstance(number, float) else None

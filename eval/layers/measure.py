@@ -14,7 +14,7 @@ from hf_linattn import bypassed
 from hf_linattn.errors import OptionError
 
 from ..common.nll import LOSS_CHUNK, scoring, window_logits
-from ..common.statistics import WindowScore, make_row, ratio_error
+from ..common.statistics import in_groups, make_row, ratio_error, score_windows
 from ..common.windows import Plan
 from .model import OWN, Layer, Spec, with_own
 
@@ -66,7 +66,7 @@ class Measured:
         return self._mean("chance")
 
     def accuracy_at(self, length: int) -> float | None:
-        """`accuracy` among the questions of one length."""
+        """Compute `accuracy` among the questions of one length."""
         rows = [row for row in self.recall or [] if row["length"] == length]
         return replace(self, recall=rows).accuracy
 
@@ -78,7 +78,7 @@ class Measured:
 
 
 def key_of(own: Collection[int], kept: str = OWN) -> Key:
-    """The `Measured.key` of an arrangement; without layers there is nothing to keep."""
+    """Make the `Measured.key` of an arrangement; without layers there is nothing to keep."""
     return tuple(sorted(own)), kept if own else OWN
 
 
@@ -93,11 +93,11 @@ class Recall:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Evaluator:
     """A model and what it is measured on.
 
     Attributes:
-        model: patched in every layer; left as it is found.
+        model: patched in every layer; left unchanged.
         tokenizer: its tokenizer.
         layers: of `layers_of`.
         plan: windows of one length.
@@ -137,7 +137,7 @@ class Bench:
             own: numbers of the layers that do not have their linear form.
             kept: the attention of those.
             recall: whether to ask for recall too.
-            advance: told the tokens read.
+            advance: is called with the tokens read.
 
         Raises:
             DataError: the loss is not finite.
@@ -150,7 +150,7 @@ class Bench:
         return Measured(key, name, row.tokens, row.nats, row.perplexity, row.stderr, kl, kl_stderr, asked)
 
     def with_recall(self, row: Measured, kept: Spec) -> Measured:
-        """The row with its recall, where that was not measured before."""
+        """Add the recall to a row that was measured without it."""
         with with_own(self.model, self.layers, row.own, kept) as names:
             return replace(row, recall=self._recall(names))
 
@@ -165,50 +165,35 @@ class Bench:
                     original, targets = window_logits(self.model, self.plan.texts, batch)
                 advance(len(batch) * length)
                 with bypassed(self.model, names):
-                    found, _ = window_logits(self.model, self.plan.texts, batch)
+                    logits, _ = window_logits(self.model, self.plan.texts, batch)
                 advance(len(batch) * length)
-                sums = _sums(original, found, targets)
+                sums = _sums(original, logits, targets)
                 nats += sums[0]
                 divergences += sums[1]
-        documents = self.plan.texts.documents
-        pieces = []
-        for window, total in zip(windows, nats, strict=True):
-            size = documents[window.document].bytes_between(window.end - window.scored, window.end)
-            pieces.append(WindowScore(window.document, window.scored, size, total))
-        row = make_row(length, pieces, [])
-        groups: dict[int, list[tuple[float, int]]] = {}
-        for index, window in enumerate(windows):
-            group = window.document if row.documents > 1 else index
-            groups.setdefault(group, []).append((divergences[index], window.scored))
-        sums_of = [math.fsum(x for x, _ in group) for group in groups.values()]
-        tokens = [sum(n for _, n in group) for group in groups.values()]
+        row = make_row(length, score_windows(self.plan.texts, windows, nats), [])
+        groups = in_groups(score_windows(self.plan.texts, windows, divergences))
+        sums_of = [math.fsum(score.nats for score in group) for group in groups]
+        tokens = [sum(score.tokens for score in group) for group in groups]
         return row, math.fsum(divergences) / row.tokens, ratio_error(sums_of, tokens)
 
     def _recall(self, names: list[str]) -> list[dict[str, Any]] | None:
         if self.recall is None:
             return None
-        from ..recall.__main__ import measure_recall
+        from ..recall import measure_recall
 
         with bypassed(self.model, names):
-            rows = measure_recall(
-                self.model,
-                self.tokenizer,
-                tasks=self.recall.tasks,
-                lengths=self.recall.lengths,
-                samples=self.recall.samples,
-                seed=self.recall.seed,
-            )
+            rows = measure_recall(self.model, self.tokenizer, **vars(self.recall))
         return [asdict(row) for row in rows]
 
 
-def _sums(original: Tensor, found: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
-    """Logits [B, N, V] twice, tokens [B, N] -> per row, summed: nats of `found`, KL(original || found)."""
+def _sums(original: Tensor, other: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
+    """Sum nats of `other` and KL(original || other) by row, from logits `[B, N, V]`, tokens `[B, N]`."""
     nats = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
     divergences = torch.zeros_like(nats)
-    parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, found, targets)), strict=True)
-    for first, second, wanted in parts:
+    parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, other, targets)), strict=True)
+    for first, second, tokens in parts:
         log_p, log_q = (x.float().log_softmax(-1) for x in (first, second))
-        nats -= log_q.gather(-1, wanted[..., None])[..., 0].double().sum(1)
+        nats -= log_q.gather(-1, tokens[..., None])[..., 0].double().sum(1)
         p = log_p.exp()
         # a token that the model rules out has no part in the sum, and -inf - -inf is no number
         divergences += torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).double().sum(1)

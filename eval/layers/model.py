@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
+from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError
 from hf_linattn.patching.describe import ModuleDescription
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
-from ..common.models import UNPATCHED, Curve, load_model
+from ..common.models import UNPATCHED, Curve, load_model, require_decoder
 
 OWN = "softmax"
 Spec = tuple[str, dict[str, Any]]
@@ -50,7 +49,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The patched attention modules of a causal model that is patched in every layer, in their order.
+    """List the patched attention modules of a causal model that is patched in every layer.
 
     Layers that keep a window of the model may stay as they are: their state is constant already.
 
@@ -65,16 +64,12 @@ def layers_of(model: nn.Module) -> list[Layer]:
             f"{type(inside).__name__} is not patched: which layers stay softmax is asked of a model that has "
             "a linear form in every layer, its maps trained against the original's attention"
         )
-    if inside.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(inside).__name__} is an encoder-decoder: layers are ranked by the next token of a text"
-        )
-    require_causal(model)
+    require_decoder(model)
     rows = list(describe(model))
-    left_out = [row.module for row in rows if row.patch == OWN and row.window is None]
-    if left_out:
+    unpatched = [row.module for row in rows if row.patch == OWN and row.window is None]
+    if unpatched:
         raise PlanError(
-            f"the patch covers a part of the layers only: {', '.join(left_out)} keep their own attention. "
+            f"the patch covers a part of the layers only: {', '.join(unpatched)} keep their own attention. "
             "Patch every layer, train the maps, and rank then"
         )
     with replaced(model, {row.module: None for row in rows}):
@@ -99,15 +94,15 @@ def _layer(row: ModuleDescription, own: ModuleDescription, place: int, by_index:
 
 
 def sliding_of(model: nn.Module) -> str:
-    """What the model was patched with: "keep", "global" or "refuse"."""
+    """Tell how the model was patched: "keep", "global" or "refuse"."""
     return str(transformers_model(model).config.linattn["sliding"])
 
 
 @contextmanager
 def replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterator[None]:
-    """Other attentions in the named modules for a while; None for the module's own.
+    """Put other attentions into the named modules for a while; None for the module's own.
 
-    All others keep what they learned, and the model is left as it was found.
+    All others keep what they learned, and the model is left unchanged.
 
     Raises:
         LinattnError: an attention does not suit its module; nothing was touched.
@@ -123,17 +118,15 @@ def replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterato
 
 
 def put(model: nn.Module, attentions: Mapping[str, Spec | None]) -> None:
-    """As `replaced`, to stay.
+    """Put other attentions into the named modules, to stay; None for the module's own.
 
     Raises:
         LinattnError: see `replaced`.
     """
     plan, children = _plan(model), _children(model)
     kept = {name: child for name, child in children.items() if name not in attentions}
-    wanted = {**plan, **attentions}
-    _install(
-        model, {name: spec for name, spec in wanted.items() if spec is not None}, kept, sliding_of(model)
-    )
+    specs = {**plan, **attentions}
+    _install(model, {name: spec for name, spec in specs.items() if spec is not None}, kept, sliding_of(model))
 
 
 def _plan(model: nn.Module) -> dict[str, Spec]:
@@ -161,7 +154,13 @@ def _install(
 def with_own(
     model: nn.Module, layers: Sequence[Layer], own: Collection[int], kept: Spec
 ) -> Iterator[list[str]]:
-    """The layers `own` have `kept` in place of their linear form.
+    """Give the layers `own` the attention `kept` in place of their linear form, for a while.
+
+    Args:
+        model: patched in every layer.
+        layers: of `layers_of`.
+        own: numbers of the layers.
+        kept: their attention.
 
     Yields the modules to bypass in every forward pass: their own attention needs no other module.
 
@@ -188,9 +187,9 @@ def check_original(model: nn.Module, source: str, dtype: str = "auto") -> None:
     strange = sorted(theirs.keys() ^ ours.keys())
     if strange:
         raise CheckpointError(f"{source} is not the original of this model: {strange[0]!r} is in one only")
-    for name, mine in ours.items():
-        other = theirs[name].to(mine)
-        if mine.shape != other.shape or not torch.equal(mine, other):
+    for name, weight in ours.items():
+        other = theirs[name].to(weight)
+        if weight.shape != other.shape or not torch.equal(weight, other):
             raise CheckpointError(
                 f"the model was fine-tuned: {name!r} differs from {source}, so bypassed layers are not the "
                 "original's. Rank the layers of a model in which the patch's parameters alone were trained"
@@ -198,7 +197,7 @@ def check_original(model: nn.Module, source: str, dtype: str = "auto") -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the patch's weights: rows of other weights must not stand in one table."""
+    """Hash the patch's weights: rows of other weights must not stand in one table."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if NAME in name.split("."):

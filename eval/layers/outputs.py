@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hf_linattn.errors import DataError
 
-from ..common import results
+from ..common.formatting import size, text_table
 from .measure import Key, Measured, key_of
-from .model import OWN, Layer
-from .ranking import Ranking, alone, ordered, state_bytes
+from .model import OWN
+from .ranking import Ranking, ordered, single_layer, state_bytes
 
 FORMAT = "hf_linattn.layers/1"
 Point = dict[str, Any]
-"""Of `Study.tradeoff`: "curve", "kept", "count" and "key"."""
+"""Of `Schedule.tradeoff`: "curve", "kept", "count" and "key"."""
 
 
-def load(folder: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Key, Measured]]:
-    """What an earlier start with the same arguments left, and its rows; both empty if there is nothing.
+def rows_from(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Key, Measured]:
+    """Read the rows of results.json.
 
     Raises:
-        DataError: the folder holds measurements with other arguments, or a file that is none of ours.
+        DataError: they are damaged.
     """
-    found = results.load(folder, arguments, FORMAT) or {"rows": []}
     try:
-        rows = [measured(row) for row in found.pop("rows")]
+        read = [Measured(**{**row, "own": tuple(row["own"])}) for row in rows]
     except (KeyError, TypeError) as error:
         raise DataError(
             f"{folder / 'results.json'} is damaged ({error}); delete it to measure again"
         ) from error
-    return found, {row.key: row for row in rows}
-
-
-def measured(row: Mapping[str, Any]) -> Measured:
-    """A row of results.json."""
-    return Measured(**{**row, "own": tuple(row["own"])})
-
-
-def layer(row: Mapping[str, Any]) -> Layer:
-    """A layer of results.json."""
-    return Layer(**row)
+    return {row.key: row for row in read}
 
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
-    """layers.csv: what was measured with each layer alone, its scores and its places by every rank."""
-    orders = {rank: ordered(ranking.layers, s, ranking.worth["kl"]) for rank, s in ranking.scores.items()}
+    """Make the rows of layers.csv: each layer alone, its scores and its places by every rank."""
+    orders = {
+        rank: ordered(ranking.layers, s, ranking.layer_values["kl"]) for rank, s in ranking.scores.items()
+    }
     rows = []
     for index, (one, own) in enumerate(
-        zip(ranking.layers, alone(ranking.layers, ranking.sense), strict=True)
+        zip(ranking.layers, single_layer(ranking.layers, ranking.sense), strict=True)
     ):
         row = ranking.rows[key_of(own)]
-        content = {
-            "layer": one.number,
-            "module": one.module,
-            "patch": one.patch,
-            "perplexity": row.perplexity,
-            "stderr": row.stderr,
-            "nats": row.nats,
-            "kl": row.kl,
-            "kl_stderr": row.kl_stderr,
-            "recall": row.accuracy,
-        }
-        content |= {f"worth_{name}": values[index] for name, values in ranking.worth.items()}
+        content = {"layer": one.number, "module": one.module, "patch": one.patch}
+        content |= {name: getattr(row, name) for name in ("perplexity", "stderr", "nats", "kl", "kl_stderr")}
+        content |= {"recall": row.accuracy}
+        content |= {f"worth_{name}": values[index] for name, values in ranking.layer_values.items()}
         content |= {f"score_{rank}": scores[index] for rank, scores in ranking.scores.items()}
         content |= {f"place_{rank}": order.index(one.number) + 1 for rank, order in orders.items()}
         rows.append(content)
@@ -73,7 +54,7 @@ def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
 
 
 def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """tradeoff.csv: each number of softmax layers by each curve."""
+    """Make the rows of tradeoff.csv: each number of softmax layers by each curve."""
     rows = []
     for point in points:
         row = ranking.rows[point["key"]]
@@ -96,19 +77,19 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
 
 
 def lengths_in(row: Measured) -> list[int]:
-    """Lengths at which recall was asked."""
+    """List the lengths at which recall was asked."""
     return sorted({part["length"] for part in row.recall or []})
 
 
 def label(curve: str, kept: str) -> str:
-    """Name of a curve of the trade-off."""
+    """Name a curve of the trade-off."""
     return curve if kept == OWN else f"{curve}, {kept}"
 
 
 def layer_table(ranking: Ranking) -> str:
-    """One line per layer, the first to stay first."""
+    """Align a line per layer, the first to stay first."""
     rows = {row["layer"]: row for row in layer_rows(ranking)}
-    recall = "recall" in ranking.worth
+    recall = "recall" in ranking.layer_values
     titles = ["layer", "perplexity", "nats lost", "KL", *(["recall", "lost"] if recall else [])]
     if ranking.sense == "restore":
         titles = [title.replace("lost", "gained") for title in titles]
@@ -129,62 +110,46 @@ def layer_table(ranking: Ranking) -> str:
             score = f" ({row[f'score_{rank}']:.3g})" if rank == "recall_over_perplexity" else ""
             cells.append(f"{row[f'place_{rank}']}.{score}")
         lines.append(cells)
-    return aligned(lines)
+    return text_table(lines[0], lines[1:], left=0)
 
 
 def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> str:
-    """One line per number of softmax layers: state by context, the layers, and each curve's perplexity."""
+    """Align a line per number of softmax layers: state by context, the layers, each curve's perplexity."""
     labels = list(dict.fromkeys(label(point["curve"], point["kept"]) for point in points))
-    found = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
-    recall = "recall" in ranking.worth
+    by_count = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
+    recall = "recall" in ranking.layer_values
     lines = [["softmax", *(f"at {_tokens(n)}" for n in contexts), "layers"]]
     for name in labels:
         lines[0] += [f"by {name.replace('recall_over_perplexity', 'R/P')}", *(["recall"] if recall else [])]
     for count in sorted({point["count"] for point in points}):
-        first = found[labels[0], count]
+        first = by_count[labels[0], count]
         cells = [str(count), *(_size(state_bytes(ranking.layers, first.own, n)) for n in contexts)]
         cells.append(",".join(map(str, first.own)) or "-")
         for name in labels:
-            row = found[name, count]
+            row = by_count[name, count]
             cells.append(f"{row.perplexity:.5g}")
             if recall:
                 cells.append("-" if row.accuracy is None else f"{row.accuracy:.3f}")
         lines.append(cells)
-    return aligned(lines)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text, to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    return text_table(lines[0], lines[1:], left=0)
 
 
 def _tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def _size(size: int | None) -> str:
-    if size is None:
-        return "?"
-    power = min(int(math.log2(max(size, 1))) // 10, 4)
-    return f"{size / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _size(count: int | None) -> str:
+    return "?" if count is None else size(count)
 
 
 def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:
-    """What results.json says beside its rows."""
+    """Collect what results.json says beside its rows."""
     return {
         "rank": ranking.rank,
         "sense": ranking.sense,
         "order": ranking.order,
         "note": ranking.note,
-        "worth": ranking.worth,
+        "worth": ranking.layer_values,
         "scores": ranking.scores,
         "tradeoff": [{**point, "key": [list(point["key"][0]), point["key"][1]]} for point in points],
     }
-
-
-def rows_of(found: Mapping[Key, Measured]) -> list[dict[str, Any]]:
-    """Rows as results.json holds them."""
-    return [asdict(row) for row in found.values()]

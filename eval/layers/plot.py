@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def save_layers(path: Path, ranking: Ranking) -> None:
-    """A bar per layer and rank: its score. The rank that decides is in colour."""
+    """Draw a bar per layer and rank: its score. The rank that decides is in colour."""
     scores = ranking.scores
     rows = 1 if len(scores) < 3 else 2
     columns = -(-len(scores) // rows)
@@ -48,8 +48,15 @@ def save_layers(path: Path, ranking: Ranking) -> None:
 
 
 def save_tradeoff(path: Path, ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> None:
-    """Perplexity, recall where it was measured, and state, over the number of softmax layers."""
-    recall = "recall" in ranking.worth
+    """Draw perplexity, recall where it was measured, and state, over the number of softmax layers.
+
+    Args:
+        path: the file.
+        ranking: of the layers.
+        points: of `Schedule.tradeoff`.
+        contexts: tokens for which the state is drawn.
+    """
+    recall = "recall" in ranking.layer_values
     figure = Figure(figsize=(4.6 * (3 if recall else 2), 4.0), layout="constrained")
     panels = list(figure.subplots(1, 3 if recall else 2))
     labels = list(dict.fromkeys((point["curve"], point["kept"]) for point in points))

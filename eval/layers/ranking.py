@@ -28,17 +28,17 @@ Rows = Mapping[Key, Measured]
 
 
 def by_recall(rank: str) -> bool:
-    """Whether the rank needs recall."""
+    """Tell whether the rank needs recall."""
     return rank.startswith("recall")
 
 
 def numbers_of(layers: Sequence[Layer]) -> list[int]:
-    """The layers' numbers, in order."""
+    """List the layers' numbers, in order."""
     return [layer.number for layer in layers]
 
 
-def alone(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
-    """For each layer, which layers have their own attention when it is measured.
+def single_layer(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
+    """List for each layer which layers have their own attention when it is measured.
 
     "replace": all but this one. "restore": this one alone.
     """
@@ -48,37 +48,37 @@ def alone(layers: Sequence[Layer], sense: Sense) -> list[tuple[int, ...]]:
     return [tuple(sorted(other for other in numbers if other != number)) for number in numbers]
 
 
-def base(layers: Sequence[Layer], sense: Sense) -> tuple[int, ...]:
-    """What `alone` is compared with: the original, or the model without any softmax."""
+def reference(layers: Sequence[Layer], sense: Sense) -> tuple[int, ...]:
+    """Name the layers with their own attention in the model to compare with: all, or none."""
     return tuple(sorted(numbers_of(layers))) if sense == "replace" else ()
 
 
 def recalls(original: Measured) -> bool:
-    """Whether the original's recall is far enough above chance for losses to be seen."""
+    """Tell whether the original's recall is far enough above chance for losses to be seen."""
     if original.accuracy is None or original.chance is None:
         return False
     return original.accuracy - original.chance >= LEAST_RECALL
 
 
-def worth(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
-    """What each layer's own attention is worth, by measure: what its loss costs, or its return brings.
+def layer_values(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
+    """Compute what each layer's own attention is worth: what its loss costs, or its return brings.
 
     "perplexity" and "kl" in nats per token, "recall" in accuracy; the last is absent where none was measured.
     """
-    before, sign = rows[key_of(base(layers, sense))], 1 if sense == "replace" else -1
-    after = [rows[key_of(own)] for own in alone(layers, sense)]
-    found = {
+    before, sign = rows[key_of(reference(layers, sense))], 1 if sense == "replace" else -1
+    after = [rows[key_of(own)] for own in single_layer(layers, sense)]
+    values = {
         "perplexity": [sign * (row.nats - before.nats) for row in after],
         "kl": [sign * (row.kl - before.kl) for row in after],
     }
     accuracies = [row.accuracy for row in after]
     if before.accuracy is not None and None not in accuracies:
-        found["recall"] = [sign * (before.accuracy - (x or 0.0)) for x in accuracies]
-    return found
+        values["recall"] = [sign * (before.accuracy - (x or 0.0)) for x in accuracies]
+    return values
 
 
-def noise_of(original: Measured) -> float:
-    """Recall that a layer must lose at least for the loss to count: two standard errors, or one sample.
+def noise_threshold(original: Measured) -> float:
+    """Compute the recall that a layer must lose for it to count: two standard errors, or one sample.
 
     The errors are those of the original's recall over its samples.
     """
@@ -89,7 +89,7 @@ def noise_of(original: Measured) -> float:
 
 
 def beyond_noise(recall: Sequence[float], noise: float) -> list[float]:
-    """Recall lost beyond the layer that loses least; 0 where it is not more than the noise."""
+    """Compute recall lost beyond the layer that loses least; 0 where it is not more than the noise."""
     least = min(recall)
     return [lost - least if lost - least > max(noise, NOTHING) else 0.0 for lost in recall]
 
@@ -97,7 +97,7 @@ def beyond_noise(recall: Sequence[float], noise: float) -> list[float]:
 def recall_over_perplexity(
     recall: Sequence[float], perplexity: Sequence[float], noise: float = 0.0
 ) -> list[float]:
-    """Recall lost over nats lost, both beyond the layer that loses least: min(50, (r - min r) / (p - min p)).
+    """Score recall lost over nats lost beyond the layer that loses least: min(50, (r - min r) / (p - min p)).
 
     HALO's score (arXiv:2601.22156), min(50, (max R - R) / (max C - C)), with R the recall of the model in
     which one layer was replaced, the maximum over those models, and the negative nats per token in the place
@@ -117,7 +117,7 @@ def recall_over_perplexity(
 
 
 def scores_of(values: Mapping[str, Sequence[float]], noise: float = 0.0) -> dict[str, list[float]]:
-    """Rank -> a score per layer, highest where softmax should stay; by recall only where there is any."""
+    """Score the layers by each rank, highest where softmax should stay; by recall only where there is any."""
     scores: dict[str, list[float]] = {rank: list(values[rank]) for rank in RANKS if rank in values}
     if "recall" in values:
         ratio = recall_over_perplexity(values["recall"], values["perplexity"], noise)
@@ -126,13 +126,13 @@ def scores_of(values: Mapping[str, Sequence[float]], noise: float = 0.0) -> dict
 
 
 def ordered(layers: Sequence[Layer], scores: Sequence[float], kl: Sequence[float]) -> list[int]:
-    """Numbers of the layers, the first to stay first; equal scores by KL, then by number."""
+    """Order the layers' numbers, the first to stay first; equal scores by KL, then by number."""
     keys = zip(numbers_of(layers), scores, kl, strict=True)
     return [number for number, *_ in sorted(keys, key=lambda key: (-round(key[1], 12), -key[2], key[0]))]
 
 
 def even(layers: Sequence[Layer], keep: int) -> tuple[int, ...]:
-    """So many layers at even distances: places floor((2 i + 1) L / 2 keep)."""
+    """Choose so many layers at even distances: places floor((2 i + 1) L / 2 keep)."""
     numbers = numbers_of(layers)
     return tuple(numbers[(2 * i + 1) * len(numbers) // (2 * keep)] for i in range(keep))
 
@@ -146,7 +146,7 @@ class Ranking:
         rank, sense: how they were ranked; note: why so, where that was not what was asked for.
         order: numbers of the layers, the first to stay first.
         scores: rank -> score per layer, for every rank that can be had.
-        worth: measure -> what each layer's own attention is worth; see `worth`.
+        layer_values: measure -> what each layer's own attention is worth.
         rows: everything that was measured.
     """
 
@@ -155,12 +155,12 @@ class Ranking:
     sense: Sense
     order: list[int]
     scores: dict[str, list[float]]
-    worth: dict[str, list[float]]
+    layer_values: dict[str, list[float]]
     rows: dict[Key, Measured]
     note: str = ""
 
     def kept(self, keep: int, curve: str | None = None) -> tuple[int, ...]:
-        """The layers that stay, by the chosen rank, another one, or `even`.
+        """Choose the layers that stay, by the chosen rank, another one, or `even`.
 
         Raises:
             OptionError: there are not so many layers.
@@ -173,11 +173,11 @@ class Ranking:
             return even(self.layers, keep)
         if curve in (None, self.rank):
             return tuple(sorted(self.order[:keep]))
-        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.worth["kl"])[:keep]))
+        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.layer_values["kl"])[:keep]))
 
 
 def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, Any]:
-    """A plan for `patch_model` that keeps so many layers; JSON can hold it.
+    """Make a plan for `patch_model` that keeps so many layers; JSON can hold it.
 
     Args:
         ranking: of `rank_layers`.
@@ -191,7 +191,7 @@ def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, A
 
 
 def plan_of(layers: Sequence[Layer], own: Collection[int], kept: Spec | str = OWN) -> dict[str, Any]:
-    """`{"0,2-5": "hedgehog", "1": "softmax"}`: the layers `own` have `kept`, the others their linear form."""
+    """Make a plan such as `{"0,2-5": "hedgehog", "1": "softmax"}`: `kept` in the layers `own`."""
     groups: list[tuple[Spec, list[Layer]]] = []
     for layer in layers:
         stays = (kept, {}) if isinstance(kept, str) else kept
@@ -212,7 +212,7 @@ def plan_of(layers: Sequence[Layer], own: Collection[int], kept: Spec | str = OW
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 2, 3, 4] -> "0,2-4"."""
+    """Write numbers as ranges: [0, 2, 3, 4] -> "0,2-4"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -223,7 +223,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def state_bytes(layers: Sequence[Layer], own: Collection[int], tokens: int) -> int | None:
-    """Bytes of one sequence's state and cache after so many tokens; None where a layer's cannot be told.
+    """Count bytes of one sequence's state and cache after so many tokens; None where a layer's are unknown.
 
     A layer with a window is counted with all tokens: what its cache holds is its implementation's choice.
     """

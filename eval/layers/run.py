@@ -6,27 +6,24 @@ import argparse
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import set_seed
-from transformers.utils import logging
 
 from hf_linattn.cli.files import filling, writing
-from hf_linattn.data import load_documents
 from hf_linattn.errors import DataError, OptionError
 
-from ..common.models import Curve, load_config, load_model, load_tokenizer, train_length
-from ..common.results import check_writable, save_csv, versions
-from ..common.results import save as save_results
-from ..common.windows import encode, plan_windows
+from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, train_length
+from ..common.results import ResumableRun, default_device, save_csv, versions
+from ..common.windows import plan_windows
 from . import outputs as files
-from .measure import Bench, Measured, Recall
-from .model import OWN, Spec, check_original, fingerprint, layers_of, put, sliding_of
+from .measure import Evaluator, Measured, Recall
+from .model import OWN, Layer, Spec, check_original, fingerprint, layers_of, put, sliding_of
 from .plot import save_layers, save_tradeoff
 from .ranking import EVEN, Ranking, plan_for
-from .schedule import Study
+from .schedule import Schedule
 
 MEASURED_BY = (
     *("model", "tokenizer", "data", "column", "split", "join", "bos", "length", "max_tokens", "batch_size"),
@@ -35,9 +32,13 @@ MEASURED_BY = (
 """Arguments that a measurement depends on; the others can change from start to start."""
 
 
+FACTS = ("layers", "sliding", "weights")
+"""Facts of the model in results.json, without which its rows mean nothing."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: its ranking, points of the trade-off, a plan per kept attention, and their frame."""
+    """The outcome of a run: ranking, points of the trade-off, a plan per kept attention, and their frame."""
 
     ranking: Ranking
     points: list[files.Point]
@@ -48,54 +49,35 @@ class Outcome:
     linear: Measured
 
 
-class Work:
-    """The model with what it is measured on: loaded when something is missing, and then once."""
+def load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator:
+    """Load the model and what it is measured on, and note its facts, which must be those that are known.
 
-    def __init__(self, args: argparse.Namespace, results: dict[str, Any]) -> None:
-        self.args, self.results = args, results
-        self._bench: Bench | None = None
-
-    def bench(self) -> Bench:
-        """Load and check everything.
-
-        Raises:
-            LinattnError: the model, the original or the text do not suit.
-        """
-        if self._bench is None:
-            self._bench = self._load()
-        return self._bench
-
-    def _load(self) -> Bench:
-        args = self.args
-        for source in filter(None, (args.model, args.original)):
-            load_config(source)  # first: a wrong folder should not wait for the text
-        documents = list(load_documents(args.data, column=args.column, split=args.split)["text"])
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
-        texts = encode(tokenizer, documents, bos=args.bos, join=args.join)
-        budget = None if args.max_tokens == "all" else args.max_tokens
-        plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
-        set_seed(args.seed)
-        on_device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        model = load_model(Curve("", args.model), dtype=args.dtype, device=on_device or "cpu")
-        layers = layers_of(model)
-        if args.original is not None:
-            check_original(model, args.original, args.dtype)
-        facts = {
-            "layers": [asdict(layer) for layer in layers],
-            "sliding": sliding_of(model),
-            "weights": fingerprint(model),
-        }
-        for name, value in json.loads(json.dumps(facts)).items():
-            if self.results.setdefault(name, value) != value:
-                raise DataError(
-                    f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
-                    "differ); choose another --output-dir"
-                )
-        return Bench(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
+    Raises:
+        LinattnError: the model, the original or the text do not suit.
+    """
+    for source in filter(None, (args.model, args.original)):
+        load_config(source)  # first: a wrong folder should not wait for the text
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    _, texts = load_texts(args, tokenizer)
+    budget = None if args.max_tokens == "all" else args.max_tokens
+    plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
+    set_seed(args.seed)
+    model = load_model(Curve("", args.model), dtype=args.dtype, device=default_device())
+    layers = layers_of(model)
+    if args.original is not None:
+        check_original(model, args.original, args.dtype)
+    facts = ([asdict(layer) for layer in layers], sliding_of(model), fingerprint(model))
+    for name, value in zip(FACTS, json.loads(json.dumps(facts)), strict=True):
+        if known.setdefault(name, value) != value:
+            raise DataError(
+                f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
+                "differ); choose another --output-dir"
+            )
+    return Evaluator(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
 
 
 def recall_of(args: argparse.Namespace) -> Recall | None:
-    """What is asked."""
+    """Make the questions of recall, None for none."""
     if not args.tasks:
         return None
     lengths = tuple(args.recall_lengths or [args.length])
@@ -103,7 +85,7 @@ def recall_of(args: argparse.Namespace) -> Recall | None:
 
 
 def kept_of(args: argparse.Namespace) -> list[Spec]:
-    """The attentions that `--nope` tries in the softmax layers."""
+    """List the attentions that `--nope` tries in the softmax layers."""
     if not args.nope:
         return []
     length = args.train_length or train_length(args.model)
@@ -120,58 +102,86 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
         OptionError: a rank, a number of layers or an attention that cannot be had.
         LinattnError: the model does not suit.
     """
-    import datasets
-
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     recorded = {name: getattr(args, name) for name in MEASURED_BY}
-    results, rows = files.load(args.output_dir, recorded)
-    complete = results.pop("complete", False)
-    check_writable(args.output_dir)
-    results |= {"arguments": recorded, "versions": results.get("versions") or versions()}
-    work = Work(args, results)
-    if args.original is not None or args.save is not None or "layers" not in results or not rows:
-        work.bench()
-    layers = [files.layer(row) for row in results["layers"]]
+    session = ResumableRun(args.output_dir, recorded, files.FORMAT, command)
+    rows = files.rows_from(args.output_dir, session.rows)
+    facts = {name: session.earlier[name] for name in FACTS if name in session.earlier}
+    evaluator = cache(lambda: load_evaluator(args, facts))
+    if args.original is not None or args.save is not None or len(facts) < len(FACTS) or not rows:
+        evaluator()
+    layers = [Layer(**row) for row in facts["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
     counts = range(len(layers) + 1) if args.counts is None else args.counts
     kept = kept_of(args)
     if max(keep, *counts) > len(layers):
         raise OptionError(f"{max(keep, *counts)} softmax layers, and {args.model} has {len(layers)}")
+    session.begin({"versions": session.earlier.get("versions") or versions(), **facts})
 
-    def save(row: Measured | None, outcome: dict[str, Any] | None = None) -> None:
-        done = {"complete": outcome is not None or complete, "command": command}
-        head = {"format": files.FORMAT, **done, **results, **(outcome or {})}
-        save_results(args.output_dir, {**head, "rows": files.rows_of(rows)})
+    def save(row: Measured) -> None:
+        session.rows[:] = [asdict(row) for row in rows.values()]
+        session.save()
 
-    study = Study(layers, work.bench, rows, save, progress=True)
-    ranking = study.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
+    schedule = Schedule(layers, evaluator, rows, save, progress=True)
+    ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
     plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [(OWN, {}), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
     # the chosen rank first: tables and pictures go by it
-    points = study.tradeoff(ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept)
-    save(None, {**files.content(ranking, points), "keep": keep, "plans": plans})
+    points = schedule.tradeoff(
+        ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept
+    )
+    session.results |= {**files.content(ranking, points), "keep": keep, "plans": plans}
     save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
     save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
     save_layers(args.output_dir / "layers.png", ranking)
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
+    session.finish()
     if args.save is not None:
-        save_hybrid(work.bench(), ranking.kept(keep), args.save)
+        save_hybrid(evaluator(), ranking.kept(keep), args.save)
     return Outcome(
-        ranking, points, plans, keep, results["sliding"], study.original(recall=False), rows[(), OWN]
+        ranking, points, plans, keep, facts["sliding"], schedule.original(recall=False), rows[(), OWN]
     )
 
 
-def save_hybrid(bench: Bench, own: Collection[int], folder: Path) -> None:
+def save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> None:
     """Write the model with softmax in the layers `own`; the maps of the others stay.
 
     Raises:
         TrainingError: the folder cannot be written.
     """
-    put(bench.model, {layer.module: None for layer in bench.layers if layer.number in own})
-    model: Any = bench.model
+    put(evaluator.model, {layer.module: None for layer in evaluator.layers if layer.number in own})
+    model: Any = evaluator.model
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with filling(folder) as partial:
         model.save_pretrained(partial)
-        bench.tokenizer.save_pretrained(partial)
+        evaluator.tokenizer.save_pretrained(partial)
+
+
+def summary(outcome: Outcome, args: argparse.Namespace) -> str:
+    """Give the tables, the plan, and the sentences one needs to read them."""
+    ranking, original, linear = outcome.ranking, outcome.original, outcome.linear
+    what = {
+        "replace": "each layer alone linear, all others the original's",
+        "restore": "each layer alone softmax, all others linear",
+    }
+    lines = [f"{name}: {_line(row)}" for name, row in (("original", original), ("all linear", linear))]
+    lines += [f"note: {ranking.note}"] if ranking.note else []
+    lines += [
+        f"{what[ranking.sense]}; first to stay softmax first, by {ranking.rank}:",
+        files.layer_table(ranking),
+    ]
+    lines += ["state of one sequence, the layers that stay, and perplexity by each way to choose them:"]
+    lines += [files.tradeoff_table(ranking, outcome.points, args.context)]
+    lines += [f"plan for patch_model, softmax layers {outcome.keep} of {len(ranking.layers)}:"]
+    lines += [json.dumps(plan) for plan in outcome.plans.values()]
+    if outcome.sliding != "keep":
+        lines.append(f"(with sliding={outcome.sliding!r}, as the folder was patched)")
+    lines += [f"nothing was trained; numbers and pictures in {args.output_dir}"]
+    return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
+
+
+def _line(row: Measured) -> str:
+    text = f"perplexity {row.perplexity:.5g}, KL {row.kl:.4g}"
+    if row.accuracy is None:
+        return text
+    return f"{text}, recall {row.accuracy:.3f} in {row.samples} samples (chance {row.chance:.2g})"

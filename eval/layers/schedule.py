@@ -12,77 +12,79 @@ from tqdm import tqdm
 from hf_linattn.errors import OptionError
 
 from ..common.windows import Bos, encode, plan_windows
-from .measure import Bench, Key, Measured, Recall, key_of
+from .measure import Evaluator, Key, Measured, Recall, key_of
 from .model import OWN, Layer, Spec, layers_of
 from .ranking import (
     RANKS,
     Rank,
     Ranking,
     Sense,
-    alone,
-    base,
     by_recall,
-    noise_of,
+    layer_values,
+    noise_threshold,
     numbers_of,
     ordered,
     recalls,
+    reference,
     scores_of,
-    worth,
+    single_layer,
 )
 
 
 def nothing(row: Measured) -> None:
-    """In place of saving."""
+    """Save nothing."""
 
 
 @dataclass
-class Study:
+class Schedule:
     """Arrangements of one model, each measured once.
 
     Attributes:
         layers: of the model.
-        bench: makes the bench; called when something is missing, once.
+        evaluator: gives the model with what it is measured on; called when something is missing.
         rows: what was measured.
         save: called after each measurement.
         progress: show a bar on stderr.
     """
 
     layers: Sequence[Layer]
-    bench: Callable[[], Bench]
+    evaluator: Callable[[], Evaluator]
     rows: dict[Key, Measured] = field(default_factory=dict)
     save: Callable[[Measured], None] = nothing
     progress: bool = False
 
-    def measure(self, wanted: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool) -> None:
+    def measure(
+        self, arrangements: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool
+    ) -> None:
         """Measure what is missing of these arrangements.
 
         Args:
-            wanted: for each, the numbers of the layers that do not have their linear form.
+            arrangements: for each, the numbers of the layers that do not have their linear form.
             kept: the attention of those.
-            recall: whether recall is wanted too.
+            recall: whether to ask for recall too.
         """
-        keys = list(dict.fromkeys(key_of(own, kept[0]) for own in wanted))
+        keys = list(dict.fromkeys(key_of(own, kept[0]) for own in arrangements))
         missing = [key for key in keys if key not in self.rows]
         bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]
         if not missing and not bare:
             return
-        bench = self.bench()
-        total = bench.size * len(missing)
+        evaluator = self.evaluator()
+        total = evaluator.size * len(missing)
         with tqdm(total=total, unit="tok", unit_scale=True, disable=not self.progress) as bar:
             for own, name in missing:
                 bar.set_description(_title(self.layers, own, name))
-                self._add(bench.measure(own, kept, recall=recall, advance=bar.update))
+                self._add(evaluator.measure(own, kept, recall=recall, advance=bar.update))
             for key in bare:
                 bar.set_description(f"recall, {_title(self.layers, *key)}")
-                self._add(bench.with_recall(self.rows[key], kept))
+                self._add(evaluator.with_recall(self.rows[key], kept))
 
     def _add(self, row: Measured) -> None:
         self.rows[row.key] = row
         self.save(row)
 
     def original(self, *, recall: bool) -> Measured:
-        """The model with its own attention in every layer."""
-        own = base(self.layers, "replace")
+        """Measure the model with its own attention in every layer."""
+        own = reference(self.layers, "replace")
         self.measure([own], recall=recall)
         return self.rows[key_of(own)]
 
@@ -91,7 +93,7 @@ class Study:
 
         Args:
             rank: None takes "recall_over_perplexity" where the original can recall, else "kl".
-            sense: see `alone`.
+            sense: see `single_layer`.
             recall: whether recall is asked for at all.
             force: rank by recall also where the original has none to speak of.
 
@@ -110,11 +112,11 @@ class Study:
         note = ""
         if recall and not usable:
             note = f"{why_not(original)}, so layers are ranked by {chosen}"
-        self.measure([base(self.layers, sense), (), *alone(self.layers, sense)], recall=usable)
-        values = worth(self.layers, self.rows, sense)
+        self.measure([reference(self.layers, sense), (), *single_layer(self.layers, sense)], recall=usable)
+        values = layer_values(self.layers, self.rows, sense)
         if not usable:
             values.pop("recall", None)
-        scores = scores_of(values, noise_of(original))
+        scores = scores_of(values, noise_threshold(original))
         order = ordered(self.layers, scores[chosen], values["kl"])
         return Ranking(list(self.layers), chosen, sense, order, scores, values, self.rows, note)
 
@@ -123,22 +125,28 @@ class Study:
     ) -> list[dict[str, Any]]:
         """Measure so many softmax layers by each curve, and other attentions in them along the chosen rank.
 
+        Args:
+            ranking: of the layers.
+            curves: ranks, or "even".
+            counts: numbers of softmax layers.
+            kept: other attentions to try in them.
+
         Returns:
             A row per curve, kept attention and count: "curve", "kept", "count" and "key" of the measurement.
         """
-        recall = "recall" in ranking.worth
-        found = []
+        recall = "recall" in ranking.layer_values
+        points = []
         pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves] + [
             (ranking.rank, spec) for spec in kept
         ]
         for curve, spec in pairs:
             sets = {count: ranking.kept(count, curve) for count in counts}
             self.measure(sets.values(), spec, recall=recall)
-            found += [
+            points += [
                 {"curve": curve, "kept": spec[0], "count": count, "key": key_of(own, spec[0])}
                 for count, own in sets.items()
             ]
-        return found
+        return points
 
 
 def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
@@ -150,7 +158,7 @@ def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
 
 
 def why_not(original: Measured) -> str:
-    """Why recall is not used, in a clause."""
+    """Say in a clause why recall is not used."""
     assert original.accuracy is not None
     assert original.chance is not None
     return (
@@ -179,7 +187,7 @@ def rank_layers(
     """Measure each layer of a model that is linear everywhere, and rank which should stay softmax.
 
     Args:
-        model: patched in every layer, its other weights those of the original; left as it is found.
+        model: patched in every layer, its other weights those of the original; left unchanged.
         tokenizer: its tokenizer.
         documents: held-out texts.
         rank: "recall_over_perplexity", "recall", "perplexity" or "kl"; None for the first where the original
@@ -207,6 +215,6 @@ def rank_layers(
     layers = layers_of(model)
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, [length], stride="full", max_tokens=max_tokens)
-    bench = Bench(model, tokenizer, layers, plan, recall, batch_size)
-    study = Study(layers, lambda: bench, progress=progress)
-    return study.ranking(rank, sense, recall=recall is not None, force=force_recall)
+    evaluator = Evaluator(model, tokenizer, layers, plan, recall, batch_size)
+    schedule = Schedule(layers, lambda: evaluator, progress=progress)
+    return schedule.ranking(rank, sense, recall=recall is not None, force=force_recall)

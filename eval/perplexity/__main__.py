@@ -8,24 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from hf_linattn.patching.branches import Branches
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    add_text_arguments,
-    argparse_type,
-    command_parser,
-    doubling_range,
-    names_of,
-    parse_rope_scaling,
-    positive_int,
-    run_command,
-    token_budget,
-)
-from ..common.model_specs import parse_specs
+from ..common import cli
+from ..common.model_specs import add_compare_argument
 from .arguments import BRANCHES, LENGTHS, PerplexityArguments
 
 EPILOG = """\
@@ -76,41 +64,38 @@ every length: the same command goes on where it stopped. docs/perplexity.md says
 
 
 def _stride(text: str) -> int | Literal["full"]:
-    return "full" if text == "full" else positive_int(text)
+    return "full" if text == "full" else cli.positive_int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser, an option per field of `PerplexityArguments`."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "perplexity",
         "Perplexity per token and per byte at several lengths of context, on the same tokens.",
         EPILOG,
     )
-    add_model_arguments(parser, patch="patch to try on the loaded model, such as elu1")
-    add_text_arguments(parser)
+    cli.add_model_arguments(parser, patch="patch to try on the loaded model, such as elu1")
+    cli.add_text_arguments(parser)
     add = parser.add_argument
     lengths = ",".join(map(str, LENGTHS))
-    add("--lengths", type=doubling_range, help=f"tokens per window; '...' doubles (default: {lengths})")
+    lengths_help = f"tokens per window; '...' doubles (default: {lengths})"
+    add("--lengths", type=cli.doubling_range, help=lengths_help)
     stride_help = "score the last STRIDE tokens of each window, or 'full' (default: 256)"
     add("--stride", type=_stride, help=stride_help)
     budget_help = "scored tokens per length, or 'all' (default: %(default)s)"
-    add("--max-tokens", type=token_budget, default=65536, help=budget_help)
-    add("--batch-size", type=positive_int, help="windows per forward pass (default: 1)")
+    add("--max-tokens", type=cli.token_budget, default=65536, help=budget_help)
+    add("--batch-size", type=cli.positive_int, help="windows per forward pass (default: 1)")
     add("--stream", action="store_true", help="read documents whole, carrying the state of linear attention")
-    add("--segment", type=positive_int, help="tokens per step of --stream (default: 4096)")
+    add("--segment", type=cli.positive_int, help="tokens per step of --stream (default: 4096)")
     rope_help = "linear, dynamic or yarn, as transformers has them; not for baselines"
-    rope_type = argparse_type(parse_rope_scaling, keep=True)
+    rope_type = cli.argparse_type(cli.parse_rope_scaling, keep=True)
     add("--rope-scaling", type=rope_type, metavar="KIND:FACTOR", help=rope_help)
-    compare_help = (
-        "curves of this one model, by comma: a patch or composition ('softmax' is the model's own "
-        "attention), its options, and @KIND:FACTOR for scaled RoPE (see the examples); repeatable"
-    )
-    add("--compare", type=argparse_type(parse_specs), action="extend", metavar="ENTRIES", help=compare_help)
+    add_compare_argument(parser, "curves of this one model")
     branches_help = f"parts of a hybrid, each by itself (see below; without names {','.join(BRANCHES)})"
     add(
         "--branches",
         nargs="?",
-        type=names_of(get_args(Branches), "branches"),
+        type=cli.names_of(get_args(Branches), "branches"),
         const=list(BRANCHES),
         metavar="NAMES",
         help=branches_help,
@@ -118,8 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     baseline_help = "another model, or 'unpatched': the same without --patch and --rope-scaling; repeatable"
     add("--baseline", action="append", default=[], metavar="MODEL", help=baseline_help)
     train_help = "length to mark in the plot (default: from the configuration)"
-    add("--train-length", type=positive_int, help=train_help)
-    add_output_arguments(parser)
+    add("--train-length", type=cli.positive_int, help=train_help)
+    cli.add_output_arguments(parser)
     return parser
 
 
@@ -132,18 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return summary(perplexity(arguments, command), arguments)
 
-    return run_command(
+    return cli.run_command(
         build_parser(),
         work,
         argv,
-        check=_arguments,
+        check=lambda args: PerplexityArguments(**vars(args)),
         interrupted="the same command goes on after the last finished length",
         share_work=True,
     )
-
-
-def _arguments(args: argparse.Namespace) -> Any:
-    return PerplexityArguments(**vars(args))
 
 
 if __name__ == "__main__":

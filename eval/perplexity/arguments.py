@@ -122,9 +122,9 @@ class PerplexityArguments:
         for name in self.branches:
             if name not in get_args(Branches):
                 raise OptionError(f"no branches {name!r}; there are {', '.join(get_args(Branches))}")
-        for name in NOT_WITH_BRANCHES:
-            if getattr(self, name):
-                raise OptionError(f"--{name} has no meaning with --branches")
+        for other in NOT_WITH_BRANCHES:
+            if getattr(self, other):
+                raise OptionError(f"--{other} has no meaning with --branches")
 
     @property
     def budget(self) -> int | None:

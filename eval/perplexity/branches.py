@@ -38,7 +38,7 @@ def compare_branches(
     """Measure perplexity at every length with each of the branches alone, as `measure.measure` does.
 
     Args:
-        model: a causal language model with hybrids ("window+elu1"); left as it is found.
+        model: a causal language model with hybrids ("window+elu1"); left unchanged.
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window of text.

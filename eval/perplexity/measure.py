@@ -25,7 +25,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 
 from ..common.nll import scoring, stream_nats, window_nats
-from ..common.statistics import Bucket, Row, WindowScore, make_row
+from ..common.statistics import Bucket, Row, WindowScore, make_row, score_windows
 from ..common.windows import Bos, Plan, Stride, Texts, bucket_edges, encode, plan_windows
 
 
@@ -47,7 +47,7 @@ def measure(
     In a process group every process must call it, with the same arguments; each gets all rows.
 
     Args:
-        model: a causal language model; left as it is found.
+        model: a causal language model; left unchanged.
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window.
@@ -75,7 +75,7 @@ def measure(
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [])))
         >>> rows = measure(model, tokenizer, ["a rose is a rose is a rose"], [8, 16], stride=4)
         >>> [(row.length, row.tokens, round(row.perplexity)) for row in rows]
-        [(8, 8, 27), (16, 8, 27)]
+        [(8, 12, 25), (16, 12, 25)]
     """
     texts = encode(tokenizer, documents, bos=bos, join=join)
     plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
@@ -91,7 +91,7 @@ def score_length(
     """Score the windows of one length with a causal model.
 
     Args:
-        model: that `require_causal` lets pass; left as it is found.
+        model: that `require_causal` lets pass; left unchanged.
         plan: the windows of every length.
         length: tokens per window, one of the plan's.
         batch_size: windows per forward pass.
@@ -115,17 +115,13 @@ def score_length(
             sums.update(enumerate(parts, start))
             advance(len(batch) * length * size)
     sums = _exchange(sums)
-    pieces = []
-    for index, window in enumerate(windows):
-        document = plan.texts.documents[window.document]
-        size_in_bytes = document.bytes_between(window.end - window.scored, window.end)
-        pieces.append(WindowScore(window.document, window.scored, size_in_bytes, math.fsum(sums[index])))
+    scores = score_windows(plan.texts, windows, [math.fsum(sums[index]) for index in range(len(windows))])
     buckets = []
     for k, (low, high) in enumerate(pairwise(edges)):
         tokens = len(windows) * (high - low)
         nats = math.fsum(sums[index][k] for index in range(len(windows))) / tokens
         buckets.append(Bucket(low, high, tokens, nats, math.exp(nats)))
-    return make_row(length, pieces, buckets)
+    return make_row(length, scores, buckets)
 
 
 def score_stream(
@@ -142,7 +138,7 @@ def score_stream(
     it; any other model works too, with a cache as long as the document.
 
     Args:
-        model: that `require_causal` lets pass; left as it is found.
+        model: that `require_causal` lets pass; left unchanged.
         texts: what `encode` gives.
         max_tokens: tokens read in all, an equal share from the start of every document; None reads all.
         segment: tokens per forward pass.
@@ -172,17 +168,17 @@ def score_stream(
                 _add_by_position(sums[index], edges, start, nll)
                 advance(nll.numel() * size)
     sums = _exchange(sums)
-    pieces: dict[int, list[WindowScore]] = defaultdict(list)
+    scores: dict[int, list[WindowScore]] = defaultdict(list)
     for index, document in enumerate(documents):
         for (low, high), nats in zip(pairwise(edges), sums[index], strict=True):
             stop = min(high, ends[index])
             if stop > low:
-                pieces[high].append(WindowScore(index, stop - low, document.bytes_between(low, stop), nats))
-    return [make_row(end, pieces[end], []) for end in edges[1:]]
+                scores[high].append(WindowScore(index, stop - low, document.bytes_between(low, stop), nats))
+    return [make_row(end, scores[end], []) for end in edges[1:]]
 
 
 def _bucket_sums(nats: Tensor, edges: list[int]) -> list[list[float]]:
-    """[B, N] -> B lists with the sum of each bucket, in float64."""
+    """Sum nats `[B, N]` by bucket in float64: B lists."""
     widths = [high - low for low, high in pairwise(edges)]
     sums: list[list[float]] = torch.stack([p.sum(1) for p in nats.double().split(widths, 1)], 1).tolist()
     return sums
@@ -198,14 +194,14 @@ def _add_by_position(sums: list[float], edges: list[int], start: int, nats: Tens
 
 
 def _process() -> tuple[int, int]:
-    """(rank, number of processes)."""
+    """Return the rank and the number of processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def _exchange(sums: dict[int, list[float]]) -> dict[int, list[float]]:
-    """The union of what all processes hold."""
+    """Unite what all processes hold."""
     if _process()[1] == 1:
         return sums
     parts: list[Any] = [None] * dist.get_world_size()
@@ -215,7 +211,7 @@ def _exchange(sums: dict[int, list[float]]) -> dict[int, list[float]]:
 
 @contextmanager
 def _bar(total: int, name: str, shown: bool) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr in tokens and tokens/s, in the first process only."""
+    """Show a bar on stderr in tokens and tokens/s, in the first process only."""
     hidden = not shown or _process()[0] > 0
     with tqdm(total=total, desc=name, unit="tok", unit_scale=True, disable=hidden) as bar:
         yield lambda tokens: bar.update(min(tokens, total - bar.n))

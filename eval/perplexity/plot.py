@@ -10,10 +10,10 @@ from typing import Any, Literal
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from ..common.formatting import text_table
-from ..common.plotting import look
+from ..common.plotting import log2_axis, look
 from .arguments import PerplexityArguments
 
 COLUMNS = (
@@ -22,7 +22,7 @@ COLUMNS = (
 )
 """Of results.csv."""
 INSIDE = 5
-"""Curves whose names still fit into the plot; those of more stand beside it."""
+"""Curves whose names still fit into the plot; those of more stand outside."""
 
 
 def save_plot(
@@ -38,10 +38,10 @@ def save_plot(
 
     Args:
         path: the file.
-        rows: points of all curves, told apart by "model".
+        rows: points of all curves, distinguished by "model".
         train_length: where the line stands, if anywhere.
         stream: the lengths are ends of position buckets.
-        reference: curves drawn in grey and dashed: the model as it came.
+        reference: curves drawn in grey and dashed: the unpatched model.
         kind: of file.
     """
     labels = list(dict.fromkeys(row["model"] for row in rows))
@@ -69,19 +69,15 @@ def save_plot(
         _legend_beside(figure, axes, {row["model"]: row["perplexity"] for row in rows})
     else:
         axes.legend()
-    # an .svg holds random ids and the date unless told otherwise
+    # an .svg holds random ids and the date otherwise
     with rc_context({"svg.hashsalt": "hf_linattn"}):
         figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
 
 
 def _scale(axes: Axes, lengths: Sequence[int], values: Sequence[float], stream: bool) -> None:
-    axes.set_xscale("log", base=2)
+    log2_axis(axes, () if stream else lengths)
     axes.set_yscale("log")
-    if not stream:
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-        axes.xaxis.set_minor_locator(NullLocator())
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if max(values) < 20 * min(values):
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
     else:
@@ -144,6 +140,6 @@ def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def overall(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Perplexity of all tokens of the rows together; meaningful where rows are disjoint, as in a stream."""
+    """Compute the perplexity of all tokens of disjoint rows together, as those of a stream."""
     total = math.fsum(row["nats"] * row["tokens"] for row in rows)
     return math.exp(total / sum(row["tokens"] for row in rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,8 @@ from .plot import COLUMNS, save_plot
 FORMAT = "hf_linattn.perplexity/1"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A curve: its label, and the model while it is measured."""
-
-    label: str
-    use: Callable[[], AbstractContextManager[nn.Module]]
+Use = Callable[[], AbstractContextManager[nn.Module]]
+"""Gives the model of a curve while it is measured."""
 
 
 def perplexity(arguments: PerplexityArguments, command: str | None = None) -> dict[str, Any]:
@@ -83,7 +79,7 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
         hybrid = _models(arguments, [], run.device).load(specs[0])
         require_causal(hybrid)
         sizes = window_sizes(hybrid)
-        measured = [Measured(name, partial(use_each, hybrid, name)) for name in arguments.branches]
+        curves: dict[str, Use] = {name: partial(use_each, hybrid, name) for name in arguments.branches}
     documents, texts = load_texts(arguments, load_tokenizer(arguments.tokenizer or arguments.model))
     plan = texts if arguments.stream else _plan(arguments, texts)
     if arguments.branches:
@@ -91,14 +87,14 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     else:
         _check_tokenizers(arguments, specs, documents, texts)
         models = _models(arguments, specs[: len(arguments.compare or [])], run.device)
-        measured = [Measured(spec.label, partial(_use_causal, models, spec)) for spec in specs]
+        curves = {spec.label: partial(_use_causal, models, spec) for spec in specs}
         facts = {"data": describe_data(texts, plan), "train_length": length}
         run.begin({**facts, "models": [asdict(spec) for spec in specs]}, {"processes": state.num_processes})
-    for index, curve in enumerate(measured, 1):
-        if state.is_main_process and len(measured) > 1:
-            print(f"{curve.label} ({index} of {len(measured)})", file=sys.stderr)
-        with error_prefix(curve.label) if arguments.compare else nullcontext():
-            _measure(arguments, curve, plan, run)
+    for index, (label, use) in enumerate(curves.items(), 1):
+        if state.is_main_process and len(curves) > 1:
+            print(f"{label} ({index} of {len(curves)})", file=sys.stderr)
+        with error_prefix(label) if arguments.compare else nullcontext():
+            _measure(arguments, label, use, plan, run)
     if arguments.branches:
         run.results["sentences"] = sentences(run.rows, sizes)
     if state.is_main_process:
@@ -128,30 +124,32 @@ def _plan(arguments: PerplexityArguments, texts: Texts) -> Plan:
     return plan_windows(texts, arguments.lengths, stride=arguments.stride, max_tokens=arguments.budget)
 
 
-def _measure(arguments: PerplexityArguments, curve: Measured, plan: Texts | Plan, run: ResumableRun) -> None:
+def _measure(
+    arguments: PerplexityArguments, label: str, use: Use, plan: Texts | Plan, run: ResumableRun
+) -> None:
     """Add the missing rows of one curve; its model is only made if there are some."""
-    done = {row["length"] for row in run.rows if row["model"] == curve.label}
+    done = {row["length"] for row in run.rows if row["model"] == label}
     if isinstance(plan, Texts):
         if done:
             return
         assert arguments.segment is not None
         settings: dict[str, Any] = {"max_tokens": arguments.budget, "segment": arguments.segment}
-        with run.timed(f"{curve.label} stream"), curve.use() as model:
+        with run.timed(f"{label} stream"), use() as model:
             refuse_growing_cache(model)
             rows = score_stream(model, plan, progress=True, **settings)
         # a stream gives all its rows at once: one that is half written would pass for a whole one
-        run.rows += [{"model": curve.label, **asdict(row)} for row in rows]
+        run.rows += [{"model": label, **asdict(row)} for row in rows]
         run.save()
         return
     lengths = [length for length in plan.lengths if length not in done]
     if not lengths:
         return
     assert arguments.batch_size is not None
-    with curve.use() as model:
+    with use() as model:
         for length in lengths:
-            with run.timed(f"{curve.label} {length}"):
+            with run.timed(f"{label} {length}"):
                 row = score_length(model, plan, length, batch_size=arguments.batch_size, progress=True)
-            run.rows.append({"model": curve.label, **asdict(row)})
+            run.rows.append({"model": label, **asdict(row)})
             run.save()
 
 

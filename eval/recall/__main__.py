@@ -10,17 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.cli import (
-    add_model_arguments,
-    add_output_arguments,
-    argparse_type,
-    command_parser,
-    doubling_range,
-    names_of,
-    positive_int,
-    run_command,
-)
-from ..common.model_specs import parse_specs
+from ..common import cli
+from ..common.model_specs import add_compare_argument
 from .tasks import TASKS
 
 LENGTHS, DEPTHS = "128,256,512,1024", "0,0.25,0.5,0.75,1"
@@ -47,7 +38,7 @@ tasks:
 
 From Python, for a model in memory: from hf_linattn.eval.recall import measure_recall
 
-Samples have exactly the given number of tokens, BOS and answer included. The model as it came is always
+Samples have exactly the given number of tokens, BOS and answer included. The unpatched model is always
 measured first: where it cannot do a task, recall of its patched versions means nothing, and the output says
 so. The folder gets results.json, results.csv, a heatmap (length x depth) per task and curves.png. The json is
 renewed after every row: the same command goes on where it stopped. docs/recall.md says what exactly is asked.
@@ -68,43 +59,33 @@ def _depths(text: str) -> list[float]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    parser = command_parser(
+    parser = cli.command_parser(
         "recall", "What a model finds again of what it read, by length and depth.", EPILOG
     )
     add = parser.add_argument
     model_help = "folders or names of causal language models; the first is also measured without its patch"
     add("--model", required=True, nargs="+", help=model_help)
     seed = "of samples and of patches with random parameters"
-    add_model_arguments(parser, None, tokenizer="the first model's", seed=seed)
-    compare_help = (
-        "patches to try on the first model, by comma: PATCH[:OPTION=VALUE...][@KIND:FACTOR] as in "
-        "hf_linattn.eval.perplexity; repeatable"
-    )
-    specs = argparse_type(parse_specs)
-    add(
-        "--compare",
-        "--patch",
-        dest="patch",
-        type=specs,
-        action="extend",
-        metavar="ENTRIES",
-        help=compare_help,
-    )
+    cli.add_model_arguments(parser, None, tokenizer="the first model's", seed=seed)
+    add_compare_argument(parser, "patches to try on the first model", "--patch", dest="patch")
     tasks_help = f"by comma (default: {','.join(TASKS)}; with --cases only those)"
-    add("--tasks", type=names_of(list(TASKS), "task"), help=tasks_help)
+    add("--tasks", type=cli.names_of(list(TASKS), "task"), help=tasks_help)
     add("--cases", type=Path, metavar="FILE.jsonl", help="questions of your own")
     add(
-        "--lengths", type=doubling_range, default=LENGTHS, help="tokens; '...' doubles (default: %(default)s)"
+        "--lengths",
+        type=cli.doubling_range,
+        default=LENGTHS,
+        help="tokens; '...' doubles (default: %(default)s)",
     )
     add("--depths", type=_depths, default=DEPTHS, help="0: start, 1: end (default: %(default)s)")
     samples_help = "samples per task, length and depth (default: %(default)s)"
-    add("--samples", type=positive_int, default=20, help=samples_help)
-    add("--batch-size", type=positive_int, help="samples per forward pass (default: 8192 tokens' worth)")
+    add("--samples", type=cli.positive_int, default=20, help=samples_help)
+    add("--batch-size", type=cli.positive_int, help="samples per forward pass (default: 8192 tokens' worth)")
     bos_help = "BOS before each sample: as the tokenizer does, yes or no (default: %(default)s)"
     add("--bos", choices=("auto", "yes", "no"), default="auto", help=bos_help)
     train_help = "length to mark in the plot (default: from the configuration)"
-    add("--train-length", type=positive_int, help=train_help)
-    add_output_arguments(parser)
+    add("--train-length", type=cli.positive_int, help=train_help)
+    cli.add_output_arguments(parser)
     return parser
 
 
@@ -117,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return summary(run(args, command), args.output_dir)
 
-    told = "the same command goes on after the last finished row"
-    return run_command(build_parser(), work, argv, check=_with_tasks, interrupted=told)
+    interrupted = "the same command goes on after the last finished row"
+    return cli.run_command(build_parser(), work, argv, check=_with_tasks, interrupted=interrupted)
 
 
 def _with_tasks(args: argparse.Namespace) -> argparse.Namespace:

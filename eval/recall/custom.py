@@ -41,7 +41,7 @@ class Case:
 
 
 def load_cases(path: Path) -> list[Case]:
-    """All cases of a file; empty lines are skipped.
+    """Read all cases of a file; empty lines are skipped.
 
     Raises:
         DataError: there is no such file, nothing in it, or a line is no case; the message names it.
@@ -58,17 +58,17 @@ def load_cases(path: Path) -> list[Case]:
 
 def _case(line: str, where: str) -> Case:
     try:
-        found: Any = json.loads(line)
+        case: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(case, dict):
         raise DataError(f"{where} is no JSON object: {line[:60]}")
-    if unknown := sorted(found.keys() - set(KEYS)):
+    if unknown := sorted(case.keys() - set(KEYS)):
         raise DataError(f"{where}: unknown key {unknown[0]!r}; a case has {', '.join(KEYS)}")
     for key in ("prompt", "answer"):
-        if not isinstance(found.get(key), str) or not found[key]:
+        if not isinstance(case.get(key), str) or not case[key]:
             raise DataError(f"{where}: {key!r} must be a text that is not empty")
-    name, depth, candidates = found.get("name", NAME), found.get("depth"), found.get("candidates", [])
+    name, depth, candidates = case.get("name", NAME), case.get("depth"), case.get("candidates", [])
     if not isinstance(name, str) or not name or name in TASKS:
         raise DataError(f"{where}: 'name' must be a text, and none of {', '.join(TASKS)}, got {name!r}")
     number = isinstance(depth, int | float) and not isinstance(depth, bool)
@@ -76,16 +76,16 @@ def _case(line: str, where: str) -> Case:
         raise DataError(f"{where}: 'depth' must be a number from 0 (start) to 1 (end), got {depth!r}")
     if not isinstance(candidates, list) or not all(isinstance(each, str) and each for each in candidates):
         raise DataError(f"{where}: 'candidates' must be a list of texts, got {candidates!r}")
-    if candidates and found["answer"] not in candidates:
-        raise DataError(f"{where}: the answer {found['answer']!r} is none of its candidates")
+    if candidates and case["answer"] not in candidates:
+        raise DataError(f"{where}: the answer {case['answer']!r} is none of its candidates")
     where_from = None if depth is None else float(depth)
-    return Case(found["prompt"], found["answer"], name, where_from, tuple(candidates), where)
+    return Case(case["prompt"], case["answer"], name, where_from, tuple(candidates), where)
 
 
 def grouped(
     cases: Iterable[Case], vocabulary: Vocabulary, lengths: Sequence[int]
 ) -> Iterator[tuple[str, int, float | None, list[Sample]]]:
-    """(name, length, depth, samples): cases of one name and depth whose tokens fit into the same length.
+    """Yield (name, length, depth, samples): cases of one name and depth that fit into the same length.
 
     Raises:
         DataError: a case is longer than all lengths, or its candidates cannot be told from its prompt.
@@ -117,7 +117,7 @@ def _sample(case: Case, vocabulary: Vocabulary) -> Sample:
     # without candidates nothing is known of the answer: any token of the vocabulary could stand there
     chance = float(vocabulary.size) ** -len(answer)
     if case.candidates:
-        found = []
+        answers = []
         for text in case.candidates:
             whole = vocabulary.ids(case.prompt + text)
             if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
@@ -125,8 +125,8 @@ def _sample(case: Case, vocabulary: Vocabulary) -> Sample:
                     f"{case.where}: with the candidate {text!r} the prompt has other tokens than with the "
                     "answer; begin all of them with a blank, or none"
                 )
-            found.append(tuple(whole[len(prompt) :]))
-        candidates = Candidates(tuple(dict.fromkeys(found)))
+            answers.append(tuple(whole[len(prompt) :]))
+        candidates = Candidates(tuple(dict.fromkeys(answers)))
         chance = candidates.chance(tuple(answer))
     ids = torch.tensor([*head, *answer])
     return Sample(ids, ((len(head), len(ids)),), None, chance, candidates)

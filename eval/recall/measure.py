@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
+from hf_linattn.errors import DataError, OptionError
 
+from ..common.models import require_decoder
 from ..common.nll import scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
@@ -83,9 +84,9 @@ def measure_recall(
     """Ask the same questions of any model: a row per task, length and depth, in this order.
 
     Args:
-        model: a causal language model, patched or not; left as it is found.
+        model: a causal language model, patched or not; left unchanged.
         tokenizer: its tokenizer.
-        tasks: names from `recall_tasks.TASKS`.
+        tasks: names from `tasks.TASKS`.
         lengths: tokens per sample.
         depths: places in the context, from 0 (start) to 1 (end).
         samples: per task, length and depth.
@@ -98,30 +99,21 @@ def measure_recall(
         DataError: the tokenizer is too small for a task, or the model's logits are not finite.
         UnsupportedModelError: the model sees later tokens (an encoder), or cannot read such lengths.
     """
-    check_options(tasks, lengths, depths, samples, batch_size)
+    _check_options(tasks, lengths, depths, samples=samples, batch_size=batch_size)
     require_decoder(model)
     vocabulary = Vocabulary(tokenizer, embedding_rows(model), bos)
     check_fit(vocabulary, tasks, lengths)
-    return [
-        measure_row(model, vocabulary, task, length, depth, samples, seed, batch_size)
-        for task in dict.fromkeys(tasks)
-        for length in sorted(set(lengths))
-        for depth in sorted(set(depths))
-    ]
+    rows = []
+    for task, length, depth in product(dict.fromkeys(tasks), sorted(set(lengths)), sorted(set(depths))):
+        asked = [build(task, vocabulary, length, depth, seed, index) for index in range(samples)]
+        rows.append(make_row(task, length, depth, asked, score(model, asked, batch_size)))
+    return rows
 
 
-def check_options(
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-    batch_size: int | None,
+def _check_options(
+    tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float], **counts: int | None
 ) -> None:
-    """Refuse what cannot be measured, before anything is loaded.
-
-    Raises:
-        OptionError: naming the option and what it may be.
-    """
+    """Refuse what cannot be measured, before anything is loaded; `counts` must be at least 1, or None."""
     if isinstance(tasks, str) or not tasks:
         raise OptionError(f"tasks must be a list of names, got {tasks!r}; known: {', '.join(TASKS)}")
     for task in tasks:
@@ -131,10 +123,9 @@ def check_options(
         raise OptionError(f"lengths must be whole numbers of at least 1 token, got {list(lengths)}")
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise OptionError(f"depths must be numbers from 0 (start) to 1 (end), got {list(depths)}")
-    if samples < 1:
-        raise OptionError(f"samples must be at least 1, got {samples}")
-    if batch_size is not None and batch_size < 1:
-        raise OptionError(f"batch_size must be at least 1, got {batch_size}")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise OptionError(f"{name} must be at least 1, got {count}")
 
 
 def check_fit(vocabulary: Vocabulary, tasks: Iterable[str], lengths: Iterable[int]) -> None:
@@ -149,40 +140,9 @@ def check_fit(vocabulary: Vocabulary, tasks: Iterable[str], lengths: Iterable[in
             build(task, vocabulary, length, 0.0, 0, 0)
 
 
-def require_decoder(model: nn.Module) -> None:
-    """Refuse models that do not continue the text that they read.
-
-    Raises:
-        UnsupportedModelError: an encoder, or a model that writes beside what it reads.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} reads with an encoder and writes with a decoder; recall is measured for "
-            "causal language models"
-        )
-    require_causal(model)
-
-
 def embedding_rows(model: Any) -> int:
-    """Tokens that the model can read."""
+    """Count the tokens that the model can read."""
     return int(model.get_input_embeddings().weight.shape[0])
-
-
-def measure_row(
-    model: nn.Module,
-    vocabulary: Vocabulary,
-    task: str,
-    length: int,
-    depth: float,
-    samples: int,
-    seed: int,
-    batch_size: int | None = None,
-    advance: Callable[[int], object] = lambda tokens: None,
-) -> Row:
-    """The row of one task, length and depth."""
-    made = [build(task, vocabulary, length, depth, seed, index) for index in range(samples)]
-    outcomes = score(model, made, batch_size, advance)
-    return make_row(task, length, depth, made, outcomes)
 
 
 def score(
@@ -192,6 +152,12 @@ def score(
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> list[Outcome]:
     """Read all samples, those of one length together.
+
+    Args:
+        model: a causal language model.
+        samples: to read.
+        batch_size: samples per forward pass; None for 8,192 tokens' worth.
+        advance: is called with the tokens read.
 
     Raises:
         DataError: the logits are not finite.
@@ -206,8 +172,7 @@ def score(
             size = batch_size or max(1, BATCH_TOKENS // length)
             for first in range(0, len(members), size):
                 batch = members[first : first + size]
-                found = _read(model, [samples[index] for index in batch])
-                outcomes.update(zip(batch, found, strict=True))
+                outcomes.update(zip(batch, _read(model, [samples[index] for index in batch]), strict=True))
                 advance(length * len(batch))
     return [outcomes[index] for index in range(len(samples))]
 
@@ -215,7 +180,15 @@ def score(
 def make_row(
     task: str, length: int, depth: float | None, samples: Sequence[Sample], outcomes: Sequence[Outcome]
 ) -> Row:
-    """Means over all answers, their error over samples."""
+    """Take the means over all answers, their error over samples.
+
+    Args:
+        task: its name.
+        length: tokens of a sample.
+        depth: where in the context the thing is, None where that is not known.
+        samples: that were read.
+        outcomes: one for each sample.
+    """
     counts = [outcome.answers for outcome in outcomes]
     answers = sum(counts)
     chances = [
@@ -241,7 +214,7 @@ def make_row(
 
 
 def _read(model: nn.Module, samples: list[Sample]) -> list[Outcome]:
-    """Samples of one length in one forward pass."""
+    """Read samples of one length in one forward pass."""
     length = len(samples[0].ids)
     scored = length - min(sample.answers[0][0] for sample in samples)
     documents = [Document(sample.ids, torch.zeros_like(sample.ids)) for sample in samples]
@@ -251,7 +224,7 @@ def _read(model: nn.Module, samples: list[Sample]) -> list[Outcome]:
 
 
 def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
-    """What the logits `[scored, V]` of the tokens from `first` on say about the answers."""
+    """Judge the answers by the logits `[scored, V]` of the tokens from `first` on."""
     right = chosen = 0
     logprob = 0.0
     for start, end in sample.answers:
@@ -271,5 +244,5 @@ def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
 
 
 def _choose(logits: Tensor, tokens: Tensor) -> int:
-    """The best of these tokens; the first of equals."""
+    """Choose the best of these tokens; the first of equals."""
     return int(tokens[int(logits[tokens].argmax())])

@@ -13,26 +13,33 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
-from ..common.plotting import GREY, MAP, look, write_cells
+from ..common.plotting import GREY, MAP, log2_axis, look, write_cells
 from .measure import Row
 from .verdict import over_depths, percent
 
 COLUMNS = ("task", "model", *(field.name for field in fields(Row) if field.name != "task"))
 """Of results.csv."""
 IN_A_ROW = 4
-"""Panels beside each other."""
+"""Panels in a row."""
 Rows = Sequence[Mapping[str, Any]]
 
 
 def save_pictures(
     folder: Path, rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int | None
 ) -> list[Path]:
-    """`heatmap-TASK.png` for each task, and `curves.png`; each whole or not at all."""
+    """Write `heatmap-TASK.png` for each task, and `curves.png`; each whole or not at all.
+
+    Args:
+        folder: that gets them.
+        rows: of results.json.
+        verdicts: on the unpatched model, for the titles.
+        train_length: length to mark, if any.
+    """
     figures = {"curves.png": curves(rows, verdicts, train_length)}
     for task in dict.fromkeys(row["task"] for row in rows):
         # the name of a user's own cases may hold anything
@@ -46,7 +53,7 @@ def save_pictures(
 
 
 def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:
-    """Accuracy of one task by length (to the right) and depth (downwards), a panel per model."""
+    """Draw the accuracy of one task by length (to the right) and depth (downwards), a panel per model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     depths = sorted({row["depth"] for row in rows}, key=lambda depth: (depth is None, depth or 0.0))
@@ -79,7 +86,7 @@ def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:
 
 
 def curves(rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int | None) -> Figure:
-    """Accuracy over length, mean over depths, with standard errors and chance; a panel per task."""
+    """Draw accuracy over length, mean over depths, with standard errors and chance; a panel per task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(2, len(tasks))
@@ -113,16 +120,13 @@ def curves(rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int 
 
 
 def _scale(ax: Axes, lengths: Sequence[int]) -> None:
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(set(lengths))))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    log2_axis(ax, lengths, "{:,.0f}")
     ax.set(xlabel="tokens", ylabel="accuracy (%)", ylim=(-3, 103))
     ax.grid(alpha=0.3)
 
 
 def _title(rows: Rows, verdict: Mapping[str, Any] | None, width: int) -> str:
-    """The verdict where the unpatched model does not do the task well; else its name and chance."""
+    """Give the verdict where the unpatched model does not do the task well; else its name and chance."""
     if verdict is not None and verdict["able"] != "yes":
         return "\n".join(textwrap.wrap(verdict["text"], width))
     chances = [row["chance"] for row in rows]

@@ -16,10 +16,18 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.interface import NAME
 
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, specs_of
-from ..common.models import UNPATCHED, Curve, load_config, load_tokenizer, name_of, train_length
+from ..common.models import (
+    UNPATCHED,
+    Curve,
+    load_config,
+    load_tokenizer,
+    name_of,
+    require_decoder,
+    train_length,
+)
 from ..common.results import ResumableRun, recorded
 from .custom import grouped, load_cases
-from .measure import check_fit, embedding_rows, make_row, require_decoder, score
+from .measure import check_fit, embedding_rows, make_row, score
 from .plot import COLUMNS, save_pictures
 from .tasks import build
 from .verdict import assess_baseline

@@ -1,4 +1,4 @@
-"""What is asked: samples of exact length, each with the place of what has to be found again.
+"""What is asked: samples of exact length, each with the place of what is asked for.
 
 A sample is a row of tokens that ends with its answer, or with several answers and what asks for each. All
 random choices come from the seed, the task, the length, the depth and the number of the sample.
@@ -37,8 +37,8 @@ Build = Callable[[Vocabulary, int, float, random.Random], Sample]
 """(vocabulary, length, depth, random numbers) -> sample."""
 
 
-def passkey(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
-    """A number of five digits in filler text (Mohtashami and Jaggi 2023, arXiv:2305.16300)."""
+def _passkey(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
+    """Hide a number of five digits in filler text (Mohtashami and Jaggi 2023, arXiv:2305.16300)."""
     numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), CHOICES)
     head, needle = (
         [*vocabulary.start, *vocabulary.ids(INTRO + "\n")],
@@ -64,8 +64,8 @@ def passkey(vocabulary: Vocabulary, length: int, depth: float, rng: random.Rando
     )
 
 
-def key_value(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
-    """`red river: stone, green lake: wood, ...` over the whole context, then one of the keys again."""
+def _key_value(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
+    """Build `red river: stone, green lake: wood, ...` over the whole context, then one of the keys again."""
     words = list(vocabulary.words)
     if len(words) < FEWEST_WORDS:
         raise DataError(
@@ -102,8 +102,8 @@ def key_value(vocabulary: Vocabulary, length: int, depth: float, rng: random.Ran
     return Sample(torch.tensor(ids), answer, place, 1 / len(candidates.answers), candidates)
 
 
-def induction(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
-    """Random tokens; a segment of them comes again at the end (Olsson et al. 2022, arXiv:2209.11895).
+def _induction(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
+    """Build random tokens of which a segment comes again at the end (Olsson et al. 2022, arXiv:2209.11895).
 
     No token of the segment appears anywhere else: what followed it the first time is the only right answer.
     """
@@ -120,8 +120,8 @@ def induction(vocabulary: Vocabulary, length: int, depth: float, rng: random.Ran
     return Sample(torch.tensor(ids), answers, len(start) + before, 1 / len(tokens), vocabulary.every_token)
 
 
-def mqar(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
-    """Pairs of random tokens `k v k v ...`, random tokens around them, and all pairs again in another order.
+def _mqar(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
+    """Build random pairs `k v k v ...`, random tokens around them, and all pairs again in another order.
 
     Multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): a query is a key, its answer the
     value. Keys, values and what is around them share no token.
@@ -142,11 +142,24 @@ def mqar(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) 
     return Sample(torch.tensor(ids), answers, len(start) + before, 1 / pairs, candidates)
 
 
-TASKS: dict[str, Build] = {"passkey": passkey, "key_value": key_value, "induction": induction, "mqar": mqar}
+TASKS: dict[str, Build] = {
+    "passkey": _passkey,
+    "key_value": _key_value,
+    "induction": _induction,
+    "mqar": _mqar,
+}
 
 
 def build(task: str, vocabulary: Vocabulary, length: int, depth: float, seed: int, index: int) -> Sample:
-    """Sample number `index` of a task.
+    """Build sample number `index` of a task.
+
+    Args:
+        task: of `TASKS`.
+        vocabulary: of the tokenizer.
+        length: tokens of the sample.
+        depth: where in the context the thing is, from 0 to 1.
+        seed: of all random choices.
+        index: of the sample.
 
     Raises:
         OptionError: the length is too short for the task.
@@ -156,7 +169,7 @@ def build(task: str, vocabulary: Vocabulary, length: int, depth: float, seed: in
 
 
 def _parted(tokens: Sequence[int], sizes: list[int], rng: random.Random) -> list[list[int]]:
-    """Random disjoint parts of these sizes, and the rest."""
+    """Draw disjoint parts of these sizes, and the rest."""
     drawn = rng.sample(tokens, sum(sizes))
     taken = set(drawn)
     parts = []
@@ -169,11 +182,11 @@ def _parted(tokens: Sequence[int], sizes: list[int], rng: random.Random) -> list
 def _distinct_pairs(words: Sequence[int], count: int, rng: random.Random) -> list[tuple[int, int]]:
     if 2 * count > len(words) * (len(words) - 1):
         return rng.sample(list(permutations(words, 2)), count)
-    found: dict[tuple[int, int], None] = {}
-    while len(found) < count:
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < count:
         first, second = rng.sample(words, 2)
-        found[first, second] = None
-    return list(found)
+        pairs[first, second] = None
+    return list(pairs)
 
 
 def _too_short(

@@ -41,7 +41,7 @@ class Verdict:
 
 
 def assess_baseline(rows: Sequence[Mapping[str, Any]], model: str) -> list[Verdict]:
-    """One verdict per task that the model was asked."""
+    """Give a verdict on each task that the unpatched model was asked."""
     own = [row for row in rows if row["model"] == model]
     return [_assess(own, task, model) for task in dict.fromkeys(row["task"] for row in own)]
 
@@ -54,19 +54,19 @@ def _assess(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict
     able: Ability = "no" if above < NO else "hardly" if above < HARDLY else "yes"
     if stderr is not None and accuracy - ERRORS * stderr <= chance:
         able = "no"
-    found = f"{percent(accuracy)} at {best['length']}, chance {percent(chance)}"
+    shown = f"{percent(accuracy)} at {best['length']}, chance {percent(chance)}"
     if able != "yes" and _knows(best):
-        found += f"; {percent(best['choice'])} among the candidates, chance {percent(best['choice_chance'])}"
+        shown += f"; {percent(best['choice'])} among the candidates, chance {percent(best['choice_chance'])}"
     endings = {
-        "no": f"{model} cannot do {task}: {found}; recall of its patched versions means nothing",
-        "hardly": f"{model} can hardly do {task}: {found}; what its patched versions lose is hard to see",
-        "yes": f"{model} can do {task}: {found}",
+        "no": f"{model} cannot do {task}: {shown}; recall of its patched versions means nothing",
+        "hardly": f"{model} can hardly do {task}: {shown}; what its patched versions lose is hard to see",
+        "yes": f"{model} can do {task}: {shown}",
     }
     return Verdict(task, model, able, best["length"], accuracy, stderr, chance, endings[able])
 
 
 def _knows(point: Mapping[str, Any]) -> bool:
-    """Whether it chooses well where it does not say the answer by itself."""
+    """Tell whether it chooses well where it does not say the answer by itself."""
     choice, chance = point["choice"], point["choice_chance"]
     if choice is None or chance == 1:
         return False
@@ -74,7 +74,7 @@ def _knows(point: Mapping[str, Any]) -> bool:
 
 
 def over_depths(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the depths of one model's rows of one task, a point per length, shortest first."""
+    """Average one model's rows of one task over depths: a point per length, shortest first."""
     points = []
     for length in sorted({row["length"] for row in rows}):
         group = [row for row in rows if row["length"] == length]
@@ -90,7 +90,7 @@ def over_depths(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def percent(share: float) -> str:
-    """`0.4 %`, `98.7 %`, `0.0011 %`."""
+    """Write a share as `0.4 %`, `98.7 %`, `0.0011 %`."""
     number = 100 * share
     if number == 0 or number >= 99.95:
         return f"{number:.0f} %"

@@ -26,7 +26,7 @@ class Candidates:
     _following: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def following(self, begun: tuple[int, ...]) -> Tensor:
-        """[candidates' tokens] that may come after these, sorted."""
+        """List the candidates' tokens that may come after these, sorted."""
         if begun not in self._following:
             count = len(begun)
             tokens = {a[count] for a in self.answers if len(a) > count and a[:count] == begun}
@@ -34,7 +34,7 @@ class Candidates:
         return self._following[begun]
 
     def chance(self, answer: tuple[int, ...]) -> float:
-        """How often random choices, token by token, give this answer."""
+        """Compute how often random choices, token by token, give this answer."""
         chance = 1.0
         for count in range(len(answer)):
             chance /= len(self.following(answer[:count]))
@@ -48,7 +48,7 @@ class Sample:
     Attributes:
         ids: [length] tokens, BOS first where there is one.
         answers: (start, end) of every answer; each is right as a whole or not.
-        place: index of the first token of what has to be found.
+        place: index of the first token of what is asked for.
         chance: how often a guesser is right who knows what kind of answer it is.
         candidates: what the answers are chosen from in the easier form of the question, if it has one.
     """
@@ -80,7 +80,7 @@ class Vocabulary:
         """[BOS] or []."""
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, none of them special.
+        """Encode a text, without special tokens.
 
         Raises:
             DataError: the model has no embedding for one of them.
@@ -94,7 +94,7 @@ class Vocabulary:
         return ids
 
     def split(self, before: str, text: str) -> tuple[list[int], list[int]]:
-        """The tokens of `before + text` before the first that holds a part of `text`, and from there on."""
+        """Encode `before + text`: the tokens before the first that holds a part of `text`, and the others."""
         short, whole = self.ids(before), self.ids(before + text)
         same = 0
         while same < min(len(short), len(whole)) and short[same] == whole[same]:
@@ -102,14 +102,14 @@ class Vocabulary:
         return whole[:same], whole[same:]
 
     def line(self, text: str) -> list[int]:
-        """The tokens of a line of text, its end included, as they are between other lines."""
+        """Encode a line of text, its end included, as it is between other lines."""
         return self.split("\n", text + "\n")[1]
 
     @cached_property
     def tokens(self) -> list[int]:
         """All tokens but special and added ones, sorted."""
-        left_out = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-        return sorted(i for i in self.tokenizer.get_vocab().values() if i not in left_out and i < self.size)
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        return sorted(i for i in self.tokenizer.get_vocab().values() if i not in special and i < self.size)
 
     @cached_property
     def every_token(self) -> Candidates:
@@ -131,7 +131,7 @@ class Vocabulary:
         """Tokens of a blank and lowercase letters that stay whole beside each other, commas and colons."""
         start = self.ids("The")
         text = self._decode(start)
-        found = []
+        words = []
         for token in self.tokens:
             piece = self._decode([*start, token])
             word = piece.removeprefix(text + " ")
@@ -139,10 +139,10 @@ class Vocabulary:
                 continue
             line = self.ids(f"The {word} {word}: {word}, {word}")
             if line == [*start, token, token, *self.colon, token, *self.comma, token]:
-                found.append(token)
-                if len(found) == WORDS:
+                words.append(token)
+                if len(words) == WORDS:
                     break
-        return found
+        return words
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

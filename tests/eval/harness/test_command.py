@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers.fixtures_harness import WARNINGS, folder, lm_class, patched, request, tasks, tokenizer
 
-from hf_linattn.eval.harness import __main__ as harness
-from hf_linattn.eval.harness.rows import table
+from hf_linattn.eval.harness.__main__ import main
 
 pytestmark = WARNINGS
 
@@ -32,7 +31,7 @@ def values(out):
 def test_command(lm_class, folder, tasks, tmp_path, capsys):
     names = ("--tasks", "tiny_choice,tiny_text", "tiny_rolling", "--batch-size", "2")
     extra = ("--patch", "elu1", "--compare-original", *names)
-    assert harness.main(command(folder, tasks, tmp_path / "both", *extra)) == 0
+    assert main(command(folder, tasks, tmp_path / "both", *extra)) == 0
     printed = capsys.readouterr().out
     label = f"{folder.name} unpatched"
     lines = printed.splitlines()
@@ -44,7 +43,7 @@ def test_command(lm_class, folder, tasks, tmp_path, capsys):
     nats = lm.loglikelihood_rolling([request("loglikelihood_rolling", text) for text in texts])
     bits = -sum(nats) / sum(map(len, texts)) / torch.tensor(2.0).log().item()
     assert found[f"{folder.name} elu1", "tiny_rolling", "bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-    assert harness.main(command(folder, tasks, tmp_path / "one", *names)) == 0
+    assert main(command(folder, tasks, tmp_path / "one", *names)) == 0
     alone = values(tmp_path / "one")
     assert {key[1:]: value for key, value in found.items() if key[0] == label} == {
         key[1:]: value for key, value in alone.items()
@@ -54,8 +53,8 @@ def test_command(lm_class, folder, tasks, tmp_path, capsys):
 
 def test_the_original_may_be_another_folder(lm_class, folder, patched, tasks, tmp_path):
     extra = ("--tasks", "tiny_rolling", "--compare-original")
-    assert harness.main(command(patched, tasks, tmp_path / "a", *extra)) == 0
-    assert harness.main(command(patched, tasks, tmp_path / "b", *extra, folder)) == 0
+    assert main(command(patched, tasks, tmp_path / "a", *extra)) == 0
+    assert main(command(patched, tasks, tmp_path / "b", *extra, folder)) == 0
     (mine, off), (again, original) = values(tmp_path / "a").values(), values(tmp_path / "b").values()
     assert mine == again != off == original
 
@@ -73,16 +72,16 @@ def test_an_interrupted_run_goes_on(lm_class, folder, tasks, tmp_path, monkeypat
 
     monkeypatch.setattr(run, "evaluate", interrupted)
     line = command(folder, tasks, tmp_path / "out")
-    assert harness.main(line) == 130
+    assert main(line) == 130
     assert "goes on" in capsys.readouterr().err
     before = values(tmp_path / "out")
     assert {task for _, task, _ in before} == {"tiny_choice"}
-    assert harness.main(line) == 0
+    assert main(line) == 0
     assert calls == ["tiny_choice", "tiny_rolling", "tiny_rolling"]
     printed = capsys.readouterr().out
-    assert harness.main(line) == 0
+    assert main(line) == 0
     assert (len(calls), capsys.readouterr().out) == (3, printed)
-    assert harness.main([*line, "--max-length", "32"]) == 1
+    assert main([*line, "--max-length", "32"]) == 1
     assert "--max-length" in capsys.readouterr().err
 
 
@@ -107,7 +106,7 @@ def test_an_interrupted_run_goes_on(lm_class, folder, tasks, tmp_path, monkeypat
 )
 def test_bad_commands(lm_class, folder, tasks, tmp_path, capsys, extra, status, words):
     try:
-        code = harness.main(command(folder, tasks, tmp_path / "out", *extra))
+        code = main(command(folder, tasks, tmp_path / "out", *extra))
     except SystemExit as stop:
         code = stop.code
     message = capsys.readouterr().err
@@ -124,7 +123,7 @@ def test_an_unknown_task_is_answered_with_near_ones(lm_class, folder, tasks, tmp
     # the list of lm_eval's own tasks takes long to read
     own = functools.partial(run.TaskManager, include_defaults=False)
     monkeypatch.setattr(run, "TaskManager", lambda **kwargs: own(**(kwargs | {"include_defaults": False})))
-    assert harness.main(command(folder, tasks, tmp_path / "out", "--tasks", "tiny_chioce")) == 1
+    assert main(command(folder, tasks, tmp_path / "out", "--tasks", "tiny_chioce")) == 1
     assert "Did you mean tiny_choice" in capsys.readouterr().err
 
 
@@ -151,7 +150,7 @@ def test_the_command_line_of_lm_eval(lm_class, folder, tasks, tmp_path, monkeypa
     assert harness_cli.main() == 0
     shown = next(row for row in capsys.readouterr().out.splitlines() if "bits_per_byte" in row)
     extra = ("--tasks", "tiny_rolling", "--patch", "window+elu1", "--options", '{"size": 3, "sinks": 1}')
-    assert harness.main(command(folder, tasks, tmp_path, *extra)) == 0
+    assert main(command(folder, tasks, tmp_path, *extra)) == 0
     [value] = values(tmp_path).values()
     assert f"{value:.4f}" in shown
 
@@ -163,23 +162,25 @@ def test_without_lm_eval(name, monkeypatch, capsys):
     for module in [key for key in sys.modules if key.partition(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for module in ("harness_run", "harness_model"):
-        monkeypatch.delitem(sys.modules, f"hf_linattn.eval.{module}", raising=False)
+    for module in ("run", "model"):
+        monkeypatch.delitem(sys.modules, f"hf_linattn.eval.harness.{module}", raising=False)
     line = ["--model", "x", "--tasks", "y", "--output-dir", "z"]
     monkeypatch.setattr(sys, "argv", [name, *line])
-    main = import_module(f"hf_linattn.eval.{name}").main
-    assert (main(line) if name == "harness" else main()) == 1
+    command = import_module(f"hf_linattn.eval.{'harness.__main__' if name == 'harness' else name}").main
+    assert command() == 1
     assert capsys.readouterr().err == "error: lm_eval is not installed; pip install 'hf-linattn[harness]'\n"
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as stop:
-        harness.main(["--help"])
+        main(["--help"])
     assert stop.value.code == 0
     assert "python -m hf_linattn.eval.harness_cli" in capsys.readouterr().out
 
 
-def test_table_of_what_is_no_number():
+def test_table_of_what_is_no_number(lm_class):
+    from hf_linattn.eval.harness.run import table
+
     row = {
         "model": "m",
         "task": "t",

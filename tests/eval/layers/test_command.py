@@ -13,9 +13,9 @@ from helpers.real_data import DATA, needs_data
 from transformers import AutoTokenizer
 
 from hf_linattn import bypassed, describe, from_pretrained, patch_model
-from hf_linattn.eval.layers import __main__ as layers
 from hf_linattn.eval.layers import measure as layers_measure
 from hf_linattn.eval.layers import run
+from hf_linattn.eval.layers.__main__ import main
 
 SMALL = (
     "--length",
@@ -77,7 +77,7 @@ def test_a_model_that_overflows_leaves_no_figures(folder, data, tmp_path, capsys
     broken.lm_head.weight.fill_(math.nan)
     broken.save_pretrained(tmp_path / "broken")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "broken")
-    assert layers.main(command(tmp_path / "broken", data, out, "--tasks", "none", "--keep", "1")) == 1
+    assert main(command(tmp_path / "broken", data, out, "--tasks", "none", "--keep", "1")) == 1
     assert "not finite" in capsys.readouterr().err
     assert not (out / "results.json").exists()
 
@@ -85,7 +85,7 @@ def test_a_model_that_overflows_leaves_no_figures(folder, data, tmp_path, capsys
 def test_everything_at_once(folder, data, tmp_path, capsys, fake):
     out = tmp_path / "out"
     extra = ("--keep", "1", "--nope", "--curves", "all", "--train-length", "32", "--recall-lengths", "32,64")
-    assert layers.main(command(folder, data, out, *extra)) == 0
+    assert main(command(folder, data, out, *extra)) == 0
     printed = capsys.readouterr().out
     found = results(out)
     assert found["complete"]
@@ -128,7 +128,7 @@ def test_everything_at_once(folder, data, tmp_path, capsys, fake):
 
 def test_it_goes_on_where_it_stopped_and_ranks_again_for_nothing(folder, data, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    real, done = layers_measure.Bench.measure, []
+    real, done = layers_measure.Evaluator.measure, []
 
     def interrupted(self, own, *args, **kwargs):
         if len(done) == 3:
@@ -136,29 +136,29 @@ def test_it_goes_on_where_it_stopped_and_ranks_again_for_nothing(folder, data, t
         done.append(own)
         return real(self, own, *args, **kwargs)
 
-    monkeypatch.setattr(layers_measure.Bench, "measure", interrupted)
-    assert layers.main(command(folder, data, out, "--tasks", "none")) == 130
+    monkeypatch.setattr(layers_measure.Evaluator, "measure", interrupted)
+    assert main(command(folder, data, out, "--tasks", "none")) == 130
     assert "goes on after" in capsys.readouterr().err
     assert not results(out)["complete"]
     assert len(results(out)["rows"]) == 3
     monkeypatch.setattr(
-        layers_measure.Bench,
+        layers_measure.Evaluator,
         "measure",
         lambda self, own, *a, **k: done.append(own) or real(self, own, *a, **k),
     )
-    assert layers.main(command(folder, data, out, "--tasks", "none")) == 0
+    assert main(command(folder, data, out, "--tasks", "none")) == 0
     assert len(done) == len(set(done)) == len(results(out)["rows"])
     whole = tmp_path / "whole"
-    assert layers.main(command(folder, data, whole, "--tasks", "none")) == 0
+    assert main(command(folder, data, whole, "--tasks", "none")) == 0
     assert results(whole)["rows"] == results(out)["rows"]
     # what is there needs no model: another rank, another number
     monkeypatch.setattr(run, "load_model", lambda *args, **kwargs: pytest.fail("loaded"))
     count = len(done)
     same = ("--tasks", "none", "--counts", "0,3")
-    assert layers.main(command(folder, data, out, *same, "--rank", "perplexity", "--keep", "3")) == 0
+    assert main(command(folder, data, out, *same, "--rank", "perplexity", "--keep", "3")) == 0
     assert plans_in(capsys.readouterr().out)[-1] == {"0-2": "softmax"}
     assert len(done) == count
-    assert layers.main(command(folder, data, out, "--tasks", "none", "--seed", "1")) == 1
+    assert main(command(folder, data, out, "--tasks", "none", "--seed", "1")) == 1
     assert "other arguments (--seed)" in capsys.readouterr().err
 
 
@@ -167,18 +167,18 @@ def test_other_weights_do_not_stand_in_one_table(folder, data, tmp_path, capsys)
     AutoTokenizer.from_pretrained(folder).save_pretrained(linear)
     model.save_pretrained(linear)
     same = ("--tasks", "none", "--counts", "0")
-    assert layers.main(command(linear, data, tmp_path / "out", *same)) == 0
+    assert main(command(linear, data, tmp_path / "out", *same)) == 0
     before = (tmp_path / "out" / "results.json").read_text()
     model.model.layers[0].self_attn.linattn.hedgehog.query_weight.add_(0.1)
     model.save_pretrained(linear)
-    assert layers.main(command(linear, data, tmp_path / "out", *same[:2])) == 1
+    assert main(command(linear, data, tmp_path / "out", *same[:2])) == 1
     assert "measurements of another model" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_text() == before
 
 
 def test_a_hybrid_is_written(folder, data, tmp_path, capsys):
     extra = ("--tasks", "none", "--counts", "1", "--keep", "1", "--save", tmp_path / "hybrid")
-    assert layers.main(command(folder, data, tmp_path / "out", *extra)) == 0
+    assert main(command(folder, data, tmp_path / "out", *extra)) == 0
     first, ids = results(tmp_path / "out")["order"][0], tiny_models.tokens(1, 40)
     hybrid, linear = from_pretrained(tmp_path / "hybrid"), from_pretrained(folder)
     assert [row.patch == "softmax" for row in describe(hybrid)] == [i == first for i in range(3)]
@@ -186,19 +186,19 @@ def test_a_hybrid_is_written(folder, data, tmp_path, capsys):
         assert torch.equal(hybrid(ids).logits, linear(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path / "hybrid").vocab_size == 256
     capsys.readouterr()
-    assert layers.main(command(folder, data, tmp_path / "out", *extra[:-1], data)) == 1
+    assert main(command(folder, data, tmp_path / "out", *extra[:-1], data)) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
 def test_no_recall_to_speak_of_is_said(folder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_linattn.eval.recall.measure_recall", recall_of(COSTS, best=0.02))
-    assert layers.main(command(folder, data, tmp_path / "out", "--counts", "0")) == 0
+    assert main(command(folder, data, tmp_path / "out", "--counts", "0")) == 0
     assert "note: the original's recall is 2 % in 20 samples (chance 1 %)" in capsys.readouterr().out
-    assert layers.main(command(folder, data, tmp_path / "out", "--rank", "recall")) == 1
+    assert main(command(folder, data, tmp_path / "out", "--rank", "recall")) == 1
     assert "cannot do the task" in capsys.readouterr().err
     # forced, recall alone is measured where the rest is there
     again = ("--rank", "recall", "--force-recall", "--counts", "0")
-    assert layers.main(command(folder, data, tmp_path / "out", *again)) == 0
+    assert main(command(folder, data, tmp_path / "out", *again)) == 0
     assert results(tmp_path / "out")["worth"]["recall"] == pytest.approx([0.0, 0.02, 0.02])
 
 
@@ -224,7 +224,7 @@ def test_no_recall_to_speak_of_is_said(folder, data, tmp_path, capsys, monkeypat
 )
 def test_bad_commands(folder, data, tmp_path, capsys, extra, status, words):
     try:
-        code = layers.main(command(folder, data, tmp_path / "out", *extra))
+        code = main(command(folder, data, tmp_path / "out", *extra))
     except SystemExit as stop:
         code = stop.code
     message = capsys.readouterr().err
@@ -243,7 +243,7 @@ def test_folders_that_cannot_be_asked(folder, data, tmp_path, capsys):
     ):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-        assert layers.main(command(tmp_path / name, data, tmp_path / "out")) == 1
+        assert main(command(tmp_path / name, data, tmp_path / "out")) == 1
         assert words in capsys.readouterr().err
     gpt2 = tiny_models.build(
         "GPT2LMHeadModel", dtype=torch.float32, n_embd=32, n_layer=2, n_head=4, n_positions=64,
@@ -251,14 +251,14 @@ def test_folders_that_cannot_be_asked(folder, data, tmp_path, capsys):
     )  # fmt: skip
     patch_model(gpt2, "elu1").save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    assert layers.main(command(tmp_path / "gpt2", data, tmp_path / "out", "--tasks", "none", "--nope")) == 1
+    assert main(command(tmp_path / "gpt2", data, tmp_path / "out", "--tasks", "none", "--nope")) == 1
     assert "'nope' switches the rotary embedding off" in capsys.readouterr().err
-    assert layers.main(command(tmp_path / "gpt2", data, tmp_path / "gpt2-out", "--tasks", "none")) == 0
+    assert main(command(tmp_path / "gpt2", data, tmp_path / "gpt2-out", "--tasks", "none")) == 0
 
 
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit) as stop:
-        layers.main(["--help"])
+        main(["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "python -m hf_linattn.eval.layers" in shown
@@ -275,7 +275,7 @@ def test_books_1m(tmp_path, capsys):
     book.write_text((DATA / "text" / "books" / "eval" / "Emma.md").read_text(encoding="utf-8")[:20000])
     given = ["--model", str(tmp_path / "linear"), "--data", str(book), "--output-dir", str(tmp_path / "out")]
     given += ["--max-tokens", "1024", "--original", str(source), "--tasks", "none", "--counts", "2"]
-    assert layers.main(given) == 0
+    assert main(given) == 0
     assert results(tmp_path / "out")["order"][0] == 2
     assert results(tmp_path / "out")["order"][-1] == 0
     best, spaced = (float(row["perplexity"]) for row in table(tmp_path / "out" / "tradeoff.csv"))

@@ -18,8 +18,8 @@ from hf_linattn.errors import (
     UnsupportedModelError,
 )
 from hf_linattn.eval.common.windows import encode, plan_windows
-from hf_linattn.eval.layers.__main__ import Recall, plan_for, plan_of, rank_layers
-from hf_linattn.eval.layers.measure import Bench
+from hf_linattn.eval.layers import Recall, plan_for, plan_of, rank_layers
+from hf_linattn.eval.layers.measure import Evaluator
 from hf_linattn.eval.layers.model import OWN, Layer, check_original, layers_of, put, sliding_of
 from hf_linattn.eval.layers.ranking import recall_over_perplexity, state_bytes
 from hf_linattn.eval.perplexity.measure import measure
@@ -46,9 +46,9 @@ def fake(monkeypatch):
     return install
 
 
-def bench_of(model, tokenizer, **options):
+def evaluator_of(model, tokenizer, **options):
     plan = plan_windows(encode(tokenizer, TEXTS), [LENGTH], stride="full", max_tokens=6 * LENGTH)
-    return Bench(model, tokenizer, layers_of(model), plan, None, **options)
+    return Evaluator(model, tokenizer, layers_of(model), plan, None, **options)
 
 
 def ranked(model, tokenizer, **options):
@@ -83,20 +83,20 @@ def by_hand(model, plan):
 )
 @torch.no_grad()
 def test_an_arrangement_is_the_model_built_by_hand(model, tokenizer, own, kept, plan):
-    bench = bench_of(model, tokenizer)
+    evaluator = evaluator_of(model, tokenizer)
     before, children = (
         model(tiny_models.tokens(1, 40)).logits,
         [m.self_attn.linattn for m in model.model.layers],
     )
-    row = bench.measure(own, kept, recall=False)
+    row = evaluator.measure(own, kept, recall=False)
     other = by_hand(model, plan)
     (want,) = measure(other, tokenizer, TEXTS, [LENGTH], stride="full", max_tokens=6 * LENGTH)
     assert row.nats == pytest.approx(want.nats, abs=1e-5)
     assert row.stderr == pytest.approx(want.stderr, rel=1e-3)
     assert row.tokens == want.tokens
     total = 0.0
-    for window in bench.plan.windows(LENGTH):
-        ids = bench.plan.texts.documents[window.document].ids[None, window.start : window.end]
+    for window in evaluator.plan.windows(LENGTH):
+        ids = evaluator.plan.texts.documents[window.document].ids[None, window.start : window.end]
         p, q = (m(ids).logits[0, :-1].double().softmax(-1) for m in (original(), other))
         total += float((p * (p / q).log()).sum())
     assert row.kl == pytest.approx(total / want.tokens, abs=1e-5)
@@ -106,7 +106,7 @@ def test_an_arrangement_is_the_model_built_by_hand(model, tokenizer, own, kept, 
 
 
 def test_the_original_loses_nothing(model, tokenizer):
-    row = bench_of(model, tokenizer).measure((0, 1, 2, 3), (OWN, {}), recall=False)
+    row = evaluator_of(model, tokenizer).measure((0, 1, 2, 3), (OWN, {}), recall=False)
     (want,) = measure(original(), tokenizer, TEXTS, [LENGTH], stride="full", max_tokens=6 * LENGTH)
     assert row.kl == 0
     assert row.nats == pytest.approx(want.nats, abs=1e-6)
@@ -115,18 +115,18 @@ def test_the_original_loses_nothing(model, tokenizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batches_change_nothing(tokenizer, dtype):
     model = learned(original(dtype=dtype))
-    one = bench_of(model, tokenizer).measure((1,), (OWN, {}), recall=False)
-    three = bench_of(model, tokenizer, batch_size=3).measure((1,), (OWN, {}), recall=False)
+    one = evaluator_of(model, tokenizer).measure((1,), (OWN, {}), recall=False)
+    three = evaluator_of(model, tokenizer, batch_size=3).measure((1,), (OWN, {}), recall=False)
     assert one.tokens == three.tokens
     assert one.nats == pytest.approx(three.nats, rel=1e-5 if dtype == torch.float32 else 1e-2)
     with pytest.raises(OptionError, match="batch_size must be at least 1"):
-        bench_of(model, tokenizer, batch_size=0)
+        evaluator_of(model, tokenizer, batch_size=0)
 
 
 def test_tokens_that_the_model_rules_out_do_not_spoil_the_divergence(model, tokenizer):
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(257))
     model.lm_head.bias.data[5] = float("-inf")
-    row = bench_of(model, tokenizer).measure((), (OWN, {}), recall=False)
+    row = evaluator_of(model, tokenizer).measure((), (OWN, {}), recall=False)
     assert 0 < row.kl < 10
 
 
@@ -139,8 +139,8 @@ def test_a_layer_whose_attention_does_nothing_goes_last(model, tokenizer):
     for sense in ("replace", "restore"):
         for rank in ("kl", "perplexity"):
             found = ranked(model, tokenizer, rank=rank, sense=sense)
-            assert abs(found.worth[rank][2]) < 1e-6
-            nats = found.worth["perplexity"]
+            assert abs(found.layer_values[rank][2]) < 1e-6
+            nats = found.layer_values["perplexity"]
             assert rank == "kl" or found.order == sorted(range(4), key=lambda i: -nats[i])
         assert found.rank == "perplexity"
     assert ranked(model, tokenizer, rank="kl").order[-1] == 2
@@ -151,13 +151,13 @@ def test_recall_decides_where_there_is_any(model, tokenizer, fake):
     found = ranked(model, tokenizer, recall=Recall(samples=20))
     assert found.rank == "recall_over_perplexity"
     assert found.note == ""
-    assert found.worth["recall"] == pytest.approx(COSTS)
-    want = recall_over_perplexity(COSTS, found.worth["perplexity"])
+    assert found.layer_values["recall"] == pytest.approx(COSTS)
+    want = recall_over_perplexity(COSTS, found.layer_values["perplexity"])
     assert found.scores["recall_over_perplexity"] == pytest.approx(want)
     assert set(found.order[:2]) == {1, 2}
     assert ranked(model, tokenizer, rank="recall", recall=Recall()).order[:2] == [1, 2]
     back = ranked(model, tokenizer, rank="recall", sense="restore", recall=Recall())
-    assert back.worth["recall"] == pytest.approx(COSTS)
+    assert back.layer_values["recall"] == pytest.approx(COSTS)
 
 
 def test_an_original_that_cannot_recall_is_ranked_otherwise_and_says_so(model, tokenizer, fake):
@@ -172,7 +172,7 @@ def test_an_original_that_cannot_recall_is_ranked_otherwise_and_says_so(model, t
     with pytest.raises(OptionError, match=r"cannot do the task.*--rank kl.*--force-recall"):
         ranked(model, tokenizer, rank="recall", recall=Recall())
     forced = ranked(model, tokenizer, rank="recall", recall=Recall(), force_recall=True)
-    assert forced.worth["recall"] == pytest.approx([0.0, 0.05, 0.05, 0.0])
+    assert forced.layer_values["recall"] == pytest.approx([0.0, 0.05, 0.05, 0.0])
     with pytest.raises(OptionError, match="recall needs recall, and no task"):
         ranked(model, tokenizer, rank="recall")
 

@@ -7,7 +7,13 @@ from helpers.fixtures_layers import stack
 
 from hf_linattn.eval.layers.measure import Measured
 from hf_linattn.eval.layers.model import OWN
-from hf_linattn.eval.layers.ranking import beyond_noise, even, noise_of, ordered, recall_over_perplexity
+from hf_linattn.eval.layers.ranking import (
+    beyond_noise,
+    even,
+    noise_threshold,
+    ordered,
+    recall_over_perplexity,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_noise_is_no_recall():
 
 def test_noise_is_two_errors_or_a_sample():
     def noise(*rows):
-        return noise_of(
+        return noise_threshold(
             Measured((), OWN, 1, 0, 1, None, 0, None, [dict(zip(keys, row, strict=True)) for row in rows])
         )
 

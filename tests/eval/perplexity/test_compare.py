@@ -155,9 +155,9 @@ def test_resumes_after_the_last_length(folder, data, tmp_path, monkeypatch):
     assert run(folder, data, broken, *compare) == 130
     assert curve(results(broken)["rows"], "model") == ["softmax", "softmax"]
     monkeypatch.setattr(nll, "forward", real)
-    used, under = [], model_specs.SharedWeights.under
+    used, use = [], model_specs.ModelLoader.use
     monkeypatch.setattr(
-        model_specs.SharedWeights, "under", lambda s, spec: used.append(spec.label) or under(s, spec)
+        model_specs.ModelLoader, "use", lambda s, spec: used.append(spec.label) or use(s, spec)
     )
     assert run(folder, data, broken, *compare) == 0
     assert used == ["softmax", "logn:kappa=0.5", "elu1", "logn:kappa=0.5", "elu1"]  # checked, then measured

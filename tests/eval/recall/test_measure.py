@@ -280,7 +280,7 @@ class TestMeasuring:
             "T5ForConditionalGeneration", vocab_size=257, d_model=32, d_kv=8, d_ff=32, num_heads=4,
             num_layers=1, implementation="eager",
         )  # fmt: skip
-        with pytest.raises(UnsupportedModelError, match="recall is measured for causal language models"):
+        with pytest.raises(UnsupportedModelError, match="is an encoder-decoder: it answers a text"):
             measure_recall(t5, tokenizers["bytes"])
 
     def test_a_table_of_positions_that_ends(self, tokenizers):

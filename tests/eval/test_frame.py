@@ -1,0 +1,97 @@
+"""What all evaluation commands have in common: light imports, options of one meaning, examples that run."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from hf_linattn.errors import OptionError
+from hf_linattn.eval.common import cli, formatting
+from hf_linattn.eval.perplexity import measure
+
+OURS = ("perplexity", "recall", "generation", "diagnose", "layers", "harness")
+LIGHT = """
+import sys
+from importlib import import_module
+from transformers import PreTrainedModel
+before = {name.partition(".")[0] for name in sys.modules}
+for name in NAMES:
+    import_module(f"hf_linattn.eval.{name}")
+    added = {name.partition(".")[0] for name in sys.modules} - before
+    heavy = {"datasets", "accelerate", "matplotlib", "lm_eval", "evaluate"} & added
+    heavy |= {name for name in sys.modules if name.startswith("hf_linattn.training")}
+    assert not heavy, f"{name} loads {sorted(heavy)}"
+"""
+
+
+def test_importing_a_command_loads_neither_datasets_nor_the_training_loop():
+    names = [*(f"{name}.__main__" for name in OURS), "branches", "sample"]
+    code = LIGHT.replace("NAMES", repr(names))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", [measure, formatting], ids=lambda module: module.__name__)
+def test_examples_run(module):
+    failed, tried = doctest.testmod(module)
+    assert tried > 0
+    assert failed == 0
+
+
+def options_of(name):
+    parser = import_module(f"hf_linattn.eval.{name}.__main__").build_parser()
+    return {option: action for action in parser._actions for option in action.option_strings}
+
+
+def test_an_option_has_one_type_in_every_command():
+    shared = ("--dtype", "--seed", "--column", "--split", "--join", "--bos", "--data", "--tokenizer")
+    shared += ("--output-dir", "--options", "--max-tokens", "--train-length", "--compare", "--batch-size")
+    types = {}
+    for name in OURS:
+        for option, action in options_of(name).items():
+            if option in shared and (name, option) != ("harness", "--batch-size"):  # may be "auto" there
+                kind = getattr(action.type, "__qualname__", action.type)
+                types.setdefault(option, set()).add((type(action).__name__, action.nargs, kind))
+    assert {option: kinds for option, kinds in types.items() if len(kinds) > 1} == {}
+    assert set(shared) == set(types)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_other_spellings_mean_the_same(name):
+    options = options_of(name)
+    for one, other in (("--column", "--text-column"), ("--split", "--data-split")):
+        assert options.get(one) is options.get(other)
+
+
+def run(work, **settings):
+    parser = cli.command_parser("perplexity", "", "")
+    parser.add_argument("--size", type=cli.positive_int, default=1)
+    return cli.run_command(parser, work, ["--size", "2"], **settings)
+
+
+def test_a_command_says_how_it_was_started_and_prints_what_its_work_returns(capsys, monkeypatch):
+    assert run(lambda args, command: f"{command}: {args.size}") == 0
+    assert capsys.readouterr().out == "python -m hf_linattn.eval.perplexity --size 2: 2\n"
+    monkeypatch.setenv("RANK", "1")
+    assert run(lambda args, command: "said once") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_combination_that_cannot_be_is_wrong_usage(capsys):
+    def check(args: argparse.Namespace) -> None:
+        raise OptionError("no such combination")
+
+    with pytest.raises(SystemExit, match="2"):
+        run(lambda args, command: pytest.fail("work was begun"), check=check)
+    assert "error: no such combination" in capsys.readouterr().err
+
+
+def test_a_table_of_text():
+    text = formatting.text_table(["a", "value"], [["long name", "1"], ["b", "22"]])
+    assert text == "a          value\nlong name      1\nb             22"
+    assert formatting.text_table(["a"], []) == "a"
