@@ -24,7 +24,7 @@ from hf_linattn.convert import ConvertArguments
 from hf_linattn.convert import build_parser as convert_parser
 from hf_linattn.errors import DataError
 from hf_linattn.eval.branches import build_parser as branches_parser
-from hf_linattn.eval.common.entries import parse_entry
+from hf_linattn.eval.common.model_specs import parse_spec
 from hf_linattn.eval.diagnose import build_parser as diagnose_parser
 from hf_linattn.eval.generation import build_parser as generation_parser
 from hf_linattn.eval.layers import build_parser as layers_parser
@@ -82,7 +82,7 @@ def test_commands_of_every_row_are_understood(table, row, workspace):
         arguments = PARSERS[measure]().parse_args(words[3:])
         entries = (arguments.patch or []) if measure == "recall" else []
         for entry in [entries] if isinstance(entries, str) else entries:
-            patch, options, rope = parse_entry(entry)
+            patch, options, rope = parse_spec(entry)
             assert (patch, options, rope) == (row.patch or "softmax", row.options, row.rope_scaling)
         if measure == "perplexity":
             assert tuple(arguments.lengths) == LENGTHS

@@ -12,7 +12,7 @@ from hf_linattn.cli.files import replacing, writing
 from hf_linattn.errors import DataError
 
 from . import tables
-from .answers import names
+from .break_even import names
 from .run import FORMAT
 
 MARK = "<!-- bench: written by python -m hf_linattn.bench --docs -->"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from hf_linattn.patching.branches import Branches
+from hf_linattn.patching.contexts import Branches
 
 from ..common import cli
 from ..common.model_specs import add_compare_argument

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hf_linattn.errors import OptionError
-from hf_linattn.patching.branches import Branches
+from hf_linattn.patching.contexts import Branches
 
 from ..common.cli import parse_rope_scaling
 from ..common.model_specs import parse_specs, specs_of
@@ -41,7 +41,7 @@ class PerplexityArguments:
         patch, options: patch to try on the loaded model, and its options.
         rope_scaling: KIND:FACTOR, as in yarn:4; not for baselines.
         compare: entries PATCH[:OPTION=VALUE...][@KIND:FACTOR], curves of this one model.
-        branches: parts of a hybrid to measure by themselves, see `hf_linattn.patching.branches`.
+        branches: parts of a hybrid to measure by themselves, see `hf_linattn.patching.contexts`.
         baseline: other models, or "unpatched" for the same without `patch` and `rope_scaling`.
         train_length: length to mark in the plot; None for that of the configuration.
         dtype: of the weights, "auto" as saved.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_linattn.patching.branches import Branches, hybrids, use_branches
+from hf_linattn.patching.contexts import Branches, hybrids, use_branches
 from hf_linattn.patching.causality import require_causal
 
 from ..common.statistics import Row
@@ -42,7 +42,7 @@ def compare_branches(
         tokenizer: its tokenizer.
         documents: one string per document.
         lengths: tokens per window of text.
-        branches: what to measure, see `hf_linattn.patching.branches`.
+        branches: what to measure, see `hf_linattn.patching.contexts`.
         stride: scored tokens per window of text, or "full".
         max_tokens: scored tokens per length; None takes all.
         batch_size: windows of text per forward pass.

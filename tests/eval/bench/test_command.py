@@ -195,7 +195,7 @@ def test_what_is_beyond_the_budget_is_not_run_and_said(tmp_path, capsys):
 def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
     monkeypatch.setenv(CPP, "1" if by == "environment" else "0")
     used = []
-    monkeypatch.setattr(linear, "takes", lambda inputs: used.append(asked()))  # none is compiled here
+    monkeypatch.setattr(linear, "takes", lambda *inputs: used.append(asked()))  # none is compiled here
     extra = ["--cpp"] if by == "option" else []
     assert bench.main(arguments(tmp_path, "--kinds", "prefill", *extra, lengths="16")) == 0
     assert used

@@ -9,7 +9,7 @@ from helpers.fixtures_harness import WARNINGS, folder, lm_class, patched, reques
 from helpers.tiny_models import grow
 from transformers import AutoTokenizer
 
-from hf_linattn import bypassed, from_pretrained, patch_model
+from hf_linattn import bypassed, describe, from_pretrained, patch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
 
 PROMPTS = ["a", "one two three", "Wörter", "the sky is"]
@@ -109,11 +109,14 @@ def test_weights_of_the_patch_come_along_and_the_patch_comes_off(lm_class, patch
     assert lm.loglikelihood(pairs()) == found
 
 
-def test_the_plain_class_refuses_a_patched_folder(lm_class, patched):
+def test_the_plain_class_gives_a_patched_folder_as_it_was_saved(lm_class, patched):
     from lm_eval.models.huggingface import HFLM
 
-    with pytest.raises((OSError, ValueError), match="hf_linattn"):
-        HFLM(str(patched), device="cpu")
+    plain, own = HFLM(str(patched), device="cpu").model, from_pretrained(patched)
+    assert str(describe(plain)) == str(describe(own))
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, own(ids).logits)
 
 
 @pytest.mark.parametrize("patch", [None, "elu1", "window+elu1", "logn"])
