@@ -44,7 +44,7 @@ docs: $(VENV)/.installed  ## make the tables in docs/ again (about an hour)
 	$(OFFLINE) $(QUIET) $(BIN)/python tests/families.py --write docs/families.md
 	$(OFFLINE) $(BIN)/python -m tools.catalogue --model '$(HF_LINATTN_DATA)/models/stories260k' \
 		--data '$(HF_LINATTN_DATA)/text/tinystories' --work-dir build/catalogue --jobs $(JOBS) --output docs/patches
-	$(OFFLINE) $(QUIET) $(BIN)/python tools/compare_docs.py --work-dir build/compare
+	$(OFFLINE) $(QUIET) $(BIN)/python studies/compare_docs.py --work-dir build/compare
 
 clean:  ## remove build products and caches; not the environment, nor the demo's results
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,7 +21,19 @@ from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 PatchType = TypeVar("PatchType", bound=type[Patch])
 KINDS = (Attention, Modifier)
 PLAIN = (bool, int, float, str, list, dict, type(None))
-RENAMED_IN_0_3: dict[str, str] = {}
+RENAMED_IN_0_3 = {
+    "both_ways": "bidirectional",
+    "counts": "needs_visible_count",
+    "expresses": "supports",
+    "fades": "has_decay",
+    "host": "wrap",
+    "hosts": "wraps",
+    "left_out": "query_log_scale",
+    "packs": "supports_packing",
+    "summed": "sum_normalised",
+    "turns": "needs_rope",
+    "why": "direction_reason",
+}
 """Attributes that patches define: name before 0.3.0 -> name now. Set under an old one, it does nothing."""
 REFUSED = {
     "diff": "differential attention (arXiv:2410.05258) takes the difference of two softmaxes, and so two "
@@ -259,10 +271,10 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
     names = names_in(spec)
     attentions = [name for name in names if not find(name).modifier]
     if len(attentions) > 1 and not _holds(attentions):
-        hosts = " or ".join(name for name, cls in patches().items() if getattr(cls, "hosts", False))
+        wrapping = " or ".join(name for name, cls in patches().items() if getattr(cls, "wraps", False))
         raise OptionError(
-            f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most, or {hosts} "
-            "with a linear attention by feature map, such as 'window+elu1'"
+            f"{spec!r} holds {len(attentions)} attentions ({', '.join(attentions)}): one at most, or "
+            f"{wrapping} with a linear attention by feature map, such as 'window+elu1'"
         )
     if options is not None and not isinstance(options, dict):
         raise OptionError(f"options must be a dict, got {reprlib.repr(options)}")
@@ -282,8 +294,8 @@ def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
 def _holds(attentions: list[str]) -> bool:
     """Tell whether one of two attentions takes in the other."""
     pair = [find(name) for name in attentions]
-    hosts = [cls for cls in pair if getattr(cls, "hosts", False)]
-    return len(pair) == 2 and len(hosts) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
+    wraps = [cls for cls in pair if getattr(cls, "wraps", False)]
+    return len(pair) == 2 and len(wraps) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
 
 
 def _taker(spec: str, names: list[str], option: Any) -> str:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import patches
 
-BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "both_ways", "absorb", "attend")
+BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "bidirectional", "absorb", "attend")
 """What a patch that is made of feature maps alone leaves as it is."""
 
 
@@ -24,7 +24,7 @@ def feature_maps() -> dict[str, type[LinearAttention]]:
     }
 
 
-def named_map(option: str, name: str, site: Site) -> LinearAttention:
+def named_map(option: str, name: str, site: AttentionSite) -> LinearAttention:
     """Build the patch of this name with its default options, whose maps are to be used.
 
     Args:
@@ -35,7 +35,7 @@ def named_map(option: str, name: str, site: Site) -> LinearAttention:
     Raises:
         OptionError: no such patch, or it makes other demands.
     """
-    fitting = {known: cls for known, cls in feature_maps().items() if cls.summed}
+    fitting = {known: cls for known, cls in feature_maps().items() if cls.sum_normalised}
     if name not in fitting:
         raise OptionError(
             f"{option}={name!r} is no linear patch made of a feature map alone; there are "
@@ -44,7 +44,7 @@ def named_map(option: str, name: str, site: Site) -> LinearAttention:
     return fitting[name](site)
 
 
-def input_projections(site: Site) -> nn.ParameterDict:
+def input_projections(site: AttentionSite) -> nn.ParameterDict:
     """Build a learned layer for queries, W_q `[H, D, D]`, and one for keys, W_k `[Hkv, D, D]`: the identity.
 
     Raises:
@@ -71,7 +71,7 @@ def clamp_floor(x: Tensor, least: float) -> Tensor:
 class NamedMapAttention(LinearAttention):
     """Linear attention over the map of another patch, with a learned layer in front of it where wanted."""
 
-    def use_map(self, name: str, front: bool, site: Site) -> None:
+    def use_map(self, name: str, front: bool, site: AttentionSite) -> None:
         """Use the map of the patch of this name.
 
         Raises:
@@ -96,6 +96,6 @@ class NamedMapAttention(LinearAttention):
         """Map keys by phi_k."""
         return self.map.key_map(project(self.fronts, "key_map", key))
 
-    def left_out(self, query: Tensor) -> Tensor | None:
+    def query_log_scale(self, query: Tensor) -> Tensor | None:
         """Return the logarithm of what the map of the query divided by."""
-        return self.map.left_out(project(self.fronts, "query_map", query))
+        return self.map.query_log_scale(project(self.fronts, "query_map", query))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_linattn.attention import ScoreAttention, Site, upcast
+from hf_linattn.attention import AttentionSite, ScoreAttention, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -37,7 +37,7 @@ class Additive(ScoreAttention):
 
     time = "O(n^2 hidden)"
 
-    def __init__(self, site: Site, *, hidden: int | None = None, seed: int = 0) -> None:
+    def __init__(self, site: AttentionSite, *, hidden: int | None = None, seed: int = 0) -> None:
         super().__init__(site)
         if hidden is not None and hidden < 1:
             raise OptionError(f"hidden must be at least 1, got {hidden}")

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.registry import register
 
 
@@ -31,7 +31,7 @@ class Alibi(Modifier):
 
     group = "position"
 
-    def __init__(self, site: Site, *, rope: bool = True) -> None:
+    def __init__(self, site: AttentionSite, *, rope: bool = True) -> None:
         super().__init__(site)
         [self.heads] = site.require("heads", reason="and each has a slope")
         self.rope = rope

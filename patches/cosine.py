@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -27,10 +27,10 @@ class Cosine(LinearAttention):
         Neural Networks", Wang et al. 2018, arXiv:1711.07971, section 3.2.
     """
 
-    counts = True
-    summed = False
+    needs_visible_count = True
+    sum_normalised = False
 
-    def __init__(self, site: Site, *, power: float = 1.0) -> None:
+    def __init__(self, site: AttentionSite, *, power: float = 1.0) -> None:
         super().__init__(site)
         if not 0 <= power <= 1:
             raise OptionError(f"power must be between 0 and 1, got {power}")

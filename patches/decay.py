@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Site
+from hf_linattn.attention import AttentionSite
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -43,11 +43,11 @@ class Decay(NamedMapAttention):
 
     group = "state that forgets"
     directions = "causal"
-    why = "a state that fades has one direction, from past to future"
+    direction_reason = "a state that fades has one direction, from past to future"
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: str = "elu1",
         front: bool = False,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Site, StatefulAttention, Tokens, upcast
+from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.ops.eager import gated
 from hf_linattn.registry import register
 
@@ -42,7 +42,7 @@ class Efficient(StatefulAttention):
 
     group = "feature map"
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Compute one summary per feature."""
         assert tokens.query is not None
         key = tokens.hide(upcast(tokens.key), LOW).softmax(2)
@@ -67,7 +67,7 @@ class Efficient(StatefulAttention):
         """Sum without queries, which do not change the state."""
         return self.causal(tokens, state)[1]
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count M, L and a flag in float32 (float64 in float64 models)."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None

@@ -29,8 +29,8 @@ class Elu1(LinearAttention):
 
     def query_map(self, query: Tensor) -> Tensor:
         """phi(q) over exp(max_d q_d) where all of q is negative: the same output, no underflow for any q."""
-        return (query.clamp(max=0) - self.left_out(query).unsqueeze(-1)).exp() + query.clamp(min=0)
+        return (query.clamp(max=0) - self.query_log_scale(query).unsqueeze(-1)).exp() + query.clamp(min=0)
 
-    def left_out(self, query: Tensor) -> Tensor:
+    def query_log_scale(self, query: Tensor) -> Tensor:
         """min(max_d q_d, 0)."""
         return query.detach().amax(-1).clamp(max=0)

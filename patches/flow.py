@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Site, StatefulAttention, Tokens, upcast
+from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.types import State
 from hf_linattn.registry import register
@@ -54,7 +54,7 @@ class Flow(StatefulAttention):
 
     group = "feature map"
     cross = False
-    counts = True
+    needs_visible_count = True
 
     def causal(self, tokens: Tokens, state: Flows | None) -> tuple[Tensor, Flows]:
         """Compute running sums, and S in chunks."""
@@ -83,7 +83,7 @@ class Flow(StatefulAttention):
         sums = (x[:, :, -1] for x in (queries, sources, sinks, total))
         return moved * allotted.unsqueeze(-1), Flows(after.S, after.z, *sums)
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Compute sums over all tokens."""
         phi_q, phi_k, value, count = self._mapped(tokens)
         incoming = _flow(phi_q, phi_k.sum(2, keepdim=True)).unsqueeze(-1)
@@ -104,7 +104,7 @@ class Flow(StatefulAttention):
         value = tokens.hide(upcast(tokens.value)).repeat_interleave(shared, 1)
         return phi_q, phi_k, value, tokens.count[:, None].clamp_min(1).to(phi_q.dtype)
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count the sums in float32 (float64 in float64 models)."""
         if site.heads is None or site.head_dim is None or site.value_dim is None:
             return None

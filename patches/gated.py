@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Site
+from hf_linattn.attention import AttentionSite
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.types import Gate
 from hf_linattn.registry import register
@@ -46,11 +46,11 @@ class Gated(NamedMapAttention):
 
     group = "state that forgets"
     directions = "causal"
-    why = "a state that forgets has one direction, from past to future"
+    direction_reason = "a state that forgets has one direction, from past to future"
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: str = "elu1",
         front: bool = False,

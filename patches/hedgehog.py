@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.registry import register
 
 from ._feature_maps import clamp_floor
@@ -30,7 +30,7 @@ class Hedgehog(LinearAttention):
 
     default_for = "conversion"
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         super().__init__(site)
         sizes = ("head_dim", "heads", "kv_heads")
         head_dim, heads, kv_heads = site.require(*sizes, reason="so it can have no learned map")

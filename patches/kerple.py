@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.registry import register
 
 LEAST = 0.01
@@ -36,7 +36,7 @@ class Kerple(Modifier):
     group = "position"
 
     def __init__(
-        self, site: Site, *, kind: Literal["log", "power"] = "log", seed: int = 0, rope: bool = True
+        self, site: AttentionSite, *, kind: Literal["log", "power"] = "log", seed: int = 0, rope: bool = True
     ) -> None:
         super().__init__(site)
         [heads] = site.require("heads", reason="and each has r1 and r2")

@@ -22,7 +22,7 @@ class L2Softmax(ScoreAttention):
     Source: Su 2022, kexue.fm/archives/9105.
     """
 
-    expresses = SCORE_EXTRAS
+    supports = SCORE_EXTRAS
 
     def weights(self, scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
         """exp(s) over its norm; 0 where not visible."""

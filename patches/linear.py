@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site, upcast
+from hf_linattn.attention import AttentionSite, LinearAttention, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -69,12 +69,12 @@ class Linear(LinearAttention):
         "Transformers are RNNs", Katharopoulos et al. 2020, arXiv:2006.16236, equation 4 (over the sum).
     """
 
-    counts = True
+    needs_visible_count = True
     default_for = "learned front"
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         feature_map: str | Callable[[Tensor], Tensor] = "elu1",
         query_map: str | Callable[[Tensor], Tensor] | None = None,
@@ -84,7 +84,7 @@ class Linear(LinearAttention):
     ) -> None:
         super().__init__(site)
         self.fronts = input_projections(site) if front else nn.ParameterDict()
-        self.normalise, self.summed = normalise, normalise == "sum"
+        self.normalise, self.sum_normalised = normalise, normalise == "sum"
         self.maps = nn.ModuleDict()
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {}
         self.options = {"query_map": "query_map", "key_map": "key_map"}  # side -> option that gives its map
@@ -99,7 +99,7 @@ class Linear(LinearAttention):
         else:
             self._read_sizes(site)
 
-    def _take(self, option: str, source: Any, site: Site) -> None:
+    def _take(self, option: str, source: Any, site: AttentionSite) -> None:
         if isinstance(source, str) and source in FUNCTIONS:
             self.functions[option] = FUNCTIONS[source]
         elif isinstance(source, str):
@@ -111,7 +111,7 @@ class Linear(LinearAttention):
         else:
             self.functions[option] = source
 
-    def _read_sizes(self, site: Site) -> None:
+    def _read_sizes(self, site: AttentionSite) -> None:
         """Count features where nothing can be tried out, on the meta device: those of names are known."""
         sizes = set()
         for option in set(self.options.values()):
@@ -120,7 +120,7 @@ class Linear(LinearAttention):
             sizes.add((getattr(source, "features", None) or site.head_dim) if known else None)
         self.features = sizes.pop() if len(sizes) == 1 else None
 
-    def _try(self, site: Site, parameter: Tensor) -> None:
+    def _try(self, site: AttentionSite, parameter: Tensor) -> None:
         """Raise what a few random inputs show."""
         [head_dim] = site.require("head_dim", reason="so no map can be tried out")
         self.maps.to(parameter.device)
@@ -169,13 +169,13 @@ class Linear(LinearAttention):
         """Map keys by phi_k."""
         return self._mapped("key_map", key)
 
-    def left_out(self, query: Tensor) -> Tensor | None:
+    def query_log_scale(self, query: Tensor) -> Tensor | None:
         """Return the logarithm of what the map of the query divided by."""
         option = self.options["query_map"]
         source = self.maps[option] if option in self.maps else None  # noqa: SIM401 (ModuleDict has no get)
         if not isinstance(source, LinearAttention):
             return None
-        return source.left_out(project(self.fronts, "query_map", query))
+        return source.query_log_scale(project(self.fronts, "query_map", query))
 
     def _mapped(self, side: str, x: Tensor) -> Tensor:
         x = project(self.fronts, side, x)
@@ -197,7 +197,7 @@ class Linear(LinearAttention):
         assert count is not None
         return count.to(total.dtype).clamp_min(1).expand_as(total)
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """None where the number of features is not known, on the meta device."""
         return None if self.features is None else super().state_bytes(site, size)
 

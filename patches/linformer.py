@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, Call, Output, Site, upcast
+from hf_linattn.attention import Attention, AttentionSite, Call, Output, upcast
 from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedMaskError
 from hf_linattn.ops.softmax import scores_of, softmax_weights
 from hf_linattn.registry import register
@@ -35,10 +35,15 @@ class Linformer(Attention):
     group = "compressed"
     time = "O(n)"
     directions = "bidirectional"
-    why = "its projections mix all positions, so that a token would see the future"
+    direction_reason = "its projections mix all positions, so that a token would see the future"
 
     def __init__(
-        self, site: Site, *, rank: int | None = None, max_length: int | None = None, shared: bool = False
+        self,
+        site: AttentionSite,
+        *,
+        rank: int | None = None,
+        max_length: int | None = None,
+        shared: bool = False,
     ) -> None:
         super().__init__(site)
         length = site.max_positions if max_length is None else max_length

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, Call, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, Call, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -32,9 +32,9 @@ class Local(ScoreAttention):
     group = "sparse"
     cross = False
     windowed = False
-    expresses = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
+    supports = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
 
-    def __init__(self, site: Site, *, size: int = 128, before: int = 1) -> None:
+    def __init__(self, site: AttentionSite, *, size: int = 128, before: int = 1) -> None:
         super().__init__(site)
         if size < 1:
             raise OptionError(f"size must be at least 1 token, got {size}")

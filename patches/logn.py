@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -36,7 +36,7 @@ class Logn(Modifier):
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         train_length: int | Literal["config"] = 512,
         kappa: float | Literal["learned"] | None = None,

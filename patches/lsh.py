@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, Call, Output, ScoreAttention, Site, upcast
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, Call, Output, ScoreAttention, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -45,11 +45,11 @@ class Lsh(ScoreAttention):
     group = "sparse"
     cross = False
     windowed = False
-    expresses = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
+    supports = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
     rotations: Tensor
 
     def __init__(
-        self, site: Site, *, buckets: int = 16, rounds: int = 4, shared: bool = False, seed: int = 0
+        self, site: AttentionSite, *, buckets: int = 16, rounds: int = 4, shared: bool = False, seed: int = 0
     ) -> None:
         super().__init__(site)
         if buckets < 2 or buckets % 2:

@@ -1,7 +1,7 @@
 """nope: the model's rotary embedding switched off."""
 
 from hf_linattn.attention import Modifier
-from hf_linattn.attention.site import ROTARY_ARGUMENT, Site
+from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -26,9 +26,9 @@ class Nope(Modifier):
     group = "position"
     rope = False
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         super().__init__(site)
-        if ROTARY_ARGUMENT not in site.source.parameters:
+        if ROTARY_ARGUMENT not in site.forward_info.parameters:
             raise OptionError(
                 f"{site.name}: 'nope' switches the rotary embedding off, and "
                 f"{type(site.module).__name__} is given none. Leave it out of the plan."

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention, Site, Tokens
+from hf_linattn.attention import AttentionSite, LinearAttention, Tokens
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.types import State
 from hf_linattn.registry import register
@@ -51,7 +51,9 @@ class Performer(LinearAttention):
     projection: Tensor
     step: Tensor
 
-    def __init__(self, site: Site, *, features: int | None = None, redraw: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, site: AttentionSite, *, features: int | None = None, redraw: int = 0, seed: int = 0
+    ) -> None:
         super().__init__(site)
         if features is not None and features < 1:
             raise OptionError(f"features must be at least 1, got {features}")
@@ -73,10 +75,10 @@ class Performer(LinearAttention):
             self._count()
         return super().sums(tokens, state, divide)
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Let every query read the sum of all keys."""
         self._count()
-        return super().both_ways(tokens)
+        return super().bidirectional(tokens)
 
     def _count(self) -> None:
         """Count a forward in training, and draw a new projection where it is due."""
@@ -100,7 +102,7 @@ class Performer(LinearAttention):
         features: Tensor = (exponent - exponent.detach().amax(-1, keepdim=True)).exp()
         return features
 
-    def left_out(self, query: Tensor) -> Tensor:
+    def query_log_scale(self, query: Tensor) -> Tensor:
         """The maximum, exp(-|q'|^2 / 2), and 1 / m of queries and keys together."""
         norm = query.square().sum(-1) * (0.5 * query.shape[-1] ** -0.5)
         factor: Tensor = self._projected(query).detach().amax(-1) - norm - math.log(self.features)

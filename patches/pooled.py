@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, Call, Output, Site, upcast
+from hf_linattn.attention import Attention, AttentionSite, Call, Output, upcast
 from hf_linattn.attention.visibility import analyse
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.eager.linear import grouped
@@ -41,7 +41,7 @@ class Pooled(Attention):
     group = "compressed"
     time = "O(n^2 / size)"
 
-    def __init__(self, site: Site, *, size: int = 4, pool: Literal["mean", "conv"] = "mean") -> None:
+    def __init__(self, site: AttentionSite, *, size: int = 4, pool: Literal["mean", "conv"] = "mean") -> None:
         super().__init__(site)
         if size < 1:
             raise OptionError(f"size must be at least 1 token, got {size}")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -30,7 +30,7 @@ class Relu(LinearAttention):
 
     fused = "relu"
 
-    def __init__(self, site: Site, *, eps: float = 1e-3) -> None:
+    def __init__(self, site: AttentionSite, *, eps: float = 1e-3) -> None:
         super().__init__(site)
         if not LEAST <= eps <= MOST:
             raise OptionError(f"eps must be between {LEAST:g} and {MOST:g}, got {eps}")

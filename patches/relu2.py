@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import visible_count
 from hf_linattn.registry import register
@@ -31,9 +31,9 @@ class Relu2(ScoreAttention):
         kexue.fm/archives/9019.
     """
 
-    expresses = SCORE_EXTRAS
+    supports = SCORE_EXTRAS
 
-    def __init__(self, site: Site, *, over: float | Literal["n", "n2"] = "n") -> None:
+    def __init__(self, site: AttentionSite, *, over: float | Literal["n", "n2"] = "n") -> None:
         super().__init__(site)
         if not isinstance(over, str) and not 0 < over < math.inf:
             raise OptionError(f'over must be "n", "n2" or a number above 0, got {over}')

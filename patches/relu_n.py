@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import visible_count
 from hf_linattn.registry import register
@@ -25,9 +25,9 @@ class ReluN(ScoreAttention):
     Source: "Replacing softmax with ReLU in Vision Transformers", Wortsman et al. 2023, arXiv:2309.08586.
     """
 
-    expresses = SCORE_EXTRAS
+    supports = SCORE_EXTRAS
 
-    def __init__(self, site: Site, *, power: float = 1.0) -> None:
+    def __init__(self, site: AttentionSite, *, power: float = 1.0) -> None:
         super().__init__(site)
         if not 0 <= power <= 2:
             raise OptionError(f"power must be from 0 to 2, got {power}")

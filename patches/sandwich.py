@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -31,7 +31,7 @@ class Sandwich(Modifier):
 
     group = "position"
 
-    def __init__(self, site: Site, *, size: int = 128, rope: bool = True) -> None:
+    def __init__(self, site: AttentionSite, *, size: int = 128, rope: bool = True) -> None:
         super().__init__(site)
         if size < 2 or size % 2:
             raise OptionError(f"size must be an even number of at least 2, got {size}")

@@ -1,6 +1,6 @@
 """scaled: scores times another power of the head size."""
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -24,7 +24,7 @@ class Scaled(Modifier):
         kexue.fm/archives/8620.
     """
 
-    def __init__(self, site: Site, *, exponent: float = 0.5) -> None:
+    def __init__(self, site: AttentionSite, *, exponent: float = 0.5) -> None:
         super().__init__(site)
         if not 0 <= exponent <= 2:
             raise OptionError(f"exponent must be from 0 to 2, got {exponent}")

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import visible_count
 from hf_linattn.registry import register
@@ -33,10 +33,10 @@ class SigmoidN(ScoreAttention):
         arXiv:2409.04431.
     """
 
-    expresses = SCORE_EXTRAS
+    supports = SCORE_EXTRAS
 
     def __init__(
-        self, site: Site, *, bias: float | Literal["-log n"] = "-log n", over_n: bool = False
+        self, site: AttentionSite, *, bias: float | Literal["-log n"] = "-log n", over_n: bool = False
     ) -> None:
         super().__init__(site)
         if not isinstance(bias, str) and not abs(bias) <= MOST:

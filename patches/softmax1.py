@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import ScoreAttention, Site
+from hf_linattn.attention import AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -39,7 +39,9 @@ class Softmax1(ScoreAttention):
         head as in gpt-oss, OpenAI 2025, arXiv:2508.10925.
     """
 
-    def __init__(self, site: Site, *, sink: float | Literal["learned"] = 0.0, init: float = START) -> None:
+    def __init__(
+        self, site: AttentionSite, *, sink: float | Literal["learned"] = 0.0, init: float = START
+    ) -> None:
         super().__init__(site)
         if not math.isfinite(init):
             raise OptionError(f"init must be a finite number, got {init}")

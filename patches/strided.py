@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, Call, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, Call, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -31,9 +31,9 @@ class Strided(ScoreAttention):
     group = "sparse"
     cross = False
     windowed = False
-    expresses = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
+    supports = (SCORE_EXTRAS | SINKS) - {"indices", "attention_mask"}
 
-    def __init__(self, site: Site, *, stride: int = 128, window: int | None = None) -> None:
+    def __init__(self, site: AttentionSite, *, stride: int = 128, window: int | None = None) -> None:
         super().__init__(site)
         if stride < 1:
             raise OptionError(f"stride must be at least 1 token, got {stride}")

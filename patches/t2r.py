@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -32,7 +32,7 @@ class T2R(LinearAttention):
     Source: "Finetuning Pretrained Transformers into RNNs", Kasai et al. 2021, arXiv:2103.13076, section 2.2.
     """
 
-    def __init__(self, site: Site, *, features: int | None = None, frozen: bool = False) -> None:
+    def __init__(self, site: AttentionSite, *, features: int | None = None, frozen: bool = False) -> None:
         super().__init__(site)
         if features is not None and features < 2:
             raise OptionError(f"features must be at least 2, got {features}")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.registry import register
 
 
@@ -22,7 +22,7 @@ class Taylor(LinearAttention):
     Source: Su 2020, kexue.fm/archives/7546 (Taylor expansion, with normalised queries and keys).
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         super().__init__(site)
         self.features = None if site.head_dim is None else site.head_dim + 1
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import LinearAttention, Site
+from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -31,7 +31,7 @@ class Taylor2(LinearAttention):
         al. 2024, arXiv:2402.18668.
     """
 
-    def __init__(self, site: Site, *, features: int = 16) -> None:
+    def __init__(self, site: AttentionSite, *, features: int = 16) -> None:
         super().__init__(site)
         if features < 1:
             raise OptionError(f"features must be at least 1, got {features}")
@@ -43,7 +43,7 @@ class Taylor2(LinearAttention):
         if head_dim > features:
             self._project(site, features, head_dim)
 
-    def _project(self, site: Site, size: int, head_dim: int) -> None:
+    def _project(self, site: AttentionSite, size: int, head_dim: int) -> None:
         heads, kv_heads = site.require("heads", "kv_heads", reason="so it can have no projections")
         weight = torch.empty(kv_heads, size, head_dim, dtype=torch.float32, device="cpu")
         generator = site.generator()

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import Modifier, Site
+from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -28,7 +28,7 @@ class Temperature(Modifier):
     Source: none of its own; a softmax temperature as a weight.
     """
 
-    def __init__(self, site: Site, *, init: float = 1.0) -> None:
+    def __init__(self, site: AttentionSite, *, init: float = 1.0) -> None:
         super().__init__(site)
         if not 0 < init < math.inf:
             raise OptionError(f"init must be a number above 0, got {init}")

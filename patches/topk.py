@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, SINKS, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import softmax_weights
 from hf_linattn.registry import register
@@ -31,9 +31,9 @@ class TopK(ScoreAttention):
 
     group = "sparse"
     windowed = False
-    expresses = SCORE_EXTRAS | SINKS
+    supports = SCORE_EXTRAS | SINKS
 
-    def __init__(self, site: Site, *, k: int = 64) -> None:
+    def __init__(self, site: AttentionSite, *, k: int = 64) -> None:
         super().__init__(site)
         if k < 1:
             raise OptionError(f"k must be at least 1 key, got {k}")

@@ -21,7 +21,7 @@ class Zero(LinearAttention):
 
     group = "floor"
     features = 1
-    summed = False
+    sum_normalised = False
 
     def feature_map(self, x: Tensor) -> Tensor:
         """1."""

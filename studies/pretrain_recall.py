@@ -56,7 +56,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_linattn.cli.files import filling, replacing, write_json, writing
 from hf_linattn.data import load_blocks
 from hf_linattn.errors import DataError, LinattnError, OptionError, TrainingError
-from hf_linattn.eval.common.models import Curve, load_model, load_tokenizer
+from hf_linattn.eval.common.models import ModelSpec, load_model, load_tokenizer
 from hf_linattn.finetune.run import save_loss_curve
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 
@@ -158,7 +158,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     torch.manual_seed(args.seed)
     model: Any = new_model(len(tokenizer))
     if args.model:
-        model = load_model(Curve(args.model, args.model), dtype="float32")
+        model = load_model(ModelSpec(args.model, args.model), dtype="float32")
     longest = model.config.max_position_embeddings
     if args.context not in [NARROWEST * 2**i for i in range(20)] or args.context > longest:
         raise OptionError(

@@ -163,9 +163,8 @@ def check(spec: str, options: dict[str, Any], causal: bool) -> None:
     for part in parse(spec, own_options(spec, options)).parts:
         if issubclass(part, Attention) and part.directions not in ("both", wanted):
             advice = "add --bidirectional" if causal else "leave --bidirectional out"
-            raise OptionError(
-                f"{part.name!r} is {part.directions} only ({part.why}): {advice}, or leave it out"
-            )
+            reason = f"{part.directions} only ({part.direction_reason})"
+            raise OptionError(f"{part.name!r} is {reason}: {advice}, or leave it out")
 
 
 def own_options(spec: str, options: dict[str, Any] | None) -> dict[str, Any]:

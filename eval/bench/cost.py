@@ -24,7 +24,7 @@ from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import size as size_text
 from ..common.formatting import text_table
-from ..common.models import Curve, load_config, load_model
+from ..common.models import ModelSpec, load_config, load_model
 from ..common.nll import forward, scoring
 from ..common.results import ResumableRun, machine, recorded
 from . import caches
@@ -173,7 +173,7 @@ def run(args: CostArguments, command: str, device: str = "cpu") -> dict[str, Any
         )
     set_seed(args.seed)
     label = " ".join(filter(None, [Path(args.model).name or args.model, args.patch]))
-    curve = Curve(label, args.model, args.patch, args.options or {})
+    curve = ModelSpec(label, args.model, args.patch, args.options or {})
     model: Any = load_model(curve, dtype=args.dtype, device=session.device)
     require_causal(model)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ from hf_linattn.patching.causality import require_causal
 
 from ..common import pages
 from ..common import results as files
-from ..common.models import Curve, load_config, load_model
+from ..common.models import ModelSpec, load_config, load_model
 from . import memory, plots, tables
 from .break_even import groups, summary
 from .candidates import build_bare, check, own_options
@@ -177,7 +177,7 @@ class BenchRun:
         for spec in self._specs(config):
             own = own_options(spec, args.options) if spec else {}
             dtype = args.dtypes[0] if args.dtypes else "auto"
-            model = load_model(Curve(spec or "", args.model, spec, own), dtype=dtype, device=self.device)
+            model = load_model(ModelSpec(spec or "", args.model, spec, own), dtype=dtype, device=self.device)
             require_causal(model)
             files.check_writable(self.folder)
             label, name = spec or _label(model), Path(args.model).name or args.model

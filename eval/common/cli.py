@@ -258,7 +258,3 @@ def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callab
         return list(dict.fromkeys(names))
 
     return parse
-
-
-# names of a while ago, for bench and cost
-whole, wholes, doubling, checked = positive_int, positive_ints, doubling_range, argparse_type

@@ -19,7 +19,7 @@ from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_mod
 from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
 
 from .cli import argparse_type, parse_rope_scaling
-from .models import UNPATCHED, Curve, load_model, scaled_rotaries
+from .models import UNPATCHED, ModelSpec, load_model, scaled_rotaries
 
 FORM = "PATCH[:OPTION=VALUE...][@KIND:FACTOR]"
 PROBE = 8
@@ -105,23 +105,23 @@ def _value(text: str) -> Any:
         return text
 
 
-def specs_of(entries: Sequence[str], source: str) -> list[Curve]:
+def specs_of(entries: Sequence[str], source: str) -> list[ModelSpec]:
     """Make a model spec of each entry of --compare, all of the same weights.
 
     Raises:
         OptionError: two entries are the same.
     """
-    specs: list[Curve] = []
+    specs: list[ModelSpec] = []
     for entry in entries:
         patch, options, rope_scaling = parse_spec(entry)
         for other in specs:
             if (other.patch, other.options, other.rope_scaling) == (patch, options, rope_scaling):
                 raise OptionError(f"--compare has {other.label!r} twice")
-        specs.append(Curve(entry, source, patch, options, rope_scaling))
+        specs.append(ModelSpec(entry, source, patch, options, rope_scaling))
     return specs
 
 
-def is_reference(spec: Curve) -> bool:
+def is_reference(spec: ModelSpec) -> bool:
     """Tell whether others are compared with this spec: the model's own attention, not scaled."""
     return spec.patch in (UNPATCHED, "softmax") and spec.rope_scaling is None
 
@@ -155,7 +155,7 @@ class ModelLoader:
 
     def __init__(
         self,
-        compared: Sequence[Curve],
+        compared: Sequence[ModelSpec],
         *,
         dtype: str = "auto",
         device: torch.device | str = "cpu",
@@ -175,7 +175,7 @@ class ModelLoader:
                     refuse_growing_cache(model)
 
     @contextmanager
-    def use(self, spec: Curve) -> Iterator[nn.Module]:
+    def use(self, spec: ModelSpec) -> Iterator[nn.Module]:
         """Give the model of a spec; one with a patch of its own on shared weights, and without it afterwards.
 
         Raises:
@@ -203,7 +203,7 @@ class ModelLoader:
             for name, module in before.items():
                 model.set_submodule(name, module)
 
-    def load(self, spec: Curve) -> nn.Module:
+    def load(self, spec: ModelSpec) -> nn.Module:
         """Load the model of a spec, to stay.
 
         Raises:
@@ -216,7 +216,7 @@ class ModelLoader:
         """Load the compared model without a patch; the state of the random numbers behind that comes too."""
         if self._shared is None:
             set_seed(self.seed)
-            model: Any = load_model(Curve("", str(self._source)), dtype=self.dtype).eval()
+            model: Any = load_model(ModelSpec("", str(self._source)), dtype=self.dtype).eval()
             self._shared = model, torch.get_rng_state()
             if is_patched(model):
                 if describe(model).parameters:

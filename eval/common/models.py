@@ -20,7 +20,7 @@ from .windows import Texts, encode
 
 __all__ = [
     "UNPATCHED",
-    "Curve",
+    "ModelSpec",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -32,7 +32,7 @@ UNPATCHED = "unpatched"
 
 
 @dataclass(frozen=True)
-class Curve:
+class ModelSpec:
     """A model to measure and the name of its curve.
 
     Attributes:
@@ -50,7 +50,7 @@ class Curve:
     rope_scaling: str | None = None
 
 
-def load_model(curve: Curve, *, dtype: str = "auto", device: torch.device | str = "cpu") -> nn.Module:
+def load_model(curve: ModelSpec, *, dtype: str = "auto", device: torch.device | str = "cpu") -> nn.Module:
     """Load, patch and move a model.
 
     Raises:

@@ -9,7 +9,7 @@ from transformers import set_seed
 
 from hf_linattn.errors import OptionError
 
-from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, name_of
+from ..common.models import ModelSpec, load_config, load_model, load_texts, load_tokenizer, name_of
 from ..common.results import check_writable, default_device, recorded, versions
 from ..common.windows import side_by_side
 from .measure import diagnose
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
     ids = side_by_side(texts, args.length, args.windows)
     set_seed(args.seed)
     device = default_device()
-    spec = Curve(args.model, args.model, args.patch, args.options or {})
+    spec = ModelSpec(args.model, args.model, args.patch, args.options or {})
     model = load_model(spec, dtype=args.dtype, device=device)
     diagnosis = diagnose(model, ids, tokenizer=tokenizer, progress=True)
     chosen = choose(diagnosis, args.heads)

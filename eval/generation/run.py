@@ -14,7 +14,7 @@ from hf_linattn import describe, is_patched, unpatch_model
 from hf_linattn.errors import DataError, OptionError
 
 from ..common.model_specs import ModelLoader, error_prefix, specs_of
-from ..common.models import Curve, load_texts, load_tokenizer, name_of
+from ..common.models import ModelSpec, load_texts, load_tokenizer, name_of
 from ..common.results import ResumableRun, recorded
 from ..common.windows import encode, side_by_side
 from .comparison import ORIGINAL, Comparison
@@ -65,7 +65,7 @@ def _fill(session: ResumableRun, comparison: Comparison) -> None:
     session.results["continuations"] = rows_of(comparison)
 
 
-def model_specs(args: argparse.Namespace) -> list[Curve]:
+def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
     """Name the models to compare with the original: folders, then entries.
 
     Raises:
@@ -82,7 +82,7 @@ def model_specs(args: argparse.Namespace) -> list[Curve]:
         raise OptionError(f"{args.original} is the original itself; leave it out of --model")
     names = [name_of(folder) for folder in folders]
     labels = [name if names.count(name) == 1 else folder for name, folder in zip(names, folders, strict=True)]
-    specs = [Curve(label, folder) for label, folder in zip(labels, folders, strict=True)]
+    specs = [ModelSpec(label, folder) for label, folder in zip(labels, folders, strict=True)]
     specs += specs_of(args.compare or [], args.original or "")
     labels = [spec.label for spec in specs]
     if not specs:
@@ -115,7 +115,7 @@ def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 
 def _check_tokenizers(
-    args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Sequence[int]], others: Sequence[Curve]
+    args: argparse.Namespace, tokenizer: Any, prompts: Sequence[Sequence[int]], others: Sequence[ModelSpec]
 ) -> None:
     """Refuse a folder whose tokenizer cuts the prompts otherwise; one that has none takes the original's."""
     text = "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
@@ -134,7 +134,7 @@ def _check_tokenizers(
             )
 
 
-def _original(args: argparse.Namespace, others: Sequence[Curve], models: ModelLoader) -> tuple[Side, str]:
+def _original(args: argparse.Namespace, others: Sequence[ModelSpec], models: ModelLoader) -> tuple[Side, str]:
     """Find the model that all are compared with, and say where it comes from.
 
     Raises:
@@ -143,7 +143,7 @@ def _original(args: argparse.Namespace, others: Sequence[Curve], models: ModelLo
     if args.original is None and not args.compare:
         return _original_inside(others[0].source, models.load(others[0]))
     source = args.original or args.model[0]
-    model = models.load(Curve(ORIGINAL, source))
+    model = models.load(ModelSpec(ORIGINAL, source))
     if is_patched(model) and args.original is not None:
         patches = ", ".join(dict.fromkeys(row.patch for row in describe(model)))
         raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
@@ -167,7 +167,11 @@ def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
 
 
 def _measure(
-    args: argparse.Namespace, original: Side, models: ModelLoader, spec: Curve | None, comparison: Comparison
+    args: argparse.Namespace,
+    original: Side,
+    models: ModelLoader,
+    spec: ModelSpec | None,
+    comparison: Comparison,
 ) -> None:
     """Add the continuations of one model."""
     settings: dict[str, Any] = {"batch_size": args.batch_size, "progress": True}

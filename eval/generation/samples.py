@@ -17,7 +17,7 @@ from hf_linattn import describe
 from hf_linattn.cli.files import write_json
 from hf_linattn.errors import DataError, LinattnError
 
-from ..common.models import Curve, load_model, load_tokenizer
+from ..common.models import ModelSpec, load_model, load_tokenizer
 from ..common.nll import scoring
 from ..common.results import versions
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     settings = {"temperature": args.temperature, "samples": args.samples, "seed": args.seed}
     for name in dict.fromkeys(args.model):
         tokenizer = load_tokenizer(args.tokenizer or name)
-        model = load_model(Curve(name, name), dtype=args.dtype, device=device)
+        model = load_model(ModelSpec(name, name), dtype=args.dtype, device=device)
         models.append({"model": name, **state_of(model)})
         written = generate(model, tokenizer, prompts, name=name, max_new_tokens=args.new_tokens, **settings)
         samples += map(asdict, written)

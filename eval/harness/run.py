@@ -25,7 +25,7 @@ from hf_linattn.errors import DataError, LinattnError, OptionError
 from hf_linattn.patching.interface import NAME
 
 from ..common.formatting import text_table
-from ..common.models import UNPATCHED, Curve, load_config, name_of
+from ..common.models import UNPATCHED, ModelSpec, load_config, name_of
 from ..common.results import ResumableRun, recorded
 from .model import LinattnLM
 
@@ -79,14 +79,16 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
     return session.results
 
 
-def model_specs(args: argparse.Namespace) -> list[Curve]:
+def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
     """Name the model, and its original with --compare-original.
 
     Raises:
         OptionError: they are the same.
     """
     name = name_of(args.model)
-    specs = [Curve(" ".join(filter(None, [name, args.patch])), args.model, args.patch, args.options or {})]
+    specs = [
+        ModelSpec(" ".join(filter(None, [name, args.patch])), args.model, args.patch, args.options or {})
+    ]
     if args.compare_original == UNPATCHED:
         patched = args.patch if args.patch is not None else getattr(load_config(args.model), NAME, None)
         if patched in (None, UNPATCHED):
@@ -94,11 +96,11 @@ def model_specs(args: argparse.Namespace) -> list[Curve]:
                 f"--compare-original: {args.model} has no patch to take off, and --patch puts none on; name "
                 "another model to compare with"
             )
-        specs.append(Curve(f"{name} unpatched", args.model, UNPATCHED))
+        specs.append(ModelSpec(f"{name} unpatched", args.model, UNPATCHED))
     elif args.compare_original is not None:
         label = name_of(args.compare_original)
         taken = label == specs[0].label
-        specs.append(Curve(args.compare_original if taken else label, args.compare_original))
+        specs.append(ModelSpec(args.compare_original if taken else label, args.compare_original))
         if specs[1].label == specs[0].label:
             raise OptionError("--compare-original is the measured model itself")
     return specs
@@ -145,7 +147,7 @@ def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml")) and Path(task).is_file()
 
 
-def load_lm(args: argparse.Namespace, curve: Curve) -> LinattnLM:
+def load_lm(args: argparse.Namespace, curve: ModelSpec) -> LinattnLM:
     """Load a model as lm_eval takes it.
 
     Raises:

@@ -18,7 +18,7 @@ from hf_linattn.patching.describe import ModuleDescription
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
-from ..common.models import UNPATCHED, Curve, load_model, require_decoder
+from ..common.models import UNPATCHED, ModelSpec, load_model, require_decoder
 
 OWN = "softmax"
 Spec = tuple[str, dict[str, Any]]
@@ -181,7 +181,7 @@ def check_original(model: nn.Module, source: str, dtype: str = "auto") -> None:
     Raises:
         CheckpointError: they differ.
     """
-    original = load_model(Curve("", source, UNPATCHED), dtype=dtype)
+    original = load_model(ModelSpec("", source, UNPATCHED), dtype=dtype)
     theirs = original.state_dict()
     ours = {name: x for name, x in model.state_dict().items() if NAME not in name.split(".")}
     strange = sorted(theirs.keys() ^ ours.keys())

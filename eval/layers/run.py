@@ -15,7 +15,7 @@ from transformers import set_seed
 from hf_linattn.cli.files import filling, writing
 from hf_linattn.errors import DataError, OptionError
 
-from ..common.models import Curve, load_config, load_model, load_texts, load_tokenizer, train_length
+from ..common.models import ModelSpec, load_config, load_model, load_texts, load_tokenizer, train_length
 from ..common.results import ResumableRun, default_device, save_csv, versions
 from ..common.windows import plan_windows
 from . import outputs as files
@@ -62,7 +62,7 @@ def load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator
     budget = None if args.max_tokens == "all" else args.max_tokens
     plan = plan_windows(texts, [args.length], stride="full", max_tokens=budget)
     set_seed(args.seed)
-    model = load_model(Curve("", args.model), dtype=args.dtype, device=default_device())
+    model = load_model(ModelSpec("", args.model), dtype=args.dtype, device=default_device())
     layers = layers_of(model)
     if args.original is not None:
         check_original(model, args.original, args.dtype)

@@ -11,7 +11,7 @@ from hf_linattn.patching.contexts import Branches
 
 from ..common.cli import parse_rope_scaling
 from ..common.model_specs import parse_specs, specs_of
-from ..common.models import UNPATCHED, Curve, name_of
+from ..common.models import UNPATCHED, ModelSpec, name_of
 from ..common.results import recorded
 from ..common.windows import Bos, Stride
 
@@ -137,7 +137,7 @@ class PerplexityArguments:
             return recorded(self, "branches")
         return {**recorded(self, *NOT_WITH_BRANCHES), "options": self.options or None}
 
-    def model_specs(self) -> list[Curve]:
+    def model_specs(self) -> list[ModelSpec]:
         """Name the models to measure: the model, or all entries of --compare, then the baselines.
 
         Raises:
@@ -146,13 +146,13 @@ class PerplexityArguments:
         name = name_of(self.model)
         label = " ".join(filter(None, [name, self.patch, self.rope_scaling]))
         specs = specs_of(self.compare or [], self.model)
-        specs = specs or [Curve(label, self.model, self.patch, self.options or {}, self.rope_scaling)]
+        specs = specs or [ModelSpec(label, self.model, self.patch, self.options or {}, self.rope_scaling)]
         for baseline in dict.fromkeys(self.baseline):
             if baseline == UNPATCHED:
-                specs.append(Curve(f"{name} unpatched", self.model, UNPATCHED))
+                specs.append(ModelSpec(f"{name} unpatched", self.model, UNPATCHED))
                 continue
             label, taken = name_of(baseline), [spec.label for spec in specs]
-            specs.append(Curve(baseline if label in taken else label, baseline))
+            specs.append(ModelSpec(baseline if label in taken else label, baseline))
         if len({spec.label for spec in specs}) < len(specs):
             raise OptionError("a baseline is the measured model itself; leave out --baseline")
         return specs

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_linattn.patching.contexts import Branches, hybrids, use_branches
 from hf_linattn.patching.causality import require_causal
+from hf_linattn.patching.contexts import Branches, hybrids, use_branches
 
 from ..common.statistics import Row
 from ..common.windows import Bos, Stride, encode, plan_windows

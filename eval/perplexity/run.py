@@ -17,7 +17,7 @@ from hf_linattn.errors import DataError
 from hf_linattn.patching.causality import require_causal
 
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, refuse_growing_cache
-from ..common.models import Curve, load_texts, load_tokenizer, train_length
+from ..common.models import ModelSpec, load_texts, load_tokenizer, train_length
 from ..common.results import ResumableRun
 from ..common.windows import Plan, Texts, encode, plan_windows
 from .arguments import PerplexityArguments
@@ -106,13 +106,13 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     return run.results
 
 
-def _models(arguments: PerplexityArguments, compared: list[Curve], device: torch.device) -> ModelLoader:
+def _models(arguments: PerplexityArguments, compared: list[ModelSpec], device: torch.device) -> ModelLoader:
     settings: dict[str, Any] = {"dtype": arguments.dtype, "seed": arguments.seed}
     return ModelLoader(compared, device=device, stream=arguments.stream, **settings)
 
 
 @contextmanager
-def _use_causal(models: ModelLoader, spec: Curve) -> Iterator[nn.Module]:
+def _use_causal(models: ModelLoader, spec: ModelSpec) -> Iterator[nn.Module]:
     with models.use(spec) as model:
         require_causal(model)
         yield model
@@ -154,7 +154,7 @@ def _measure(
 
 
 def _check_tokenizers(
-    arguments: PerplexityArguments, specs: list[Curve], documents: list[str], texts: Texts
+    arguments: PerplexityArguments, specs: list[ModelSpec], documents: list[str], texts: Texts
 ) -> None:
     """Refuse a baseline with other tokens: its numbers would answer another question.
 

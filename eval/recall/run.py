@@ -18,7 +18,7 @@ from hf_linattn.patching.interface import NAME
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, specs_of
 from ..common.models import (
     UNPATCHED,
-    Curve,
+    ModelSpec,
     load_config,
     load_tokenizer,
     name_of,
@@ -47,7 +47,7 @@ class Question:
     samples: Callable[[], list[Sample]]
 
 
-def model_specs(args: argparse.Namespace) -> list[Curve]:
+def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
     """Name the unpatched original first, then the entries of --compare, then the other models.
 
     Raises:
@@ -56,9 +56,9 @@ def model_specs(args: argparse.Namespace) -> list[Curve]:
     source = args.model[0]
     name = name_of(source)
     patched = hasattr(load_config(source), NAME)
-    specs = [Curve(f"{name} {UNPATCHED}" if patched else name, source, UNPATCHED)]
+    specs = [ModelSpec(f"{name} {UNPATCHED}" if patched else name, source, UNPATCHED)]
     if patched:
-        specs.append(Curve(name, source))
+        specs.append(ModelSpec(name, source))
     for entry in specs_of(args.patch or [], source):
         if is_reference(entry):
             raise OptionError(
@@ -68,7 +68,7 @@ def model_specs(args: argparse.Namespace) -> list[Curve]:
     for other in args.model[1:]:
         load_config(other)  # a wrong folder should not wait for the measurements of the others
         label = name_of(other)
-        specs.append(Curve(other if label in [spec.label for spec in specs] else label, other))
+        specs.append(ModelSpec(other if label in [spec.label for spec in specs] else label, other))
     if len({spec.label for spec in specs}) < len(specs):
         raise OptionError("--model names a model twice")
     return specs
@@ -148,7 +148,7 @@ def questions(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Question
 def _measure(
     args: argparse.Namespace,
     models: ModelLoader,
-    spec: Curve,
+    spec: ModelSpec,
     vocabulary: Vocabulary,
     asked: Sequence[Question],
     session: ResumableRun,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import SCORE_EXTRAS, ScoreAttention, Site
+from hf_linattn.attention import SCORE_EXTRAS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
@@ -22,9 +22,9 @@ class Sparsemax(ScoreAttention):
     Source: "From Softmax to Sparsemax", Martins and Astudillo 2016, arXiv:1602.02068, algorithm 1.
     """
 
-    expresses = SCORE_EXTRAS  # no sinks: there is no denominator to add one to
+    supports = SCORE_EXTRAS  # no sinks: there is no denominator to add one to
 
-    def __init__(self, site: Site, *, scale: float = 1.0) -> None:
+    def __init__(self, site: AttentionSite, *, scale: float = 1.0) -> None:
         super().__init__(site)
         if scale <= 0:
             raise OptionError(f"scale must be above 0, got {scale}")

@@ -7,7 +7,7 @@ from hf_linattn.attention.base import SCORE_EXTRAS, SINKS, Attention, Modifier, 
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.linear import LinearAttention
 from hf_linattn.attention.scores import ScoreAttention
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, upcast
 
@@ -15,13 +15,13 @@ __all__ = [
     "SCORE_EXTRAS",
     "SINKS",
     "Attention",
+    "AttentionSite",
     "Call",
     "LinearAttention",
     "Modifier",
     "Output",
     "Patch",
     "ScoreAttention",
-    "Site",
     "StatefulAttention",
     "Tokens",
     "upcast",

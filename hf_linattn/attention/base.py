@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention.call import Call
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import OptionError, UnsupportedCallError
 
 Output = tuple[Tensor, Tensor | None]
@@ -38,7 +38,7 @@ class Patch(nn.Module):
         name: set by `@register`.
         group: heading in docs/patches.md.
         time: cost in the number of tokens n.
-        directions: causal, bidirectional or both; why: the reason where it is one.
+        directions: causal, bidirectional or both; direction_reason: the reason where it is one.
         linear: the state is of constant size.
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
@@ -50,13 +50,13 @@ class Patch(nn.Module):
     group: ClassVar[str] = "scores"
     time: ClassVar[str] = "O(n^2)"
     directions: ClassVar[Literal["both", "causal", "bidirectional"]] = "both"
-    why: ClassVar[str] = ""
+    direction_reason: ClassVar[str] = ""
     linear: ClassVar[bool] = False
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
     default_for: ClassVar[str] = ""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         super().__init__()
 
     def extra_repr(self) -> str:
@@ -70,22 +70,22 @@ class Attention(Patch):
     Class attributes:
         cross: also serves cross-attention.
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
-        expresses: keywords of the attention interface that it can honour; others are refused at patch time.
-        hosts: takes a linear attention inside, as in "window+elu1".
-        turns: turns queries by the model's rotary embedding, which must then be there.
+        supports: keywords of the attention interface that it can honour; others are refused at patch time.
+        wraps: takes a linear attention inside, as in "window+elu1".
+        needs_rope: turns queries by the model's rotary embedding, which must then be there.
     """
 
     cross: ClassVar[bool] = True
     windowed: ClassVar[bool] = False
-    expresses: ClassVar[frozenset[str]] = frozenset()
-    hosts: ClassVar[bool] = False
-    turns: bool = False
+    supports: ClassVar[frozenset[str]] = frozenset()
+    wraps: ClassVar[bool] = False
+    needs_rope: bool = False
 
     def attend(self, call: Call) -> Output:
         """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
 
-    def host(self, inner: Attention) -> None:
+    def wrap(self, inner: Attention) -> None:
         """Take in the linear attention that it is composed with."""
         raise OptionError(f"{self.name!r} holds no other attention")
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, upcast
 from hf_linattn.ops import linear_attention
@@ -25,32 +25,32 @@ class LinearAttention(StatefulAttention):
 
     Attributes:
         features: number F of features; None for D. Set it in the constructor where it differs.
-        summed: divided by the sum of its weights, so that it can share that with a window; False
+        sum_normalised: divided by the sum of its weights, so that it can share that with a window; False
             where `denominator` is another.
-        fused: the maps are those that kernels compute themselves under this name, see `ops.chunks`; eps: with
-            "relu", what it adds.
-        fades: there is a `log_decay`.
+        fused: the maps are those that kernels compute themselves under this name, see `FEATURE_MAPS` in
+            `ops.types`; eps: with "relu", what it adds.
+        has_decay: there is a `log_decay`.
     """
 
-    packs = True
+    supports_packing = True
     group = "feature map"
     fused: str = "none"
     eps: float = 0.0
-    fades: ClassVar[bool] = False
+    has_decay: ClassVar[bool] = False
     features: int | None = None
-    summed: bool = True
+    sum_normalised: bool = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)
-        maps = {"feature_map", "query_map", "key_map", "left_out", "log_decay", "mapped"}
+        maps = {"feature_map", "query_map", "key_map", "query_log_scale", "log_decay", "mapped"}
         if maps & own.keys() and "fused" not in own:
             cls.fused = "none"  # not the maps of the class that it derives from
         if {"log_decay", "mapped"} & own.keys() and "gate" not in own:
             cls.gate = LinearAttention.gate  # type: ignore[method-assign]
-        cls.fades = cls.log_decay is not LinearAttention.log_decay
-        if "denominator" in own and "summed" not in own:
-            cls.summed = False
+        cls.has_decay = cls.log_decay is not LinearAttention.log_decay
+        if "denominator" in own and "sum_normalised" not in own:
+            cls.sum_normalised = False
 
     def feature_map(self, x: Tensor) -> Tensor:
         """Map queries and keys, `[B, H, N, D]` -> `[B, H, N, F]`, in float32 (float64 in float64 models)."""
@@ -64,7 +64,7 @@ class LinearAttention(StatefulAttention):
         """Map keys by phi_k; they come after rotary embedding."""
         return self.feature_map(key)
 
-    def left_out(self, query: Tensor) -> Tensor | None:
+    def query_log_scale(self, query: Tensor) -> Tensor | None:
         """Return the logarithm of what `query_map` divided by, `[B, H, N]`; None for 1.
 
         An attention that shares the normaliser needs it.
@@ -113,7 +113,7 @@ class LinearAttention(StatefulAttention):
         """
         query, documents = tokens.query, tokens.documents
         assert query is not None
-        linked = documents is not None or self.fades
+        linked = documents is not None or self.has_decay
         backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked, state)
         if backend == "vectorised":
             phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
@@ -136,17 +136,17 @@ class LinearAttention(StatefulAttention):
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
         """Compute the causal form in chunks."""
-        output, total, after = self.sums(tokens, state, divide=self.summed)
-        return output if self.summed else self._divided(output, total, tokens), after
+        output, total, after = self.sums(tokens, state, divide=self.sum_normalised)
+        return output if self.sum_normalised else self._divided(output, total, tokens), after
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Let every query read the sum of all keys."""
         output, total = self._sums_over_all(tokens)
-        return output if self.summed else self._divided(output, total, tokens)
+        return output if self.sum_normalised else self._divided(output, total, tokens)
 
     def _sums_over_all(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
-        query, divide = tokens.query, self.summed
+        query, divide = tokens.query, self.sum_normalised
         assert query is not None
         backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked=False)
         if backend == "vectorised":
@@ -186,7 +186,7 @@ class LinearAttention(StatefulAttention):
 
     def _log_decays(self, tokens: Tokens) -> Tensor | None:
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
-        if not self.fades:
+        if not self.has_decay:
             return None
         decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
@@ -199,7 +199,7 @@ class LinearAttention(StatefulAttention):
         """Sum without queries."""
         return linear.after(*self.mapped(tokens), state)
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count S and z in float32 (float64 in float64 models)."""
         features = self.features or site.head_dim
         if site.kv_heads is None or features is None or site.value_dim is None:

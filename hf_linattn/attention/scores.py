@@ -19,7 +19,7 @@ class ScoreAttention(Attention):
     """
 
     windowed = True
-    expresses = SCORE_EXTRAS | SINKS
+    supports = SCORE_EXTRAS | SINKS
 
     def sink_logit(self, query: Tensor) -> Tensor | None:
         """Return the logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""

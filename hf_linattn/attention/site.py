@@ -36,7 +36,7 @@ SIZES = {
     "head_dim": "its head_dim",
     "value_dim": "the size of its values",
 }
-"""Sizes of a `Site`, and what they are called."""
+"""Sizes of a `AttentionSite`, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Source:
+class ForwardInfo:
     """What the source of an attention class says.
 
     Attributes:
@@ -93,13 +93,13 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Site:
+class AttentionSite:
     """One attention module of a model.
 
     Attributes:
         name: dotted name in the model.
         module: the attention module.
-        source: what its class's source says.
+        forward_info: what its class's source says.
         layer_idx: its index among the layers, None where it has none.
         window: "sliding" or "chunked" for a limited window, else None.
         head_dim, value_dim, heads, kv_heads: sizes; None where unknown.
@@ -110,7 +110,7 @@ class Site:
 
     name: str
     module: nn.Module
-    source: Source
+    forward_info: ForwardInfo
     layer_idx: int | None
     window: str | None
     head_dim: int | None
@@ -156,11 +156,11 @@ class Site:
         """Keyword -> what the module does with it, for those in force when first asked."""
         return {
             extra.keyword: EXTRAS[extra.keyword]
-            for extra in self.source.extras
+            for extra in self.forward_info.extras
             if extra.in_force(self.module)
         }
 
     @cached_property
     def shares(self) -> bool:
         """Whether it takes keys and values from another layer, or gives it its own."""
-        return any(getattr(self.module, name, False) for name in self.source.sharing)
+        return any(getattr(self.module, name, False) for name in self.forward_info.sharing)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_linattn.attention.base import Attention, Output
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
@@ -22,14 +22,14 @@ class StatefulAttention(Attention):
     Tensors of zeros mean that nothing was seen. Sums and denominators belong in float32 (`upcast`).
 
     Class attributes:
-        counts: `Tokens.count` is wanted.
-        packs: `causal` honours `Tokens.documents`; else documents come one by one.
+        needs_visible_count: `Tokens.count` is wanted.
+        supports_packing: `causal` honours `Tokens.documents`; else documents come one by one.
     """
 
     linear = True
     time = "O(n)"
-    counts: bool = False
-    packs: ClassVar[bool] = False
+    needs_visible_count: bool = False
+    supports_packing: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
         """Compute the causal form.
@@ -45,7 +45,7 @@ class StatefulAttention(Attention):
         """
         raise NotImplementedError(f"{type(self).__name__} has no causal form")
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Let every query see all keys: `[B, H, N, Dv]`."""
         raise NotImplementedError(f"{type(self).__name__} has no bidirectional form")
 
@@ -58,7 +58,7 @@ class StatefulAttention(Attention):
             )
         return self.causal(tokens, state)[1]
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count the bytes of one sequence's state; `size` is that of a number in the model's dtype."""
         return None
 
@@ -78,7 +78,7 @@ class StatefulAttention(Attention):
         if documents is not None:
             documents = documents.expand(query.shape[0], -1)
         new = _new_columns(documents, past, call.key.shape[2])
-        count = visibility.count(query.device)[:, 0] if self.counts else None
+        count = visibility.count(query.device)[:, 0] if self.needs_visible_count else None
         valid = None if new is None else new > 0
         tokens = Tokens(query, call.key, call.value, call.scaling, valid, count, keep=layer is not None)
         if not visibility.causal:
@@ -86,7 +86,7 @@ class StatefulAttention(Attention):
                 raise UnsupportedCallError(
                     "a bidirectional attention with a growing cache has no constant-size state"
                 )
-            return self.both_ways(tokens).to(query.dtype)
+            return self.bidirectional(tokens).to(query.dtype)
         state = None
         if layer is not None:
             state = self._state_before(layer, documents)
@@ -111,7 +111,7 @@ class StatefulAttention(Attention):
             raise UnsupportedCallError(
                 "packed documents cannot be continued from a cache: pass use_cache=False"
             )
-        if self.packs:
+        if self.supports_packing:
             return False
         if torch.compiler.is_compiling():
             raise UnsupportedCallError(
@@ -160,7 +160,7 @@ class StatefulAttention(Attention):
         assert tokens is not None
         if tokens.query is None:  # all of an unpatched model's past
             tokens.valid = valid
-            if self.counts:
+            if self.needs_visible_count:
                 key = tokens.key
                 ones = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)
                 tokens.count = (ones if valid is None else valid).cumsum(1).float()

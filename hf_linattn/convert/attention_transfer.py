@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
-from hf_linattn.patching.interface import NAME, own_attention
+from hf_linattn.patching.interface import NAME, native_attention
 from hf_linattn.patching.module import CallContext, PatchedAttention
 from hf_linattn.patching.plan import sites_of, transformers_model
 from hf_linattn.training.objectives import CACHELESS
@@ -115,7 +115,7 @@ class AttentionTransfer(nn.Module):
                 site.module.get_parameter(name).copy_(trained)
         return self.model
 
-    def _copied(self) -> Iterator[tuple[Site, dict[str, Tensor]]]:
+    def _copied(self) -> Iterator[tuple[AttentionSite, dict[str, Tensor]]]:
         """Every site with the copies of its projections, by their names in the module."""
         for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
             yield site, dict(zip(names, copies.parameters(), strict=True))
@@ -183,7 +183,7 @@ def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator
         one_hot = torch.eye(keys, dtype=value.dtype, device=value.device)
         one_hot = one_hot.expand(*value.shape[:2], keys, keys)
         with torch.no_grad():
-            target = own_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
+            target = native_attention(module, query, key, one_hot, mask, own, scaling=scaling, **extras)[0]
         weights = PatchedAttention.forward(
             child, context._replace(layer=None), query, key, one_hot, mask, scaling, 0.0, causal, extras
         )[0]

@@ -64,7 +64,7 @@ def refuse_rotated_keys(cache: Any, index: int, where: str) -> None:
     setattr(layer, UNROTATED, True)
 
 
-def install_full(cache: Any, index: int, where: str) -> None:
+def put_full_cache(cache: Any, index: int, where: str) -> None:
     """Keep all keys at `index` of the cache, where transformers would keep those of a window.
 
     Raises:
@@ -88,7 +88,7 @@ def install_full(cache: Any, index: int, where: str) -> None:
     cache.layers[index] = new
 
 
-def install(cache: Any, index: int, where: str) -> StateLayer:
+def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
     """Put a state layer at `index` of the cache; keys already there are absorbed at the next call.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.installation import installation_of, native_implementation
-from hf_linattn.patching.interface import NAME, check_kept
+from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.patch import Model, Sliding, patch_model
 from hf_linattn.patching.plan import Plan, sites_of, transformers_model
 
@@ -113,7 +113,7 @@ def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterat
         chosen += matching
     native = {site.name: native_implementation(site.module, installation) for site in chosen}
     for site in chosen:
-        check_kept(site, native[site.name])
+        check_native_impl(site, native[site.name])
     children: list[Any] = [site.module._modules[NAME] for site in chosen]
     before = [child.bypass for child in children]
     try:

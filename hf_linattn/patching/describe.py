@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import sites_of, transformers_model
@@ -87,7 +87,7 @@ def _cells(row: ModuleDescription) -> tuple[str, ...]:
     return row.module, patch, options, f"{row.parameters:,}", row.time, state
 
 
-def _bytes_per_token(site: Site) -> int | None:
+def _bytes_per_token(site: AttentionSite) -> int | None:
     """Count the bytes of one token's keys and values in an ordinary cache, in the module's dtype."""
     if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
         return None
@@ -96,14 +96,14 @@ def _bytes_per_token(site: Site) -> int | None:
     return (site.head_dim + site.value_dim) * site.kv_heads * size
 
 
-def _state_bytes(site: Site, attention: Any) -> int | None:
+def _state_bytes(site: AttentionSite, attention: Any) -> int | None:
     """Count the bytes of one sequence's state."""
     parameter = next(site.module.parameters(), None)
     size: int | None = attention.state_bytes(site, 4 if parameter is None else parameter.element_size())
     return size
 
 
-def _describe_module(site: Site, installation: Installation | None) -> ModuleDescription:
+def _describe_module(site: AttentionSite, installation: Installation | None) -> ModuleDescription:
     child: Any = site.module._modules.get(NAME)
     note = "" if installation is None else installation.notes.get(site.name, "")
     if child is None:

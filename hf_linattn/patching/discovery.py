@@ -15,7 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_linattn.attention.site import CACHE_ARGUMENTS, EXTRAS, ROTARY_ARGUMENT, Extra, Site, Source
+from hf_linattn.attention.site import (
+    CACHE_ARGUMENTS,
+    EXTRAS,
+    ROTARY_ARGUMENT,
+    AttentionSite,
+    Extra,
+    ForwardInfo,
+)
 
 
 def _is_interface_call(node: ast.AST) -> bool:
@@ -135,7 +142,7 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @cache
-def read_source(cls: type[nn.Module]) -> Source | None:
+def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
     """Read what a class's forward says; None if it does not call the attention interface."""
     forward = inspect.unwrap(cls.forward)
     try:
@@ -150,7 +157,7 @@ def read_source(cls: type[nn.Module]) -> Source | None:
     position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
     calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
     sharing = _sharing(tree, parameters)
-    return Source(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
+    return ForwardInfo(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
 
 
 def window_of(module: nn.Module) -> str | None:
@@ -181,7 +188,7 @@ def _rotary(model: nn.Module) -> nn.Module | None:
     return embeddings[0] if len(embeddings) == 1 else None
 
 
-def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None) -> Site:
+def _site(name: str, module: nn.Module, source: ForwardInfo, rotary: nn.Module | None) -> AttentionSite:
     config = getattr(module, "config", None)
     heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
     heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
@@ -197,10 +204,10 @@ def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None
     index = _first(module, "layer_idx")
     positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
     causal = getattr(module, "is_causal", None)
-    return Site(
+    return AttentionSite(
         name=name,
         module=module,
-        source=source,
+        forward_info=source,
         layer_idx=index,
         window=window_of(module),
         head_dim=head_dim,
@@ -213,7 +220,7 @@ def _site(name: str, module: nn.Module, source: Source, rotary: nn.Module | None
     )
 
 
-def find_sites(model: nn.Module) -> list[Site]:
+def find_sites(model: nn.Module) -> list[AttentionSite]:
     """List every attention module that routes through the interface, in the order of the model."""
     sites = []
     rotary = _rotary(model)

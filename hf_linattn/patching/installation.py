@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError
-from hf_linattn.patching.cache_layers import install, install_full, self_attention_cache
+from hf_linattn.patching.cache_layers import put_full_cache, put_state_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
-from hf_linattn.patching.interface import KEPT, NAME, find_state
+from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, bind_cache_layer
 from hf_linattn.patching.module import PatchedAttention
 
 INSTALLATION = "_linattn"
@@ -87,18 +87,18 @@ class Installation:
         self._undo.append(self.configs.restore)
         self.configs.use_copies(entry, self._model.config, flags)
 
-    def attach(self, site: Site, child: PatchedAttention) -> None:
+    def attach(self, site: AttentionSite, child: PatchedAttention) -> None:
         """Put a child into an attention module, and the hook that hands it the state of each call."""
         self._undo.append(functools.partial(_detach, site.module))
         site.module.add_module(NAME, child)
-        self._undo.append(site.module.register_forward_pre_hook(find_state, with_kwargs=True).remove)
+        self._undo.append(site.module.register_forward_pre_hook(bind_cache_layer, with_kwargs=True).remove)
         if (child.keeps_state or child.drops_window) and _has_own_slot(site):
             assert site.layer_idx is not None
             self.cache_places.append(CachePlace(site.layer_idx, site.name, child.keeps_state))
 
     def keep_native(self, module: nn.Module, implementation: str) -> None:
         """Let a module that is not patched go on with its own attention implementation."""
-        self._replace(module, KEPT, implementation)
+        self._replace(module, UNPATCHED_IMPL, implementation)
 
     def prepare_caches(self) -> None:
         """Have `generate` put the layers of patched modules into its cache before it asks that anything."""
@@ -150,10 +150,10 @@ def _detach(module: nn.Module) -> None:
     module._modules.pop(NAME, None)
 
 
-def _has_own_slot(site: Site) -> bool:
+def _has_own_slot(site: AttentionSite) -> bool:
     cross = "Cross" in type(site.module).__name__
     causal = bool(getattr(site.module, "is_causal", False))
-    return causal and not cross and site.source.slot == "self" and site.layer_idx is not None
+    return causal and not cross and site.forward_info.slot == "self" and site.layer_idx is not None
 
 
 def _prepare_cache(
@@ -165,7 +165,7 @@ def _prepare_cache(
     if cache is not None:
         for layer, name, keeps_state in model.__dict__[INSTALLATION].cache_places:
             if model.get_submodule(name)._modules[NAME].bypass is None:
-                (install if keeps_state else install_full)(cache, layer, name)
+                (put_state_layer if keeps_state else put_full_cache)(cache, layer, name)
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output

@@ -11,20 +11,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
-from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, Site
+from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.patching.cache_layers import install, install_full, refuse_rotated_keys, self_attention_cache
+from hf_linattn.patching.cache_layers import (
+    put_full_cache,
+    put_state_layer,
+    refuse_rotated_keys,
+    self_attention_cache,
+)
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
 PATCH_PART = f".{NAME}."
 """In the name of every parameter that belongs to a patch."""
-KEPT = "_linattn_kept"
+UNPATCHED_IMPL = "_linattn_kept"
 """Attribute of attention modules that keep their own implementation in a patched model: its name."""
 CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
-KEPT_IMPLEMENTATIONS = ("sdpa", "eager")
+NATIVE_IMPLEMENTATIONS = ("sdpa", "eager")
 
 
 def attention(
@@ -58,7 +63,7 @@ def attention(
         NotPatchedError: a module that was never patched asks for this implementation.
     """
     child: Any = module._modules.get(NAME)
-    kept = getattr(module, KEPT, None) if child is None else child.bypass
+    kept = getattr(module, UNPATCHED_IMPL, None) if child is None else child.bypass
     if child is None and kept is None:
         raise NotPatchedError(
             f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
@@ -67,7 +72,7 @@ def attention(
     if kept is not None:
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
-        return own_attention(
+        return native_attention(
             module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
         )
     context: CallContext = getattr(child.calls, "context", NO_CONTEXT)
@@ -81,7 +86,7 @@ def attention(
     return child(context, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
 
 
-def own_attention(
+def native_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -131,7 +136,7 @@ def own_attention(
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
 
-def check_kept(site: Site, kept: str) -> None:
+def check_native_impl(site: AttentionSite, kept: str) -> None:
     """Refuse implementations that read masks of a kind of their own, and modules that make masks by its name.
 
     Raises:
@@ -140,19 +145,19 @@ def check_kept(site: Site, kept: str) -> None:
     if "block_indices" in (extras := site.extras):
         raise UnsupportedModelError(
             f"{site.name} {extras['block_indices']}, and does so under the names "
-            f"{', '.join(KEPT_IMPLEMENTATIONS)} only: its model cannot be patched in part"
+            f"{', '.join(NATIVE_IMPLEMENTATIONS)} only: its model cannot be patched in part"
         )
-    known = kept in KEPT_IMPLEMENTATIONS
+    known = kept in NATIVE_IMPLEMENTATIONS
     if not known or (
         kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__
     ):
         raise UnsupportedModelError(
             f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
-            f"{' and '.join(KEPT_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
+            f"{' and '.join(NATIVE_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
         )
 
 
-def find_state(
+def bind_cache_layer(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put a state layer into the cache at this module's place, and note it for the call: a forward pre-hook.
@@ -186,7 +191,7 @@ def find_state(
         return args, kwargs
     if not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
-    source = child.source
+    source = child.forward_info
     if not source.updates:
         return args, kwargs
     cache = None
@@ -207,10 +212,10 @@ def find_state(
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
         refuse_rotated_keys(self_attention_cache(cache), index, where)
     if child.drops_window and not child.keeps_state:
-        install_full(self_attention_cache(cache), index, where)
+        put_full_cache(self_attention_cache(cache), index, where)
     if not child.keeps_state:
         return args, kwargs
-    layer: StateLayer = install(self_attention_cache(cache), index, where)
+    layer: StateLayer = put_state_layer(self_attention_cache(cache), index, where)
     layer.expecting_update = True
     child.calls.context = CallContext(layer)
     return args, kwargs
@@ -231,7 +236,7 @@ def _implementation(config: Any) -> Any:
 
 def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Put cosines of 1 and sines of 0, no rotation, into a module's arguments."""
-    place = child.source.parameters.index(ROTARY_ARGUMENT)
+    place = child.forward_info.parameters.index(ROTARY_ARGUMENT)
     rotary: Any = kwargs.get(ROTARY_ARGUMENT, args[place] if place < len(args) else None)
     if rotary is None:  # a layer without positions
         return args, kwargs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, ScoreAttention
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
-from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, Site
+from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.registry import Recipe
@@ -45,7 +45,7 @@ class PatchedAttention(nn.Module):
         keep_window: honour the layer's window; False drops it.
     """
 
-    def __init__(self, recipe: Recipe, site: Site, *, keep_window: bool) -> None:
+    def __init__(self, recipe: Recipe, site: AttentionSite, *, keep_window: bool) -> None:
         super().__init__()
         self.spec, self.where, self.keep_window = (
             recipe.spec,
@@ -53,7 +53,7 @@ class PatchedAttention(nn.Module):
             keep_window,
         )
         self.drops_window = site.window is not None and not keep_window
-        self.source = site.source  # kept: dynamo cannot look it up in the cache of read_source
+        self.forward_info = site.forward_info  # kept: dynamo cannot look it up in the cache of read_source
         self.calls = threading.local()  # .context: of the running call, set by the pre-hook
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
         self.base = ""
@@ -64,7 +64,7 @@ class PatchedAttention(nn.Module):
         self._check_saved()
         self.refuse(site)
 
-    def _part(self, cls: type[Patch], site: Site, options: dict[str, Any]) -> Patch:
+    def _part(self, cls: type[Patch], site: AttentionSite, options: dict[str, Any]) -> Patch:
         if hasattr(type(self), cls.name) or cls.name in self.__dict__:
             raise RegistrationError(f"no patch can be called {cls.name!r}: it is an attribute of modules")
         try:
@@ -74,13 +74,13 @@ class PatchedAttention(nn.Module):
                 raise
             raise OptionError(f"{cls.name!r} cannot be built for {self.where}: {error}") from error
 
-    def _compose(self, parts: list[Patch], site: Site) -> None:
+    def _compose(self, parts: list[Patch], site: AttentionSite) -> None:
         """Put modifiers and the attention side by side; an attention that another holds goes inside it."""
         attentions = [part for part in parts if isinstance(part, Attention)]
-        host = next((part for part in attentions if part.hosts), None)
+        wrapper = next((part for part in attentions if part.wraps), None)
         for part in parts:
-            if host is not None and part is not host and isinstance(part, LinearAttention):
-                host.host(part)
+            if wrapper is not None and part is not wrapper and isinstance(part, LinearAttention):
+                wrapper.wrap(part)
                 continue
             self.add_module(part.name, part)
             if isinstance(part, Modifier):
@@ -118,7 +118,7 @@ class PatchedAttention(nn.Module):
         """Whether the state is of constant size."""
         return self.attention.linear
 
-    def refuse(self, site: Site) -> None:
+    def refuse(self, site: AttentionSite) -> None:
         """Raise what can be known before the first call.
 
         Raises:
@@ -127,8 +127,8 @@ class PatchedAttention(nn.Module):
         """
         attention = self.attention
         for keyword, what in site.extras.items():
-            if keyword not in attention.expresses:
-                softmax = keyword in ScoreAttention.expresses
+            if keyword not in attention.supports:
+                softmax = keyword in ScoreAttention.supports
                 advice = "a softmax patch (softmax1, logn)" if softmax else "its own attention"
                 raise UnsupportedModelError(
                     f"{self.where} {what} ({keyword!r}), which {self.spec!r} cannot express. Leave it out of "
@@ -143,11 +143,11 @@ class PatchedAttention(nn.Module):
                     f"{name!r} changes the scores of an attention, and {self.base!r} has none to change: "
                     "compose it with an attention over scores (softmax, softmax1, ...)"
                 )
-        if self.drops_rope and ROTARY_ARGUMENT not in site.source.parameters:
+        if self.drops_rope and ROTARY_ARGUMENT not in site.forward_info.parameters:
             raise OptionError(
                 f"rope=False: {self.where} gets no rotary embedding to switch off; leave rope=True"
             )
-        if self.drops_rope and attention.turns:
+        if self.drops_rope and attention.needs_rope:
             raise OptionError(
                 f"{self.where}: {self.base!r} turns queries by the rotary embedding that {self.spec!r} "
                 "switches off. Give positions='text'"
@@ -155,10 +155,10 @@ class PatchedAttention(nn.Module):
         if self.keeps_state:
             self._refuse_state(site)
 
-    def _refuse_state(self, site: Site) -> None:
-        if site.source.calls > 1:
+    def _refuse_state(self, site: AttentionSite) -> None:
+        if site.forward_info.calls > 1:
             raise UnsupportedModelError(
-                f"{self.where} combines {site.source.calls} attentions in one forward (differential "
+                f"{self.where} combines {site.forward_info.calls} attentions in one forward (differential "
                 f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
                 "or logn there."
             )
@@ -168,12 +168,12 @@ class PatchedAttention(nn.Module):
                 f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "
                 "patch (softmax1, logn) there."
             )
-        if site.source.updates and site.source.slot is None:
+        if site.forward_info.updates and site.forward_info.slot is None:
             raise UnsupportedModelError(
                 f"{self.where} chooses its cache layer in a way that cannot be followed"
             )
-        grows = site.source.updates and site.causal is not False  # marian's encoder shares the class
-        if grows and site.layer_idx is None and site.source.slot != "argument":
+        grows = site.forward_info.updates and site.causal is not False  # marian's encoder shares the class
+        if grows and site.layer_idx is None and site.forward_info.slot != "argument":
             raise UnsupportedModelError(
                 f"{self.where} has no layer_idx, so its place in the cache cannot be found"
             )
@@ -183,8 +183,8 @@ class PatchedAttention(nn.Module):
         if directions == ("bidirectional" if causal else "causal"):
             kind = "causal" if causal else "bidirectional"
             raise UnsupportedModelError(
-                f"{self.where} is {kind}, and {name!r} is {directions} only: {self.attention.why}. "
-                "Leave it out of the plan."
+                f"{self.where} is {kind}, and {name!r} is {directions} only: "
+                f"{self.attention.direction_reason}. Leave it out of the plan."
             )
 
     def forward(
@@ -268,7 +268,7 @@ class PatchedAttention(nn.Module):
         if extras.get("cache") is not None:
             raise UnsupportedCallError(f"{self.where}: a paged cache")
         for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
-            if keyword not in attention.expresses and extras[keyword] is not None:
+            if keyword not in attention.supports and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if cross and not attention.cross:
             raise UnsupportedCallError(

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hf_linattn.attention.masks import DENSE_MASKS, WHOLE_MASKS
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.installation import Installation, installation_of, native_implementation
-from hf_linattn.patching.interface import NAME, check_kept
+from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.patching.plan import Plan, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
@@ -107,7 +107,7 @@ def is_patched(model: nn.Module) -> bool:
     return installation_of(transformers_model(model)) is not None
 
 
-def _check_alone(model: nn.Module, inside: nn.Module, sites: list[Site]) -> None:
+def _check_alone(model: nn.Module, inside: nn.Module, sites: list[AttentionSite]) -> None:
     """Refuse parts of models and models with patched parts, and models that are distributed already."""
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise UnsupportedModelError(
@@ -137,7 +137,7 @@ class _Checked:
         notes: dotted module name -> what becomes of its window.
     """
 
-    sites: list[Site]
+    sites: list[AttentionSite]
     recipes: dict[str, Recipe]
     children: dict[str, PatchedAttention]
     native: dict[str, str]
@@ -145,7 +145,7 @@ class _Checked:
 
 
 def _check(
-    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding, earlier: Installation | None
+    sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding, earlier: Installation | None
 ) -> _Checked:
     """Build what will be attached, and refuse what cannot work, before anything is touched."""
     children, notes = _build_children(sites, recipes, sliding)
@@ -156,12 +156,12 @@ def _check(
     }
     for site in sites:
         if site.name in native:
-            check_kept(site, native[site.name])
+            check_native_impl(site, native[site.name])
     return _Checked(sites, recipes, children, native, notes)
 
 
 def _build_children(
-    sites: list[Site], recipes: dict[str, Recipe], sliding: Sliding
+    sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding
 ) -> tuple[dict[str, PatchedAttention], dict[str, str]]:
     """Build the children of all chosen sites, none attached yet, and say what becomes of their windows."""
     children: dict[str, PatchedAttention] = {}
@@ -186,7 +186,7 @@ def _build_children(
     return children, notes
 
 
-def _build_child(recipe: Recipe, site: Site, *, keep_window: bool) -> PatchedAttention:
+def _build_child(recipe: Recipe, site: AttentionSite, *, keep_window: bool) -> PatchedAttention:
     child = PatchedAttention(recipe, site, keep_window=keep_window)
     parameter = next(site.module.parameters(), None)
     if parameter is not None:
@@ -236,7 +236,7 @@ def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any
     return {"format": FORMAT, "version": version, "sliding": sliding, "patches": groups}
 
 
-def _mask_flags(sites: list[Site], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
+def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
     """Name what masks must be, beyond the compact form for the window of each layer."""
     dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
     dropped = any(child.drops_window for child in children.values())

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_linattn.attention.site import Site
+from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.discovery import attention_classes, find_sites
 from hf_linattn.registry import Recipe, names_in, options_for, parse
@@ -47,7 +47,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
     return inside[0]
 
 
-def sites_of(model: nn.Module) -> list[Site]:
+def sites_of(model: nn.Module) -> list[AttentionSite]:
     """List every attention module of a model that can be patched.
 
     Raises:
@@ -81,7 +81,7 @@ def _parts(key: Any) -> list[Any]:
     return [range(int(m[1]), int(m[2] or m[1]) + 1) for m in ranges if m is not None]
 
 
-def _matching(key: Any, sites: list[Site]) -> list[Site]:
+def _matching(key: Any, sites: list[AttentionSite]) -> list[AttentionSite]:
     """List the sites that a plan's key means, each once; every alternative must mean one."""
     matches = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
     if not matches or not all(matches):
@@ -91,7 +91,7 @@ def _matching(key: Any, sites: list[Site]) -> list[Site]:
     return list({site.name: site for part in matches for site in part}.values())
 
 
-def _matches(part: Any, site: Site) -> bool:
+def _matches(part: Any, site: AttentionSite) -> bool:
     if isinstance(part, int):
         return site.layer_idx == part
     if isinstance(part, range):
@@ -99,7 +99,7 @@ def _matches(part: Any, site: Site) -> bool:
     return any(fnmatchcase(site.name, pattern) for pattern in (part, f"*.{part}", f"{part}.*"))
 
 
-def _by_key(plan: dict[Any, Any], sites: list[Site]) -> dict[str, Any]:
+def _by_key(plan: dict[Any, Any], sites: list[AttentionSite]) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     owner: dict[str, Any] = {}
     for key, spec in plan.items():
@@ -112,7 +112,7 @@ def _by_key(plan: dict[Any, Any], sites: list[Site]) -> dict[str, Any]:
     return chosen
 
 
-def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[Site]) -> dict[str, Any]:
+def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[AttentionSite]) -> dict[str, Any]:
     try:
         inspect.signature(plan).bind("name", None)
     except TypeError:
@@ -129,7 +129,7 @@ def _by_callable(plan: Callable[[str, nn.Module], Any], sites: list[Site]) -> di
     return chosen
 
 
-def resolve(plan: Plan, sites: list[Site], options: dict[str, Any] | None) -> dict[str, Recipe]:
+def resolve(plan: Plan, sites: list[AttentionSite], options: dict[str, Any] | None) -> dict[str, Recipe]:
     """Resolve a plan: module name -> recipe, for the modules that it names.
 
     Args:

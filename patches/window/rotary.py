@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.attention.site import ROTARY_ARGUMENT, Site
+from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
 
 APPLY = "apply_rotary_pos_emb"
@@ -27,7 +27,7 @@ class Rotary:
         OptionError: there is none, or it is of a kind that cannot be turned.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         apply = inspect.unwrap(type(site.module).forward).__globals__.get(APPLY)
         module: Any = site.rotary
         kind = getattr(module, "rope_type", "default")
@@ -57,6 +57,6 @@ class Rotary:
         return turned if not rest.shape[-1] else torch.cat([turned, rest], -1)
 
 
-def is_rotated(site: Site) -> bool:
+def is_rotated(site: AttentionSite) -> bool:
     """Tell whether the module is given a rotary embedding."""
-    return ROTARY_ARGUMENT in site.source.parameters
+    return ROTARY_ARGUMENT in site.forward_info.parameters

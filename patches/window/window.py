@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, LinearAttention, Site, StatefulAttention, Tokens, upcast
+from hf_linattn.attention import Attention, AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.cpp import linear as native
@@ -56,12 +56,12 @@ class Window(StatefulAttention):
     group = "hybrid"
     time = "O(n w)"
     cross = False
-    hosts = True
+    wraps = True
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 
     def __init__(
         self,
-        site: Site,
+        site: AttentionSite,
         *,
         size: int = 256,
         sinks: int = 0,
@@ -76,20 +76,20 @@ class Window(StatefulAttention):
         self.size, self.sinks, self.mix = size, sinks, mix
         turned = positions == "cache" or (positions == "auto" and is_rotated(site))
         self.rotary = Rotary(site) if sinks and turned else None
-        self.turns = self.rotary is not None
-        self.counts = sinks > 0
+        self.needs_rope = self.rotary is not None
+        self.needs_visible_count = sinks > 0
         self.inner = ""
         self.heads = site.heads
 
-    def host(self, inner: Attention) -> None:
+    def wrap(self, inner: Attention) -> None:
         """Take in the linear attention of the tokens outside."""
-        if not isinstance(inner, LinearAttention) or not inner.summed:
+        if not isinstance(inner, LinearAttention) or not inner.sum_normalised:
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
         self.inner, self.branches = inner.name, "both"
-        self.directions, self.why = inner.directions, inner.why  # type: ignore[misc]
-        self.counts = self.counts or inner.counts
+        self.directions, self.direction_reason = inner.directions, inner.direction_reason  # type: ignore[misc]
+        self.needs_visible_count = self.needs_visible_count or inner.needs_visible_count
         self.add_module("rest", inner)
         if self.mix == "learned":
             if self.heads is None:
@@ -200,7 +200,7 @@ class Window(StatefulAttention):
     def _empty(self, tokens: Tokens) -> WindowState:
         return WindowState.empty(tokens, self.size, self.sinks)
 
-    def both_ways(self, tokens: Tokens) -> Tensor:
+    def bidirectional(self, tokens: Tokens) -> Tensor:
         """Compute a window to both sides; the rest in two streams, one from each end."""
         assert tokens.query is not None
         if self._holds(tokens):
@@ -213,7 +213,7 @@ class Window(StatefulAttention):
         if not self.inner:
             return inside(None)
         if self.branches == "linear":
-            return self._linear().both_ways(tokens)
+            return self._linear().bidirectional(tokens)
         numerator, total = self._outside(tokens, own)
         mirrored = KeyValues(own.key.flip(2), own.value.flip(2), valid.flip(1))
         back, behind = self._outside(replace(tokens, query=tokens.query.flip(2)), mirrored)
@@ -273,10 +273,14 @@ class Window(StatefulAttention):
             gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
             return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None
-        left_out = self._linear().left_out(upcast(tokens.query))
-        return inside(ScaledSums(numerator, total, torch.zeros_like(total) if left_out is None else left_out))
+        query_log_scale = self._linear().query_log_scale(upcast(tokens.query))
+        return inside(
+            ScaledSums(
+                numerator, total, torch.zeros_like(total) if query_log_scale is None else query_log_scale
+            )
+        )
 
-    def state_bytes(self, site: Site, size: int) -> int | None:
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count window and sinks in the model's dtype, a flag a token, and the linear attention's state."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
@@ -318,15 +322,15 @@ def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> windo
     """Have the linear attention's state take in the window's oldest token; None where both are empty."""
     kind, eps, gate = rest.fused, rest.eps, rest.gate()
     before = State(state.S, state.z)
-    if kind != "none" and (gate is not None or not rest.fades):
+    if kind != "none" and (gate is not None or not rest.has_decay):
         return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
     column = int(state.oldest[0])
     if not state.valid[:, column].any() and not before.z.any():
         return None
     key, value = state.key.narrow(2, column, 1), state.value.narrow(2, column, 1)
     phi_q, phi_k, value, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, before, gate)
-    left_out = rest.left_out(upcast(query)) if kind == "none" else None
-    return window_decode.LinearTail(phi_q, (phi_k, value), *before, decay, gate, kind, eps, left_out)
+    query_log_scale = rest.query_log_scale(upcast(query)) if kind == "none" else None
+    return window_decode.LinearTail(phi_q, (phi_k, value), *before, decay, gate, kind, eps, query_log_scale)
 
 
 def _nobody(tokens: Tokens) -> Tokens:

@@ -13,7 +13,7 @@ import hf_linattn
 from hf_linattn.attention import Tokens
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import CacheError, UnsupportedMaskError
-from hf_linattn.patching.cache_layers import install
+from hf_linattn.patching.cache_layers import put_state_layer
 
 EXACT = 1e-9  # float64; norms of llama are in float32, which rounds most differences away
 PATCHES = ["elu1", "softmax1", "logn", "softmax1+logn"]
@@ -206,7 +206,7 @@ def test_crop_of_a_first_call_and_of_everything(model):
     ids = tokens(1, 40)
     cache = DynamicCache(config=model.config)
     for layer in range(2):
-        install(cache, layer, "here")
+        put_state_layer(cache, layer, "here")
     cache.activate_past_recording()
     in_pieces(model, ids, (0, 30), cache)
     cache.crop(-30)

@@ -138,10 +138,10 @@ def test_other_devices_take_torch_operations(monkeypatch):
         x.detach().float() for x in random_inputs((2, 4, 2, 200, 8, 6), OpConfig("elu1"))[:3]
     )
     attention, tokens = Elu1(None), Tokens(query, key, value, 1.0)
-    wanted, called = attention.both_ways(tokens), []
+    wanted, called = attention.bidirectional(tokens), []
     plain = linear.read
     monkeypatch.setattr(linear, "read", lambda *inputs: called.append(1) or plain(*inputs))
     assert not called
     monkeypatch.setattr("hf_linattn.attention.linear.choose_backend", lambda *inputs, **linked: "vectorised")
-    assert distance(attention.both_ways(tokens), wanted) < 1e-6
+    assert distance(attention.bidirectional(tokens), wanted) < 1e-6
     assert called

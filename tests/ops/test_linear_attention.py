@@ -156,7 +156,7 @@ def test_a_denominator_of_its_own_is_used():
             return 2 * total
 
     tokens = Tokens(*(torch.randn(1, 2, 40, 8) for _ in range(3)), scaling=1.0)
-    assert not Halved.summed
+    assert not Halved.sum_normalised
     assert torch.allclose(2 * Halved(None).causal(tokens, None)[0], Elu1(None).causal(tokens, None)[0])
 
 

@@ -92,7 +92,7 @@ class TestForms:
         got = attention.causal(tokens_of(query, key, value), None)[0][:, :, -1:]
         last = tokens_of(query[:, :, -1:].double(), key.double(), value.double())
         last.count = torch.full((1, 1), 2.0**16)
-        assert relative_error(got, exact.both_ways(last)) < 2e-3
+        assert relative_error(got, exact.bidirectional(last)) < 2e-3
 
     def averages(self, attention):
         return attention.name != "cosine" and getattr(attention, "normalise", "sum") == "sum"
@@ -145,7 +145,7 @@ def test_relu_without_positive_features_averages_by_the_keys():
     attention = attention_of("relu", eps=0.01)
     _, key, value = random_qkv(SHAPE)
     query = -torch.rand(2, 4, 130, 8, dtype=torch.float64)
-    got = attention.both_ways(tokens_of(query, key, value))
+    got = attention.bidirectional(tokens_of(query, key, value))
     weights = (key.clamp(min=0) + 0.01).sum(-1, keepdim=True)
     want = (weights * value).sum(2, keepdim=True) / weights.sum(2, keepdim=True)
     assert relative_error(got, want.repeat_interleave(2, 1).expand_as(got)) < 1e-12

@@ -40,7 +40,7 @@ def test_is_unbiased():
     attention, total = attention_of("performer", features=16), 0
     for seed in range(400):
         attention.projection = drawn(16, 8, str(seed)).double()
-        phi_q = attention.query_map(query) * attention.left_out(query).exp().unsqueeze(-1)
+        phi_q = attention.query_map(query) * attention.query_log_scale(query).exp().unsqueeze(-1)
         total = total + phi_q @ attention.key_map(key).mT / 400
     assert relative_error(total, want) < 0.05
 
@@ -56,7 +56,7 @@ def test_is_the_published_form():
     phi_k = (dash_y - y.square().sum(-1, keepdim=True) / 2 - dash_y.max()).exp() / 16**0.5
     weights = phi_q @ phi_k.repeat_interleave(2, 1).mT
     want = weights / weights.sum(-1, keepdim=True) @ value.repeat_interleave(2, 1)
-    assert relative_error(attention.both_ways(tokens_of(query, key, value)), want) < 1e-12
+    assert relative_error(attention.bidirectional(tokens_of(query, key, value)), want) < 1e-12
 
 
 def test_projection_is_orthogonal_in_blocks_with_gaussian_lengths():
@@ -161,4 +161,4 @@ def test_redraw_in_a_compiled_graph_is_refused(monkeypatch):
     attention = attention_of("performer", redraw=1).train()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(UnsupportedCallError, match="redraw=0"):
-        attention.both_ways(tokens_of(*random_qkv((1, 4, 2, 5, 8, 8))))
+        attention.bidirectional(tokens_of(*random_qkv((1, 4, 2, 5, 8, 8))))

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_linattn import describe, is_linear, patch_model
 from hf_linattn.attention import Tokens
-from hf_linattn.attention.site import Site, Source
+from hf_linattn.attention.site import AttentionSite, Source
 from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.ops.eager import gated as gates
 from hf_linattn.ops.eager import linear
@@ -191,7 +191,7 @@ class TestGated:
             patch_model(tiny_models.llama(), "gated", options={"half_life": 0.5})
 
 
-SITE = Site(
+SITE = AttentionSite(
     name="alone",
     module=torch.nn.Module(),
     source=Source(1, (), "self", True, None, ()),
@@ -237,7 +237,7 @@ class TestEfficient:
         generator = torch.Generator().manual_seed(0)
         return [scale * torch.randn(1, 2, length, 8, generator=generator, dtype=dtype) for _ in "qkv"]
 
-    @pytest.mark.parametrize("form", ["causal", "both_ways"])
+    @pytest.mark.parametrize("form", ["causal", "bidirectional"])
     def test_rows_sum_to_one(self, form):
         query, key, value = self.qkv()
         output = getattr(module_of("efficient"), form)
@@ -247,7 +247,7 @@ class TestEfficient:
 
     def test_it_is_not_softmax_and_exp_features(self):
         query, key, value = self.qkv()
-        got = module_of("efficient").both_ways(tokens_of(query, key, value))
+        got = module_of("efficient").bidirectional(tokens_of(query, key, value))
         weights = query.softmax(-1) @ key.exp().mT
         other = weights / weights.sum(-1, keepdim=True) @ value
         assert tiny_models.distance(got, other) > 1e-2

@@ -143,7 +143,7 @@ def read(cls: type[Patch]) -> Entry:
         problems.append(f"group is {cls.group!r}, not one of {', '.join(map(repr, GROUPS))}")
     if cls.directions not in DIRECTIONS:
         problems.append(f"directions is {cls.directions!r}, not one of {', '.join(map(repr, DIRECTIONS))}")
-    elif cls.directions != "both" and not cls.why:
+    elif cls.directions != "both" and not cls.direction_reason:
         problems.append(f"no `why` for {cls.directions} only")
     if problems:
         raise CatalogueError(f"{cls.__module__}.{cls.__qualname__} ({cls.name!r}): {'; '.join(problems)}")
@@ -156,7 +156,7 @@ def read(cls: type[Patch]) -> Entry:
         source=_joined(sections["Source:"]),
         time=_time(cls),
         directions=cls.directions,
-        why=cls.why,
+        why=cls.direction_reason,
         prose=tuple(_joined(p) for p in prose[2:]),
         options=tuple(options),
     )

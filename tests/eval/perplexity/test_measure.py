@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, LinattnError, OptionError
-from hf_linattn.eval.common.models import Curve, load_model
+from hf_linattn.eval.common.models import ModelSpec, load_model
 from hf_linattn.eval.common.windows import encode, plan_windows
 from hf_linattn.eval.perplexity import measure as scoring
 
@@ -130,7 +130,7 @@ def test_rope_scaling_is_that_of_transformers(folder, tokenizer, scaling):
     config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": float(factor)}
     config.standardize_rope_params()
     lengths = {"lengths": [64, 128], "stride": 16, "max_tokens": 64}
-    scaled = load_model(Curve("x", str(folder), rope_scaling=scaling))
+    scaled = load_model(ModelSpec("x", str(folder), rope_scaling=scaling))
     got = [curve(scoring.measure(scaled, tokenizer, TEXTS, **lengths)) for _ in range(2)]
     for length, first, second in zip([64, 128], *got, strict=True):
         # dynamic NTK remembers the longest input: a fresh model has none to remember

@@ -1,6 +1,6 @@
 """Measure many patches of one model with --compare, and write the table and the plot into docs/perplexity.md.
 
-python tools/compare_docs.py --work-dir W    # HF_LINATTN_DATA names the folder with models and texts
+python studies/compare_docs.py --work-dir W    # HF_LINATTN_DATA names the folder with models and texts
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Any
 
 from hf_linattn.eval.common.markdown import write_between
 from hf_linattn.eval.common.model_specs import is_reference
-from hf_linattn.eval.common.models import Curve
+from hf_linattn.eval.common.models import ModelSpec
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.perplexity.plot import save_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, IMAGE = ROOT / "docs" / "perplexity.md", "images/compare.svg"
-MARKS = "<!-- compare: written by `python tools/compare_docs.py --work-dir W` -->", "<!-- end of compare -->"
+MARKS = (
+    "<!-- compare: written by `python studies/compare_docs.py --work-dir W` -->",
+    "<!-- end of compare -->",
+)
 MODEL, TEXTS = "models/books-1m", "text/books/eval"
 ENTRIES = "softmax,softmax@yarn:8,softmax@dynamic:8,softmax1,logn,softmax1+logn,logn@yarn:8,elu1"
 SETTINGS = ("--lengths", "512,...,4096", "--max-tokens", "16384")
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     results = json.loads((args.work_dir / "results.json").read_text(encoding="utf-8"))
     write_between(PAGE, MARKS, section(results, args.compare) + "\n", head="")
-    curves = [Curve(**{**curve, "options": dict(curve["options"])}) for curve in results["models"]]
+    curves = [ModelSpec(**{**curve, "options": dict(curve["options"])}) for curve in results["models"]]
     reference = {curve.label for curve in curves if is_reference(curve)}
     image = PAGE.parent / IMAGE
     save_plot(image, results["rows"], results["train_length"], reference=reference, kind="svg")
