@@ -26,9 +26,6 @@ MARKS = (
     "<!-- compare: written by `python studies/compare_docs.py --work-dir W` -->",
     "<!-- end of compare -->",
 )
-    "<!-- compare: written by `python studies/compare_docs.py --work-dir W` -->",
-    "<!-- end of compare -->",
-)
 MODEL, TEXTS = "models/books-1m", "text/books/eval"
 ENTRIES = "softmax,softmax@yarn:8,softmax@dynamic:8,softmax1,logn,softmax1+logn,logn@yarn:8,elu1"
 SETTINGS = ("--lengths", "512,...,4096", "--max-tokens", "16384")
