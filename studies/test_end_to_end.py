@@ -1,18 +1,10 @@
 """The tool that measures the package's own share: its parts run, and give what they say."""
 
-import sys
-
-import pytest
-from helpers.paths import TOOLS
-from helpers.real_data import DATA, needs_data
-
-sys.path.append(str(TOOLS))
-
 import end_to_end
+import pytest
 
 
-@needs_data
-def test_the_page_gets_every_part(tmp_path, monkeypatch):
+def test_the_page_gets_every_part(data, tmp_path, monkeypatch):
     monkeypatch.setattr(end_to_end, "LENGTHS", (64,))
     monkeypatch.setattr(end_to_end, "TOKENS", 128)
     monkeypatch.setattr(end_to_end, "BLOCK", 32)
@@ -24,7 +16,7 @@ def test_the_page_gets_every_part(tmp_path, monkeypatch):
         (books / name).mkdir(parents=True)
         (books / name / "a.md").write_text("It was the best of times, it was the worst of times. " * 40)
     (tmp_path / "models").mkdir()
-    (tmp_path / "models/books-1m").symlink_to(DATA / "models/books-1m")
+    (tmp_path / "models/books-1m").symlink_to(data / "models/books-1m")
     page = tmp_path / "page.md"
     assert end_to_end.main(["--data", str(tmp_path), "--rounds", "1", "--output", str(page)]) == 0
     text = page.read_text()

@@ -9,6 +9,7 @@ through as before.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,9 +65,7 @@ def _refuse_unpatched(model: Any, where: str) -> None:
 
 def install() -> None:
     """Put both methods in place, once a process."""
-    load, make = PreTrainedModel.from_pretrained.__func__, PreTrainedModel._from_config.__func__
-    if load.__module__ == __name__:
-        return
+    load, make = (vars(PreTrainedModel)[name].__func__ for name in ("from_pretrained", "_from_config"))
 
     def load_patched_too(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load a model, patched as it was saved if it was; see transformers' `from_pretrained`."""
@@ -98,5 +97,4 @@ def install() -> None:
         return model
 
     for method, original in ((load_patched_too, load), (make_patched_too, make)):
-        method.__wrapped__ = original  # type: ignore[attr-defined]
-        setattr(PreTrainedModel, original.__name__, classmethod(method))
+        setattr(PreTrainedModel, original.__name__, classmethod(functools.update_wrapper(method, original)))

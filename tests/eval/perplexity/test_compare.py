@@ -6,7 +6,6 @@ import json
 
 import pytest
 from helpers.fixtures_perplexity import curve, make_folder, make_texts
-from helpers.paths import ROOT
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model, registry
@@ -21,14 +20,6 @@ from hf_linattn.eval.perplexity.__main__ import main
 from hf_linattn.eval.perplexity.plot import curve_table
 
 EXTRA = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "128")
-
-
-SECTION_ROWS = (
-    ("softmax", 512, 20.0),
-    ("softmax", 1024, 40.0),
-    ("logn:kappa=0.2", 512, 30.0),
-    ("logn:kappa=0.2", 1024, 1234.56),
-)
 
 
 @pytest.fixture(scope="module")
@@ -281,20 +272,6 @@ def test_many_curves_can_be_told_apart(tmp_path):
     assert len(lines) == 13
     assert lines[0].split()[-2:] == ["512", "1024"]
     assert lines[-1].split() == ["patch11:size=11", "5642", "-"]
-
-
-def test_the_section_in_docs(monkeypatch):
-    root = ROOT
-    monkeypatch.syspath_prepend(str(root / "tools"))
-    import compare_docs
-
-    rows = [{"model": m, "length": n, "perplexity": p, "tokens": 1024} for m, n, p in SECTION_ROWS]
-    results = {"rows": rows, "data": {"documents": 3}, "versions": {"torch": "2", "transformers": "5"}}
-    lines = compare_docs.section(results, "softmax,logn:kappa=0.2").splitlines()
-    assert "| entry | 512 | 1,024 |" in lines
-    assert "| `logn:kappa=0.2` | 30.0 | 1,234.6 |" in lines
-    assert "    --compare softmax,logn:kappa=0.2 \\" in lines
-    assert between(compare_docs.PAGE, compare_docs.MARKS).startswith("\n\n```text\npython -m hf_linattn.eval")
 
 
 def test_only_what_is_between_the_marks_of_a_page_is_written_again(tmp_path):
