@@ -61,7 +61,8 @@ def layers(workspace: Workspace) -> list[str]:
 def _filled(measure: str, workspace: Workspace, values: Mapping[str, list[str]], output: Path) -> list[str]:
     known = {"{base}": [str(workspace.model)], "{held_out}": [str(workspace.text("held_out"))], **values}
     words = [each for word in MEASURES[measure].split() for each in known.get(word, [word])]
-    return ["python", "-m", f"hf_linattn.eval.{measure}", *words, "--output-dir", str(output)]
+    command = "perplexity" if measure == "branches" else measure
+    return ["python", "-m", f"hf_linattn.eval.{command}", *words, "--output-dir", str(output)]
 
 
 def _patch(row: Experiment) -> list[str]:

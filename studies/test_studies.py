@@ -20,18 +20,17 @@ from scale import measured, scores
 from texts import lone_tokens, prepare, recalling
 from transformers import AutoTokenizer
 
-from hf_linattn.convert import ConvertArguments
-from hf_linattn.convert import build_parser as convert_parser
+from hf_linattn.convert.arguments import ConvertArguments
+from hf_linattn.convert.arguments import build_parser as convert_parser
 from hf_linattn.errors import DataError
-from hf_linattn.eval.branches import build_parser as branches_parser
 from hf_linattn.eval.common.model_specs import parse_spec
-from hf_linattn.eval.diagnose import build_parser as diagnose_parser
-from hf_linattn.eval.generation import build_parser as generation_parser
-from hf_linattn.eval.layers import build_parser as layers_parser
-from hf_linattn.eval.perplexity import build_parser as perplexity_parser
-from hf_linattn.eval.recall import build_parser as recall_parser
-from hf_linattn.finetune import FinetuneArguments
-from hf_linattn.finetune import build_parser as finetune_parser
+from hf_linattn.eval.diagnose.__main__ import build_parser as diagnose_parser
+from hf_linattn.eval.generation.__main__ import build_parser as generation_parser
+from hf_linattn.eval.layers.__main__ import build_parser as layers_parser
+from hf_linattn.eval.perplexity.__main__ import build_parser as perplexity_parser
+from hf_linattn.eval.recall.__main__ import build_parser as recall_parser
+from hf_linattn.finetune.arguments import FinetuneArguments
+from hf_linattn.finetune.arguments import build_parser as finetune_parser
 from hf_linattn.registry import parse
 
 ROWS = {f"{name}: {row.name}": (name, row) for name, table in TABLES.items() for row in table}
@@ -40,7 +39,7 @@ PARSERS = {
     "perplexity": perplexity_parser,
     "generation": generation_parser,
     "recall": recall_parser,
-    "branches": branches_parser,
+    "branches": perplexity_parser,
     "diagnose": diagnose_parser,
 }
 
