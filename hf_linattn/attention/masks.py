@@ -117,6 +117,20 @@ def compact_mask(
 ) -> Tensor:
     """Encode a mask: the function registered with transformers, which passes the arguments.
 
+    Args:
+        batch_size: rows B.
+        q_length: queries N.
+        kv_length: keys S.
+        q_offset: index of the first query in its text, in tokens; a tensor with a static cache.
+        kv_offset: index of the first key.
+        mask_function: which keys a query sees, as transformers builds it.
+        attention_mask: boolean `[B, tokens]`, False for padding; None where nothing is padded.
+        local_size: tokens in a sliding window or chunk; None for neither.
+        use_vmap: the caller changed the mask function.
+        device: of the mask.
+        config: of the model; may carry `FLAGS`.
+        **kwargs: what else `sdpa_mask` takes.
+
     Returns:
         A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.
     """

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
-from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite
+from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite, ForwardInfo
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import (
@@ -194,20 +194,10 @@ def bind_cache_layer(
     source = child.forward_info
     if not source.updates:
         return args, kwargs
-    cache = None
-    for name in CACHE_ARGUMENTS:
-        if (cache := kwargs.get(name)) is not None:
-            break
-    if cache is None and source.cache_position is not None and len(args) > source.cache_position:
-        cache = args[source.cache_position]
+    cache = _cache_of(source, args, kwargs)
     if cache is None:
         return args, kwargs
-    index: Any = module.layer_idx
-    if source.slot == "argument":
-        position = source.parameters.index("layer_idx")
-        index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[position]
-    elif source.slot not in (None, "self"):
-        index = index + kwargs.get(source.slot, 0)
+    index = _layer_index(module, source, args, kwargs)
     where = f"{type(module).__name__} {index}"
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
         refuse_rotated_keys(self_attention_cache(cache), index, where)
@@ -219,6 +209,26 @@ def bind_cache_layer(
     layer.expecting_update = True
     child.calls.context = CallContext(layer)
     return args, kwargs
+
+
+def _cache_of(source: ForwardInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Find the cache among the arguments of a module; None where there is none."""
+    for name in CACHE_ARGUMENTS:
+        if (cache := kwargs.get(name)) is not None:
+            return cache
+    position = source.cache_position
+    return args[position] if position is not None and len(args) > position else None
+
+
+def _layer_index(
+    module: nn.Module, source: ForwardInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Find the index of the cache layer that a module uses."""
+    if source.slot == "argument":
+        return kwargs["layer_idx"] if "layer_idx" in kwargs else args[source.parameters.index("layer_idx")]
+    if source.slot in (None, "self"):
+        return module.layer_idx
+    return module.layer_idx + kwargs.get(source.slot, 0)
 
 
 def _implementation(config: Any) -> Any:
