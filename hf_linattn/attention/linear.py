@@ -174,7 +174,6 @@ class LinearAttention(StatefulAttention):
         if self.fused == "none" and gate is None:
             phi_q, (phi_k, value, decay) = self.query_map(upcast(tokens.query)), self.mapped(tokens)
             return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
-        hidden = None if tokens.valid is None else ~tokens.valid
         if self.fused != "none":
             query, key = tokens.query, tokens.key
             value = tokens.value if divide else upcast(tokens.value)
@@ -182,7 +181,7 @@ class LinearAttention(StatefulAttention):
         else:
             query, key = self.query_map(upcast(tokens.query)), self.key_map(upcast(tokens.key))
             value, decay = upcast(tokens.value), None
-        return Inputs(query, key, value, hidden, S, z, decay, tokens.documents)
+        return Inputs(query, key, value, tokens.valid, S, z, decay, tokens.documents)
 
     def _log_decays(self, tokens: Tokens) -> Tensor | None:
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""

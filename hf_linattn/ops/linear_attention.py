@@ -74,16 +74,14 @@ def _backward(
 
 
 def _triton(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
-    query, key, value, hidden, S, z = inputs[:6]
-    valid = None if hidden is None else ~hidden
+    query, key, value, valid, S, z = inputs[:6]
     run = launch.forward if how.causal else launch.global_forward
     found = run(query, key, value, valid, S, z, how.kind, how.normalise)
     return Outputs(*found) if keep or not how.causal else Outputs(*found[:2])
 
 
 def _triton_backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig) -> InputGrads:
-    query, key, value, hidden, S, z = inputs[:6]
-    valid = None if hidden is None else ~hidden
+    query, key, value, valid, S, z = inputs[:6]
     operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
     if how.causal:
         return launch.backward(*operands, S, z, *outputs[:2], *kind)
@@ -149,7 +147,7 @@ def _operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    hidden: Tensor | None,
+    valid: Tensor | None,
     S: Tensor | None,
     z: Tensor | None,
     log_decay: Tensor | None,
@@ -161,7 +159,7 @@ def _operator(
     keep: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    inputs = Inputs(query, key, value, valid, S, z, log_decay, documents)
     output, total, *after = _forward(inputs, OpConfig(kind, eps, normalise, causal), keep, backend)
     return output, total, *(total.new_empty(0) if x is None else x for x in after)  # type: ignore[return-value]
 
@@ -183,7 +181,7 @@ def _backward_operator(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    hidden: Tensor | None,
+    valid: Tensor | None,
     S: Tensor | None,
     z: Tensor | None,
     log_decay: Tensor | None,
@@ -203,7 +201,7 @@ def _backward_operator(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute gradients, without elements where there are none: an operator has no optional results."""
-    inputs = Inputs(query, key, value, hidden, S, z, log_decay, documents)
+    inputs = Inputs(query, key, value, valid, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
     given = OutputGrads(d_output, d_total, d_S, d_z)
     found = _backward(inputs, Outputs(*outputs), given, OpConfig(kind, eps, normalise, causal), backend)

@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
         query: `[B, H, N, D]`; over all keys its N may be another than that of the keys.
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
-        hidden: boolean `[B, N]`, True at keys that do not count, which may hold NaN; None for none.
+        valid: boolean `[B, N]`, False at keys that do not count, which may hold NaN; None where all count.
         S: state before the first token, `[B, Hkv, D, Dv]`, in the dtype of sums; None for nothing.
         z: `[B, Hkv, D]`, likewise.
         log_decay: `[B, Hkv, N]`, at most 0, in the dtype of sums; None for no decay.
@@ -97,7 +97,7 @@ class Inputs(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    hidden: Tensor | None = None
+    valid: Tensor | None = None
     S: Tensor | None = None
     z: Tensor | None = None
     log_decay: Tensor | None = None
@@ -114,7 +114,7 @@ class Inputs(NamedTuple):
             self.query[rows, self.query_heads(heads)],
             self.key[rows, heads],
             self.value[rows, heads],
-            None if self.hidden is None else self.hidden[rows],
+            None if self.valid is None else self.valid[rows],
             None if self.S is None else self.S[rows, heads],
             None if self.z is None else self.z[rows, heads],
             None if self.log_decay is None else self.log_decay[rows, heads],

@@ -29,7 +29,7 @@ def definition(inputs, config):
         inputs.value,
         causal=config.causal,
         normalise=config.normalise,
-        hidden=inputs.hidden,
+        hidden=None if inputs.valid is None else ~inputs.valid,
         S=inputs.S,
         z=inputs.z,
         log_decay=inputs.log_decay,
@@ -54,14 +54,14 @@ def random_inputs(shape, config, *, hidden=False, state=False, decay=False, pack
     query, key, value = tokens(heads, size), tokens(kv_heads, size), tokens(kv_heads, wide)
     if config.kind == "none":
         query, key = query.abs() + 0.1, key.abs() + 0.1
-    unseen = torch.rand(batch, length, generator=make) < 0.2 if hidden else None
+    valid = torch.rand(batch, length, generator=make) >= 0.2 if hidden else None
     if hidden:
-        key, value = (x.masked_fill(unseen[:, None, :, None], torch.nan) for x in (key, value))
+        key, value = (x.masked_fill(~valid[:, None, :, None], torch.nan) for x in (key, value))
     labels = (torch.rand(batch, length, generator=make) < 0.03).long().cumsum(1) if packed else None
     S = normal(batch, kv_heads, size, wide).abs() if state else None
     z = normal(batch, kv_heads, size).abs() if state else None
     log_decay = -0.3 * torch.rand(batch, kv_heads, length, generator=make).double() if decay else None
-    found = Inputs(query, key, value, unseen, S, z, log_decay, labels)
+    found = Inputs(query, key, value, valid, S, z, log_decay, labels)
     return found._replace(
         **{
             name: x.requires_grad_()

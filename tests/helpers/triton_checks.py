@@ -275,7 +275,7 @@ def check_the_operator():
         query, key, value, S, z = (
             x.detach().clone().requires_grad_() for x in (*given[:3], given.S0, given.z0)
         )
-        operands = Operands(query, key, value, ~given.valid, S, z)
+        operands = Operands(query, key, value, given.valid, S, z)
         found = linear_attention.attention(operands, OpConfig("elu1"), True, backend)
         loss = found.output.square().sum() + found.S.sum() + found.z.square().sum()
         runs.append((*found, *torch.autograd.grad(loss, (query, key, value, S, z))))
@@ -289,7 +289,7 @@ def check_the_operator_over_all_keys():
     for backend in ("triton", "eager"):
         given = inputs_of(case)
         query, key, value = (x.detach().clone().requires_grad_() for x in given[:3])
-        operands = Operands(query, key, value, ~given.valid)
+        operands = Operands(query, key, value, given.valid)
         found = linear_attention.attention(operands, OpConfig("elu1", causal=False), False, backend)
         loss = found.output.square().sum()
         runs.append((*found[:2], *torch.autograd.grad(loss, (query, key, value))))

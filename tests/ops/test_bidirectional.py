@@ -79,9 +79,9 @@ def test_where_nothing_is_seen_the_output_is_0():
     config = OpConfig("elu1", causal=False)
     for length in (20, 200):
         given = random_inputs((2, 2, 2, length, 4, 4), config)
-        hidden = torch.zeros(2, length, dtype=torch.bool)
-        hidden[0] = True
-        output = kernels.attention(given._replace(hidden=hidden), config, keep=False).output
+        valid = torch.ones(2, length, dtype=torch.bool)
+        valid[0] = False
+        output = kernels.attention(given._replace(valid=valid), config, keep=False).output
         assert torch.equal(output[0], torch.zeros_like(output[0]))
         grads = torch.autograd.grad(output.sum(), given[:3])
         assert all(x.isfinite().all() for x in grads)
@@ -101,7 +101,7 @@ def test_no_queries_and_no_keys():
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_the_operator_keeps_the_rules_of_torch(length):
     config = OpConfig("none", causal=False)
-    given = random_inputs((1, 4, 2, length, 3, 2), config)._replace(hidden=torch.rand(1, length) < 0.2)
+    given = random_inputs((1, 4, 2, length, 3, 2), config)._replace(valid=torch.rand(1, length) >= 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.hf_linattn.linear_attention.default, (*given, *config, True, "eager"), test_utils=utils

@@ -179,7 +179,7 @@ def test_the_kernels_make_the_decay_of_a_gate(kind, packed, compiled):
     gate = Gate(torch.randn(2, 10), torch.randn(2), 2.0)
     logit = torch.einsum("bhne,he->bhn", fewer.value.double(), gate.weight.double())
     decay = torch.nn.functional.logsigmoid(logit + gate.bias.double()[:, None]) / 2
-    want = sums_of(exact._replace(log_decay=decay.masked_fill(exact.hidden[:, None], 0)), OpConfig(kind))
+    want = sums_of(exact._replace(log_decay=decay.masked_fill(~exact.valid[:, None], 0)), OpConfig(kind))
     got = linear.forward(fewer, OpConfig(kind), True, 64, gate)
     for a, b in zip(got, want, strict=True):
         assert relative_error(a.double(), b.nan_to_num(0)) < 1e-5

@@ -71,10 +71,10 @@ def test_half_precision_is_summed_in_float32(dtype, length):
 
 def test_queries_never_underflow_and_no_key_is_no_output():
     query, key, value = (torch.randn(1, 2, 300, 8) for _ in range(3))
-    unseen = torch.arange(300)[None] < 20
-    got = kernels.attention(Inputs(query - 120, key, value, unseen), OpConfig("elu1"), keep=False)
+    valid = torch.arange(300)[None] >= 20
+    got = kernels.attention(Inputs(query - 120, key, value, valid), OpConfig("elu1"), keep=False)
     shifted = (query - 120).double() - (query - 120).double().amax(-1, keepdim=True)
-    want = definition(Inputs(shifted, key.double(), value.double(), unseen), OpConfig("elu1"))
+    want = definition(Inputs(shifted, key.double(), value.double(), valid), OpConfig("elu1"))
     assert torch.equal(got.output[:, :, :20], torch.zeros(1, 2, 20, 8))
     assert relative_error(got.output, want[0]) < 1e-5
     assert got.S is got.z is None  # not asked for
@@ -111,7 +111,7 @@ def test_the_quadratic_form_is_the_loop(kind, hidden):
 def test_the_operator_keeps_the_rules_of_torch(length, linked):
     config = OpConfig("none")
     given = random_inputs((1, 4, 2, length, 3, 2), config, state=linked, decay=linked, packed=linked)
-    given = given._replace(hidden=torch.rand(1, length) < 0.2)
+    given = given._replace(valid=torch.rand(1, length) >= 0.2)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.hf_linattn.linear_attention.default, (*given, *config, True, "eager"), test_utils=utils

@@ -139,8 +139,8 @@ class LinearProblem(Struct):
     key: Array
     value: Array
     output: Array  # read by the backward
-    hidden: Address  # bool [B, N], True at keys that do not count; 0 for none
-    hidden_row: int  # its stride
+    valid: Address  # bool [B, N], False at keys that do not count; 0 where all do
+    valid_row: int  # its stride
     S: Address  # float32 [B, Hkv, D, Dv], dense: the state before; 0 for none
     z: Address  # float32 [B, Hkv, D], dense
     log_decay: Address  # float32 [B, Hkv, N], dense, at most 0; 0 for none

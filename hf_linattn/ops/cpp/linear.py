@@ -109,7 +109,7 @@ def _problem(
     gate: Gate | None,
     grads: bytes,
 ) -> bytes:
-    query, key, value, hidden, S, z, log_decay, documents = inputs
+    query, key, value, valid, S, z, log_decay, documents = inputs
     (batch, heads, length, head_dim), (_, kv_heads, keys, value_dim) = query.shape, value.shape
     return layout.LinearProblem.pack(
         sizes=layout.Sizes.pack(
@@ -135,8 +135,8 @@ def _problem(
         key=array(key),
         value=array(value),
         output=array(outputs.output),
-        hidden=address(hidden),
-        hidden_row=0 if hidden is None else hidden.stride(0),
+        valid=address(valid),
+        valid_row=0 if valid is None else valid.stride(0),
         S=address(S),
         z=address(z),
         log_decay=address(log_decay),
@@ -158,6 +158,6 @@ def _whole(x: Tensor | None) -> Tensor | None:
 
 def dense(inputs: Inputs) -> Inputs:
     """Bring inputs to the layout that the kernels read: tokens dense along D, the rest whole."""
-    query, key, value, hidden, *rest = inputs
-    hidden = None if hidden is None else rows(hidden)
-    return Inputs(rows(query), rows(key), rows(value), hidden, *map(_whole, rest))
+    query, key, value, valid, *rest = inputs
+    valid = None if valid is None else rows(valid)
+    return Inputs(rows(query), rows(key), rows(value), valid, *map(_whole, rest))

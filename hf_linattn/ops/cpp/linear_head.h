@@ -146,7 +146,7 @@ protected:
     }
 
     bool hidden(int64_t token) const {
-        return p_.hidden && at<uint8_t>(p_.hidden)[row_ * p_.hidden_row + token];
+        return p_.valid && !at<uint8_t>(p_.valid)[row_ * p_.valid_row + token];
     }
 
     // Features of keys, and values, 0 where hidden and behind the chunk; derivatives of the map where wanted.

@@ -27,7 +27,7 @@ def forward(inputs: Inputs, config: OpConfig, keep: bool, max_numbers: int) -> O
     """Compute output, totals and the state of all keys.
 
     Args:
-        inputs: queries `[B, H, N, D]` may be more or fewer than keys `[B, Hkv, M, D]`, `hidden` is
+        inputs: queries `[B, H, N, D]` may be more or fewer than keys `[B, Hkv, M, D]`, `valid` is
             `[B, M]`, and there is no state before, decay or document.
         config: which features, and whether to divide.
         keep: S and z are wanted, by `backward`.
@@ -114,7 +114,7 @@ class _HeadBlock:
 
     def keys(self) -> Iterator[tuple[slice, int, Features, Tensor, Tensor]]:
         """Go through the chunks of keys: features `[b hkv, m, D]` and values, 0 where hidden."""
-        inputs, masks_keys = self.inputs, self.inputs.hidden is not None
+        inputs, masks_keys = self.inputs, self.inputs.valid is not None
         for span, length, phi in self.spans(inputs.key, query=False):
             values = self.buffer("value", self.key_shape, length, self.value_dim)
             key = phi(inputs.key[:, :, span], masks_keys)
@@ -124,9 +124,9 @@ class _HeadBlock:
 
     def zero_hidden(self, span: slice, *buffers: Buffer) -> None:
         """Write 0 at hidden keys; not by a product, for they may hold NaN."""
-        if self.inputs.hidden is not None:
+        if self.inputs.valid is not None:
             for buffer in buffers:
-                buffer.per_head.masked_fill_(self.inputs.hidden[:, None, span, None], 0)
+                buffer.per_head.masked_fill_(~self.inputs.valid[:, None, span, None], 0)
 
     def state_of_all_keys(self) -> tuple[Tensor, Tensor]:
         """Sum up S `[b hkv, D, Dv]` and z `[b hkv, D, 1]`."""

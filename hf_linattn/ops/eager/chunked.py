@@ -135,7 +135,7 @@ class ChunkLoop:
         self.value_dim = inputs.value.shape[3]
         self.batch_heads = self.rows * self.heads
         self.shared = inputs.query.shape[1] // self.heads
-        self.masks_keys = inputs.hidden is not None
+        self.masks_keys = inputs.valid is not None
         self.has_decay = inputs.log_decay is not None or inputs.documents is not None
         self.buffers_by_length: dict[int, ChunkBuffers] = {}
 
@@ -147,7 +147,7 @@ class ChunkLoop:
             backward: from the last chunk to the first.
         """
         inputs = self.inputs
-        hidden = None if inputs.hidden is None else inputs.hidden[:, None, :, None]
+        hidden = None if inputs.valid is None else ~inputs.valid[:, None, :, None]
         documents, state_document = inputs.documents, None
         if documents is not None:
             state_document = torch.cat([documents[:, :1], documents[:, self.chunk - 1 : -1 : self.chunk]], 1)

@@ -63,16 +63,16 @@ def _mapped(inputs: Inputs, config: OpConfig) -> tuple[Tensor, Tensor, Tensor, T
     elif config.kind == "relu":
         query_derivative, key_derivative = query > 0, key > 0
         query, key = query.relu().add_(config.eps), key.relu().add_(config.eps)
-    if inputs.hidden is not None:  # of features: a key of 0 has some
+    if inputs.valid is not None:  # of features: a key of 0 has some
         key, value = (_zero_hidden(x, inputs) for x in (key, value))
     return query, key, value, query_derivative, key_derivative
 
 
 def _zero_hidden(x: Tensor, inputs: Inputs) -> Tensor:
     """Put 0 at the hidden keys of `[b hkv, N, D]`; a product would keep their NaN."""
-    assert inputs.hidden is not None
+    assert inputs.valid is not None
     rows = inputs.key.shape[:2]
-    shown: Tensor = x.unflatten(0, rows).masked_fill(inputs.hidden[:, None, :, None], 0).flatten(0, 1)
+    shown: Tensor = x.unflatten(0, rows).masked_fill(~inputs.valid[:, None, :, None], 0).flatten(0, 1)
     return shown
 
 
@@ -115,7 +115,7 @@ def backward(inputs: Inputs, outputs: Outputs, grads: OutputGrads, config: OpCon
     if query_derivative is not None and key_derivative is not None:
         d_query.mul_(query_derivative)
         d_key.mul_(key_derivative)
-    if inputs.hidden is not None:
+    if inputs.valid is not None:
         d_key, d_value = _zero_hidden(d_key, inputs), _zero_hidden(d_value, inputs)
     gradients = zip((d_query, d_key, d_value), inputs[:3], strict=True)
     return InputGrads(*(x.view(of.shape).to(of.dtype) for x, of in gradients))
