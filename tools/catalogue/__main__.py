@@ -158,7 +158,7 @@ def _refused() -> dict[str, str]:
     from hf_linattn import registry
 
     registry.patches()  # discovers them
-    return {name: cls.refused for name, cls in sorted(registry._PATCHES.items()) if cls.refused}
+    return dict(sorted(registry.REFUSED.items()))
 
 
 def _display_path(path: str) -> str:
