@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_linattn.cli.jobs import run_jobs
 from hf_linattn.errors import LinattnError
-from hf_linattn.registry import patches
+from hf_linattn.registry import REFUSED, patches
 
 from .docstrings import read_all
 from .measure import TEXTS, forget, jobs_for, measure, prepare_texts
@@ -112,7 +112,7 @@ def catalogue(args: argparse.Namespace, settings: Settings) -> int:
     if args.output:
         model, data = _display_path(args.model), _display_path(str(args.data))
         args.output.mkdir(parents=True, exist_ok=True)
-        for name, text in pages(entries, compositions(), _refused(), results, settings, model, data).items():
+        for name, text in pages(entries, compositions(), REFUSED, results, settings, model, data).items():
             (args.output / name).write_text(text, encoding="utf-8")
         print(f"{args.output}: {len(entries)} patches, {len(compositions())} compositions")
     failed = {name: result["error"] for name, result in results.items() if "error" in result}
@@ -151,14 +151,6 @@ def listing(args: argparse.Namespace, settings: Settings) -> str:
         lines.append(f"{name}: {state}")
     lines += [f"{n}: bidirectional only" for n, c in patches().items() if c.directions == "bidirectional"]
     return "\n".join(lines)
-
-
-def _refused() -> dict[str, str]:
-    """Return the names that are registered only to be refused, with the reason."""
-    from hf_linattn import registry
-
-    registry.patches()  # discovers them
-    return dict(sorted(registry.REFUSED.items()))
 
 
 def _display_path(path: str) -> str:
