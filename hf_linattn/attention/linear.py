@@ -121,17 +121,17 @@ class LinearAttention(StatefulAttention):
                 phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
             )
             return linear.normalised(numerator, total) if divide else numerator, total, after
-        how = OpConfig(self.fused, self.eps, divide)
+        config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gate = self.gate()
             inputs = self.kernel_inputs(tokens, divide, state, gate)
             if state is not None and tokens.in_place and tokens.length == 1 and native.may_overwrite(state):
-                output, total = native.step(inputs, how, gate)[:2]
+                output, total = native.step(inputs, config, gate)[:2]
                 return output, total, state
-            outputs = native.forward(inputs, how, tokens.keep, CHUNK, gate)
+            outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
             inputs = self.kernel_inputs(tokens, divide, state)
-            outputs = linear_attention.attention(inputs, how, tokens.keep, backend)
+            outputs = linear_attention.attention(inputs, config, tokens.keep, backend)
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
@@ -154,8 +154,8 @@ class LinearAttention(StatefulAttention):
             numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
             return linear.normalised(numerator, total) if divide else numerator, total
         inputs = self.kernel_inputs(tokens, divide)._replace(log_decay=None)  # decay is for what comes before
-        how = OpConfig(self.fused, self.eps, divide, causal=False)
-        outputs = linear_attention.attention(inputs, how, keep=False, backend=backend)
+        config = OpConfig(self.fused, self.eps, divide, causal=False)
+        outputs = linear_attention.attention(inputs, config, keep=False, backend=backend)
         return outputs.output, outputs.total
 
     def kernel_inputs(

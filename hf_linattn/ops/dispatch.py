@@ -72,9 +72,9 @@ def kernel_backend(inputs: Inputs) -> Backend:
     return "cpp" if decays and native.takes(query, key, value, state) else "eager"
 
 
-def form(inputs: Inputs, how: OpConfig) -> Literal["quadratic", "chunked", "bidirectional"]:
+def form(inputs: Inputs, config: OpConfig) -> Literal["quadratic", "chunked", "bidirectional"]:
     """Choose among the forms of `ops/eager`, by sizes alone: forward and backward find the same."""
-    if not how.causal:
+    if not config.causal:
         longest = max(inputs.query.shape[2], inputs.key.shape[2])
         return "quadratic" if longest <= SHORT_BOTH_WAYS else "bidirectional"
     short = SHORT_AND_SMALL if _small(inputs) else SHORT

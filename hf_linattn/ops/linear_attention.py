@@ -18,12 +18,12 @@ INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
 DEVICES = ("cpu", "cuda")
 
 
-def attention(inputs: Inputs, how: OpConfig, keep: bool, backend: Backend | None = None) -> Outputs:
+def attention(inputs: Inputs, config: OpConfig, keep: bool, backend: Backend | None = None) -> Outputs:
     """Compute linear attention, causal or over all keys, with gradients.
 
     Args:
         inputs: queries, keys, values, and what came before.
-        how: which features, over which keys, and whether to divide.
+        config: which features, over which keys, and whether to divide.
         keep: the state after is wanted; causal only.
         backend: who computes, forward and backward; None decides by `dispatch.kernel_backend`.
 
@@ -33,70 +33,74 @@ def attention(inputs: Inputs, how: OpConfig, keep: bool, backend: Backend | None
     if backend is None:
         backend = dispatch.kernel_backend(inputs)
     if torch.compiler.is_compiling():
-        arguments = (*inputs, *how, keep or not how.causal, backend)
+        arguments = (*inputs, *config, keep or not config.causal, backend)
         outputs = Outputs(*torch.ops.hf_linattn.linear_attention(*arguments))
         return outputs if keep else Outputs(*outputs[:2])
     if not torch.is_grad_enabled():
-        return _forward(inputs, how, keep, backend)
+        return _forward(inputs, config, keep, backend)
     # the backward of forms over all keys reads the sums, that of all scores at once does not
-    keep = keep or not (how.causal or (backend == "eager" and dispatch.form(inputs, how) == "quadratic"))
+    keep = keep or not (
+        config.causal or (backend == "eager" and dispatch.form(inputs, config) == "quadratic")
+    )
     # an operator would cost more
-    return Outputs(*_Attention.apply(*inputs, how, keep, backend))  # type: ignore[no-untyped-call]
+    return Outputs(*_Attention.apply(*inputs, config, keep, backend))  # type: ignore[no-untyped-call]
 
 
-def _forward(inputs: Inputs, how: OpConfig, keep: bool, backend: str) -> Outputs:
+def _forward(inputs: Inputs, config: OpConfig, keep: bool, backend: str) -> Outputs:
     if backend == "triton":
-        return _triton(inputs, how, keep)
+        return _triton(inputs, config, keep)
     if backend == "cpp":
-        return linear.forward(inputs, how, keep, dispatch.CHUNK)
-    form = dispatch.form(inputs, how)
+        return linear.forward(inputs, config, keep, dispatch.CHUNK)
+    form = dispatch.form(inputs, config)
     if form == "quadratic":
-        return quadratic.forward(inputs, how, keep)
+        return quadratic.forward(inputs, config, keep)
     if form == "bidirectional":
-        return bidirectional.forward(inputs, how, keep, dispatch.NUMBERS)
-    return chunked.forward(inputs, how, keep, dispatch.chunk(inputs))
+        return bidirectional.forward(inputs, config, keep, dispatch.NUMBERS)
+    return chunked.forward(inputs, config, keep, dispatch.chunk(inputs))
 
 
 def _backward(
-    inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig, backend: str
+    inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig, backend: str
 ) -> InputGrads:
     if backend == "triton":
-        return _triton_backward(inputs, outputs, given, how)
+        return _triton_backward(inputs, outputs, output_grads, config)
     if backend == "cpp":
-        found = linear.backward(inputs, outputs, given, how, dispatch.CHUNK)
-        return chunked_backward.through_running_sum(found, outputs, given)
-    form = dispatch.form(inputs, how)
+        results = linear.backward(inputs, outputs, output_grads, config, dispatch.CHUNK)
+        return chunked_backward.through_running_sum(results, outputs, output_grads)
+    form = dispatch.form(inputs, config)
     if form == "quadratic":
-        return quadratic.backward(inputs, outputs, given, how)
+        return quadratic.backward(inputs, outputs, output_grads, config)
     if form == "bidirectional":
-        return bidirectional.backward(inputs, outputs, given, how, dispatch.NUMBERS)
-    return chunked_backward.backward(inputs, outputs, given, how, dispatch.chunk(inputs))
+        return bidirectional.backward(inputs, outputs, output_grads, config, dispatch.NUMBERS)
+    return chunked_backward.backward(inputs, outputs, output_grads, config, dispatch.chunk(inputs))
 
 
-def _triton(inputs: Inputs, how: OpConfig, keep: bool) -> Outputs:
+def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> Outputs:
     query, key, value, valid, S, z = inputs[:6]
-    run = launch.forward if how.causal else launch.global_forward
-    found = run(query, key, value, valid, S, z, how.kind, how.normalise)
-    return Outputs(*found) if keep or not how.causal else Outputs(*found[:2])
+    run = launch.forward if config.causal else launch.global_forward
+    results = run(query, key, value, valid, S, z, config.kind, config.normalise)
+    return Outputs(*results) if keep or not config.causal else Outputs(*results[:2])
 
 
-def _triton_backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig) -> InputGrads:
+def _triton_backward(
+    inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig
+) -> InputGrads:
     query, key, value, valid, S, z = inputs[:6]
-    operands, kind = (*given, query, key, value, valid), (how.kind, how.normalise)
-    if how.causal:
+    operands, kind = (*output_grads, query, key, value, valid), (config.kind, config.normalise)
+    if config.causal:
         return launch.backward(*operands, S, z, *outputs[:2], *kind)
-    found = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind)
-    return InputGrads(*found[:3])
+    results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind)
+    return InputGrads(*results[:3])
 
 
-def _remember(ctx: Any, inputs: Inputs, how: OpConfig, backend: str, outputs: Outputs) -> None:
+def _remember(ctx: Any, inputs: Inputs, config: OpConfig, backend: str, outputs: Outputs) -> None:
     """Keep what the backward needs; the state after only where decay has gradients, or all keys are seen."""
-    ctx.how, ctx.backend = how, backend
-    after = (None, None) if inputs.log_decay is None and how.causal else outputs[2:]
+    ctx.config, ctx.backend = config, backend
+    after = (None, None) if inputs.log_decay is None and config.causal else outputs[2:]
     ctx.save_for_backward(*inputs, *outputs[:2], *after)
 
 
-def _given(
+def _output_grads(
     ctx: Any, output: Tensor | None, total: Tensor | None, S: Tensor | None = None, z: Tensor | None = None
 ) -> tuple[Inputs, Outputs, OutputGrads]:
     """Take gradients of the outputs, zeros filled in: S and z come together, where they were kept."""
@@ -111,14 +115,14 @@ def _given(
     return inputs, outputs, OutputGrads(output, total, S, z)
 
 
-def _by_inputs(found: InputGrads) -> tuple[Tensor | None, ...]:
+def _by_inputs(results: InputGrads) -> tuple[Tensor | None, ...]:
     """Bring gradients to the order of the operator's first arguments, documents among them."""
-    query, key, value, *rest = found
+    query, key, value, *rest = results
     return query, key, value, None, *rest, None
 
 
 def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_by_inputs(_backward(*_given(ctx, *grads), ctx.how, ctx.backend)), None, None, None)
+    return (*_by_inputs(_backward(*_output_grads(ctx, *grads), ctx.config, ctx.backend)), None, None, None)
 
 
 _backward_refusing_another = torch.autograd.function.once_differentiable(_backward_once)
@@ -128,11 +132,11 @@ _backward_refusing_another = torch.autograd.function.once_differentiable(_backwa
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *given, how, keep, backend = args
-        inputs = Inputs(*given)
-        outputs = _forward(inputs, how, keep, backend)
+        *output_grads, config, keep, backend = args
+        inputs = Inputs(*output_grads)
+        outputs = _forward(inputs, config, keep, backend)
         ctx.set_materialize_grads(False)
-        _remember(ctx, inputs, how, backend, outputs)
+        _remember(ctx, inputs, config, backend, outputs)
         return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs
 
     @staticmethod
@@ -203,9 +207,11 @@ def _backward_operator(
     """Compute gradients, without elements where there are none: an operator has no optional results."""
     inputs = Inputs(query, key, value, valid, S, z, log_decay, documents)
     outputs: Any = (output, total, S_after, z_after)
-    given = OutputGrads(d_output, d_total, d_S, d_z)
-    found = _backward(inputs, Outputs(*outputs), given, OpConfig(kind, eps, normalise, causal), backend)
-    return tuple(total.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
+    output_grads = OutputGrads(d_output, d_total, d_S, d_z)
+    results = _backward(
+        inputs, Outputs(*outputs), output_grads, OpConfig(kind, eps, normalise, causal), backend
+    )
+    return tuple(total.new_empty(0) if x is None else x for x in results)  # type: ignore[return-value]
 
 
 @_backward_operator.register_fake
@@ -216,16 +222,16 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    inputs, outputs, given = _given(ctx, *grads)
-    arguments = (*inputs, *outputs, *given, *ctx.how, ctx.backend)
-    found = torch.ops.hf_linattn.linear_attention_backward(*arguments)
-    parts: Any = (None if x is None else y for x, y in zip(inputs.differentiable, found, strict=True))
+    inputs, outputs, output_grads = _output_grads(ctx, *grads)
+    arguments = (*inputs, *outputs, *output_grads, *ctx.config, ctx.backend)
+    results = torch.ops.hf_linattn.linear_attention_backward(*arguments)
+    parts: Any = (None if x is None else y for x, y in zip(inputs.differentiable, results, strict=True))
     return (*_by_inputs(InputGrads(*parts)), *(None,) * (HOW + 2))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *how, _, backend = inputs[INPUTS:]
-    _remember(ctx, Inputs(*inputs[:INPUTS]), OpConfig(*how), backend, Outputs(*output))
+    *config, _, backend = inputs[INPUTS:]
+    _remember(ctx, Inputs(*inputs[:INPUTS]), OpConfig(*config), backend, Outputs(*output))
 
 
 _operator.register_autograd(_autograd_backward, setup_context=_setup)

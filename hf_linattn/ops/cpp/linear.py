@@ -33,12 +33,12 @@ def may_overwrite(state: State) -> bool:
     return state.S.is_contiguous() and state.z.is_contiguous()
 
 
-def forward(inputs: Inputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
+def forward(inputs: Inputs, config: OpConfig, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
     """Compute output, totals and the state after, causal or over all keys.
 
     Args:
         inputs: queries, keys, values, and what came before.
-        how: which features, which keys, and whether to divide.
+        config: which features, which keys, and whether to divide.
         keep: the state after is wanted.
         chunk: tokens per step.
         gate: makes the decay, in place of `log_decay`; None for none.
@@ -46,42 +46,44 @@ def forward(inputs: Inputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | 
     Raises:
         UnsupportedCallError: the kernels cannot be compiled.
     """
-    return _run(dense(inputs), Outputs.empty(inputs, keep, SUMS), how, keep, chunk, gate)
+    return _run(dense(inputs), Outputs.empty(inputs, keep, SUMS), config, keep, chunk, gate)
 
 
-def step(inputs: Inputs, how: OpConfig, gate: Gate | None = None) -> Outputs:
+def step(inputs: Inputs, config: OpConfig, gate: Gate | None = None) -> Outputs:
     """Compute one token as `forward` does, and write the state over where its memory allows it."""
     S, z, inputs = inputs.S, inputs.z, dense(inputs)
     over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
-    return _run(inputs, Outputs.empty(inputs, True, SUMS, over), how, True, 1, gate)
+    return _run(inputs, Outputs.empty(inputs, True, SUMS, over), config, True, 1, gate)
 
 
 def _run(
-    inputs: Inputs, outputs: Outputs, how: OpConfig, keep: bool, chunk: int, gate: Gate | None
+    inputs: Inputs, outputs: Outputs, config: OpConfig, keep: bool, chunk: int, gate: Gate | None
 ) -> Outputs:
-    problem = _problem(inputs, outputs, how, keep, chunk, gate, layout.NO_LINEAR_GRADS)
-    build.library().linattn_forward(problem, how.eps)
+    problem = _problem(inputs, outputs, config, keep, chunk, gate, layout.NO_LINEAR_GRADS)
+    build.library().linattn_forward(problem, config.eps)
     return outputs
 
 
-def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig, chunk: int) -> InputGrads:
+def backward(
+    inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig, chunk: int
+) -> InputGrads:
     """Compute the gradients of `forward`; that of `log_decay` by its running sums.
 
     Args:
         inputs: as the forward took them.
         outputs: what it returned; over all keys S and z are read.
-        given: gradients of these.
-        how: as the forward took it.
+        output_grads: gradients of these.
+        config: as the forward took it.
         chunk: tokens per step.
     """
-    if not how.causal:
+    if not config.causal:
         inputs = inputs._replace(S=outputs.S, z=outputs.z)
     inputs = dense(inputs)
-    d_output, d_total, d_S, d_z = rows(given.output), *map(_whole, given[1:])
+    d_output, d_total, d_S, d_z = rows(output_grads.output), *map(_whole, output_grads[1:])
     read = Outputs(rows(outputs.output), outputs.total.contiguous())
     query, key, value = (torch.empty_like(x) for x in inputs[:3])
     S = z = decay = None
-    if how.causal:
+    if config.causal:
         S, z = (None if x is None else torch.empty_like(x) for x in (inputs.S, inputs.z))
         decay = None if inputs.log_decay is None else torch.zeros_like(inputs.log_decay)
     grads = layout.LinearGrads.pack(
@@ -96,14 +98,14 @@ def backward(inputs: Inputs, outputs: Outputs, given: OutputGrads, how: OpConfig
         d_z=address(z),
         d_decay=address(decay),
     )
-    build.library().linattn_backward(_problem(inputs, read, how, False, chunk, None, grads), how.eps)
+    build.library().linattn_backward(_problem(inputs, read, config, False, chunk, None, grads), config.eps)
     return InputGrads(query, key, value, S, z, decay)
 
 
 def _problem(
     inputs: Inputs,
     outputs: Outputs,
-    how: OpConfig,
+    config: OpConfig,
     keep: bool,
     chunk: int,
     gate: Gate | None,
@@ -122,9 +124,9 @@ def _problem(
             threads=torch.get_num_threads(),
         ),
         options=layout.LinearOptions.pack(
-            feature_map=FEATURE_MAPS.index(how.kind),
-            normalise=how.normalise,
-            causal=how.causal,
+            feature_map=FEATURE_MAPS.index(config.kind),
+            normalise=config.normalise,
+            causal=config.causal,
             keep_state=keep,
             keys=keys,
             chunk=chunk,
