@@ -203,7 +203,5 @@ def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> P
     # drawing takes seconds, and the schemes differ by these colours alone
     for ours, theirs in zip(THEMES["light"], THEMES["dark"], strict=True):
         dark = dark.replace(ours, theirs)
-    light, dark = (
-        "data:image/svg+xml;base64," + base64.b64encode(x.encode()).decode() for x in (light, dark)
-    )
-    return Picture(light, dark, alt)
+    coded = [base64.b64encode(drawn.encode()).decode() for drawn in (light, dark)]
+    return Picture(*(f"data:image/svg+xml;base64,{text}" for text in coded), alt)

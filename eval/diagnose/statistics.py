@@ -89,7 +89,7 @@ def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]
     rank, effective = ranks(weights)
     # a window hides part of the block, and a masked block says nothing about rank
     whole = rows > 1 and bool(visible[late, early].all())
-    block: tuple[int | None, float | None] = ranks(weights[late, early]) if whole else (None, None)
+    block_rank, block_effective = ranks(weights[late, early]) if whole else (None, None)
     return {
         "entropy": _mean(h),
         "relative_entropy": _mean((h / n.log())[n > 1]),
@@ -100,8 +100,8 @@ def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]
         "sink": _mean(p[:, 0]),
         "rank": rank,
         "effective_rank": effective,
-        "block_rank": block[0],
-        "block_effective_rank": block[1],
+        "block_rank": block_rank,
+        "block_effective_rank": block_effective,
     }
 
 
