@@ -91,12 +91,8 @@ def _temperature(text: str) -> float:
     return value
 
 
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse combinations in which an argument would do nothing, and fill in defaults.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing, and fill in defaults."""
     if args.model is None and args.original is None:
         raise OptionError("name a model with --model")
     samples = bool(args.prompt or args.prompt_file)
@@ -139,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
 
     interrupted = "the same command goes on after the last finished model"
-    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
+    return cli.run_command(build_parser(), work, argv, check=_checked, interrupted=interrupted)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,31 +61,21 @@ def compare_generation(
     if original is None and len(others) > 1:
         raise OptionError("several models need an original of their own: their weights may differ")
     rows = [document.ids.tolist() for document in encode(tokenizer, prompts, bos=bos).documents]
-    own = inside(next(iter(others.values()))) if original is None else itself(original)
+    own = side_of(next(iter(others.values())), own=True) if original is None else side_of(original)
     settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     written = continue_all(own, ORIGINAL, rows, new_tokens, **settings)
     for label, model in others.items():
-        written += compare_with(own, itself(model), label, rows, written[: len(rows)], new_tokens, **settings)
+        first = written[: len(rows)]
+        written += compare_with(own, side_of(model), label, rows, first, new_tokens, **settings)
     return Comparison(rows, written)
 
 
-def itself(model: nn.Module) -> Side:
-    """Use the model as it is."""
+def side_of(model: nn.Module, *, own: bool = False) -> Side:
+    """Use the model as it is, or with `own` the original inside a patched one."""
 
     @contextmanager
     def use() -> Iterator[nn.Module]:
-        with scoring(model):
-            yield model
-
-    return use
-
-
-def inside(model: nn.Module) -> Side:
-    """Use the original inside a patched model."""
-
-    @contextmanager
-    def use() -> Iterator[nn.Module]:
-        with bypassed(model), scoring(model):
+        with bypassed(model) if own else nullcontext(), scoring(model):
             yield model
 
     return use
@@ -130,10 +120,8 @@ def continue_all(
                 rows = _greedy(model, ids, new_tokens, ends, bar.update)
             written.update(zip(batch, rows, strict=True))
         bar.update(total - bar.n)
-    return [
-        Continuation(label, index, written[index], repetition(written[index]))
-        for index in range(len(prompts))
-    ]
+    rows = [written[index] for index in range(len(prompts))]
+    return [Continuation(label, index, row, repetition(row)) for index, row in enumerate(rows)]
 
 
 def compare_with(
@@ -185,30 +173,30 @@ def _divergences(
     """Compute KL(original || other) and whether the first choice is the same, along the original's text."""
     from hf_linattn.training.divergence import token_divergence  # not before a model is there
 
-    rows = [torch.tensor([*prompt, *first.ids]) for prompt, first in zip(prompts, originals, strict=True)]
+    rows = [torch.tensor([*prompt, *one.ids]) for prompt, one in zip(prompts, originals, strict=True)]
     texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
-    shapes = [(len(row), len(first.ids)) for row, first in zip(rows, originals, strict=True)]
+    shapes = [(len(row), len(one.ids)) for row, one in zip(rows, originals, strict=True)]
     results: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
     with tqdm(total=len(rows), desc=f"{label}, KL", unit="prompt", disable=not progress) as bar:
         for batch in _batches(shapes, batch_size):
             windows = [Window(index, 0, *shapes[index]) for index in batch]
-            logits = []
-            for side in (original, other):
-                with side() as model:
-                    logits.append(window_logits(model, texts, windows)[0])
-            if logits[0].shape != logits[1].shape:
+            with original() as model:
+                first, _ = window_logits(model, texts, windows)
+            with other() as model:
+                second, _ = window_logits(model, texts, windows)
+            if first.shape != second.shape:
                 raise DataError(
-                    f"{label} predicts one of {logits[1].shape[-1]} tokens, the original one of "
-                    f"{logits[0].shape[-1]}: predictions can be compared over one vocabulary only"
+                    f"{label} predicts one of {second.shape[-1]} tokens, the original one of "
+                    f"{first.shape[-1]}: predictions can be compared over one vocabulary only"
                 )
-            parts = zip(*(x.split(POSITIONS, 1) for x in logits), strict=True)
+            parts = zip(first.split(POSITIONS, 1), second.split(POSITIONS, 1), strict=True)
             divergences = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
             kl = torch.cat(divergences, 1).clamp_min(0)  # rounding takes it below
             if not bool(kl.isfinite().all()):
                 raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
-            same = logits[0].argmax(-1).cpu() == logits[1].argmax(-1).cpu()
-            for place, index in enumerate(batch):
-                results[index] = (tuple(kl[place].tolist()), tuple(same[place].tolist()))
+            same = first.argmax(-1).cpu() == second.argmax(-1).cpu()
+            pairs = zip(map(tuple, kl.tolist()), map(tuple, same.tolist()), strict=True)
+            results.update(zip(batch, pairs, strict=True))
             bar.update(len(batch))
     return [results[index] for index in range(len(rows))]
 
@@ -242,12 +230,9 @@ def _greedy(
         ended |= torch.isin(step[:, 0], stop)
         if bool(ended.all()):
             break
-    return [_cut(row, ends) for row in torch.cat(written, 1).tolist()]
-
-
-def _cut(row: list[int], ends: frozenset[int]) -> list[int]:
-    """Cut behind the first token that ends the text."""
-    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+    rows: list[list[int]] = torch.cat(written, 1).tolist()
+    last = [next((place for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [row[: end + 1] for row, end in zip(rows, last, strict=True)]
 
 
 def _batches(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:

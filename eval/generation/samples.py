@@ -105,8 +105,7 @@ def state_of(model: Any) -> dict[str, Any]:
         rows = list(describe(model))
     except LinattnError:  # no attention that could be patched, as in a state-space model
         return {}
-    known = all(row.state_bytes is not None or row.bytes_per_token is not None for row in rows)
-    if not known:
+    if any(row.state_bytes is None and row.bytes_per_token is None for row in rows):
         return {}
     return {
         "state_bytes": sum(row.state_bytes or 0 for row in rows),
