@@ -95,7 +95,7 @@ def add_output_arguments(
     parser.add_argument("--output-dir", type=Path, required=required, help=what)
 
 
-def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
+def check_options_have_patch(args: Any) -> Any:
     """Refuse --options without --patch; the arguments come back.
 
     Raises:
@@ -104,6 +104,17 @@ def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
     if args.options is not None and args.patch is None:
         raise OptionError("--options belongs to --patch")
     return args
+
+
+def refuse_options(args: Any, names: Sequence[str], where: str) -> None:
+    """Refuse options that would do nothing, such as those that have no meaning "without --stream".
+
+    Raises:
+        OptionError: one of them is there, and neither empty nor 0.
+    """
+    for name in names:
+        if getattr(args, name):
+            raise OptionError(f"--{name.replace('_', '-')} has no meaning {where}")
 
 
 def run_command(

@@ -96,10 +96,8 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
     if args.model is None and args.original is None:
         raise OptionError("name a model with --model")
     samples = bool(args.prompt or args.prompt_file)
-    for name in ONLY_COMPARE if samples else ONLY_SAMPLE:
-        if getattr(args, name):
-            side = "with" if samples else "without"
-            raise OptionError(f"--{name.replace('_', '-')} has no meaning {side} --prompt or --prompt-file")
+    side, names = ("with", ONLY_COMPARE) if samples else ("without", ONLY_SAMPLE)
+    cli.refuse_options(args, names, f"{side} --prompt or --prompt-file")
     if samples and args.output is None:
         raise OptionError("name the file for the continuations with --output")
     if not samples and (args.prompts is None) == (args.data is None):
@@ -109,9 +107,7 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
     if not samples and args.output_dir is None:
         raise OptionError("name a folder with --output-dir")
     if args.prompts is not None:
-        for name in ("prompt_tokens", "count", "join"):
-            if getattr(args, name):
-                raise OptionError(f"--{name.replace('_', '-')} has no meaning with --prompts")
+        cli.refuse_options(args, ("prompt_tokens", "count", "join"), "with --prompts")
         args.prompts = str(args.prompts)
     for name, value in (TO_SAMPLE if samples else TO_COMPARE).items():
         if getattr(args, name) is None and not (args.prompts and name in ("prompt_tokens", "count")):

@@ -98,12 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse combinations in which an argument would do nothing.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing."""
     # lm_eval's own command takes commas as well
     args.tasks = [name for item in args.tasks for name in item.split(",") if name]
     if not args.tasks:
@@ -112,7 +108,8 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise OptionError("--tasks names a task twice")
     if args.compare_original == args.model and args.patch is None:
         raise OptionError("--compare-original is the measured model itself")
-    return cli.check_options_have_patch(args)
+    cli.check_options_have_patch(args)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     interrupted = "the same command goes on after the last finished task"
     return cli.run_command(
-        build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=interrupted
+        build_parser(), work, argv, check=_checked, needs="harness", interrupted=interrupted
     )
 
 

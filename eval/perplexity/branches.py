@@ -55,14 +55,13 @@ def compare_branches(
         OptionError: unknown branches, or a number out of its range.
         DataError: no document is long enough, or the loss is not finite.
     """
-    plan = plan_windows(
-        encode(tokenizer, documents, bos=bos, join=join), lengths, stride=stride, max_tokens=max_tokens
-    )
+    texts = encode(tokenizer, documents, bos=bos, join=join)
+    plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
     require_causal(model)
+    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     rows: dict[str, list[Row]] = {}
     for name in branches:
         with use_branches(model, name):
-            settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
             rows[name] = [score_length(model, plan, length, **settings) for length in plan.lengths]
     return rows
 
@@ -93,9 +92,8 @@ def sentences(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[s
         sizes: tokens in the hybrids' windows.
     """
     nats = {(row["model"], row["length"]): row["nats"] for row in rows}
-    lengths = sorted({row["length"] for row in rows})
     lines = []
-    for length in lengths:
+    for length in sorted({row["length"] for row in rows}):
         four = [nats.get((name, length)) for name in ("both", "window", "rest", "none")]
         if None not in four:
             outside = not sizes or length > sizes[0]
