@@ -123,12 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
 
     def work(args: argparse.Namespace, command: str) -> str:
-        from . import outputs, run, samples
+        from . import run, samples
 
-        if "prompt" in args:
-            return samples.summary(samples.run(args, command), args.output)
-        results, comparison = run.run(args, command)
-        return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
+        return samples.run(args, command) if "prompt" in args else run.run(args, command)
 
     interrupted = "the same command goes on after the last finished model"
     return cli.run_command(build_parser(), work, argv, check=_checked, interrupted=interrupted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
+from ..common.models import name_of
 from ..common.plotting import log2_axis, look
 from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
@@ -28,23 +30,16 @@ MARK = "▸"
 Decode = Callable[[Sequence[int]], str]
 
 
-def summary(results: Mapping[str, Any], comparison: Comparison, new_tokens: int, folder: Path) -> str:
-    """Give the table, and what one needs to read it.
-
-    Args:
-        results: of results.json.
-        comparison: that is in it.
-        new_tokens: tokens that were to be written.
-        folder: where the files are.
-    """
+def summary(note: str, comparison: Comparison, args: argparse.Namespace) -> str:
+    """Give the table, where the original comes from, and what one needs to read it."""
     titles = ["model", "agreement", "identical", "repetition", "KL, nats", "stderr", "top-1"]
     prompts = len(comparison.prompts)
     return f"""{text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])}
-original: {results["original"]["note"]}
-agreement: tokens before the first difference, of {new_tokens}; repetition: share of 4-grams seen before in \
-the continuation
+original: {note}
+agreement: tokens before the first difference, of {args.new_tokens}; repetition: share of 4-grams seen before \
+in the continuation
 KL(original || model), top-1: along the original's continuation; stderr over prompts
-{prompts} prompts; results.json, generation.csv, generation.md and kl.png in {folder}"""
+{prompts} prompts; results.json, generation.csv, generation.md and kl.png in {args.output_dir}"""
 
 
 def _cells(one: Summary) -> list[str]:
@@ -57,20 +52,13 @@ def _format(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def write(folder: Path, comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
-    """Write the csv, the page and the plot, each whole or not at all.
-
-    Args:
-        folder: that gets them.
-        comparison: what they show.
-        new_tokens: tokens that were to be written.
-        decode: token ids to text.
-        heading: of the page.
-    """
+def write(args: argparse.Namespace, comparison: Comparison, decode: Decode) -> None:
+    """Write the csv, the page and the plot, each whole or not at all; `decode` turns token ids into text."""
+    folder = args.output_dir
     rows = [_row(comparison, one, decode) for one in comparison.continuations]
     save_csv(folder / "generation.csv", rows, COLUMNS)
     with replacing(folder / "generation.md") as partial:
-        partial.write_text(_page(comparison, new_tokens, decode, heading), encoding="utf-8")
+        partial.write_text(_page(args, comparison, decode), encoding="utf-8")
     with replacing(folder / "kl.png") as partial:
         _save_plot(partial, comparison.summaries())
 
@@ -90,10 +78,11 @@ def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str,
     }
 
 
-def _page(comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
+def _page(args: argparse.Namespace, comparison: Comparison, decode: Decode) -> str:
     """Write in Markdown the table, KL by position, and the continuations of every prompt side by side."""
     summaries = comparison.summaries()
-    lines = [f"# {heading}", "", *_summary_lines(summaries, new_tokens), *_bucket_lines(summaries)]
+    lines = [f"# Generation beside {name_of(args.original or args.model[0])}", ""]
+    lines += [*_summary_lines(summaries, args.new_tokens), *_bucket_lines(summaries)]
     lines += ["![KL against position](kl.png)", "", "## Continuations", ""]
     lines += [f"{MARK} marks where a continuation leaves the original's; ⏎ is a new line.", ""]
     labels = comparison.labels

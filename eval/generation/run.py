@@ -18,12 +18,14 @@ from ..common.models import ModelSpec, load_texts, load_tokenizer, name_of
 from ..common.results import ResumableRun, recorded
 from ..common.windows import encode, side_by_side
 from .comparison import ORIGINAL, Comparison
-from .measure import Side, compare_with, continue_all, side_of
-from .outputs import FORMAT, continuations_of, write
+from .measure import Comparer, Side, side_of
+from .outputs import FORMAT, continuations_of, summary, write
 
 
-def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Comparison]:
-    """Compare what is not compared yet and write all files; results.json is renewed after every model.
+def run(args: argparse.Namespace, command: str) -> str:
+    """Compare what is not compared yet and write all files; the table comes back, with what explains it.
+
+    results.json is renewed after every model.
 
     Raises:
         DataError: prompts are missing or too short, tokenizers differ, or the folder holds another run.
@@ -33,7 +35,8 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
     session = ResumableRun(args.output_dir, recorded(args), FORMAT, command)
     earlier = continuations_of(session.earlier.get("continuations", []))
     if session.complete:
-        return session.results, Comparison(session.results["prompts"], earlier)
+        comparison = Comparison(session.results["prompts"], earlier)
+        return summary(session.results["original"]["note"], comparison, args)
     others = _model_specs(args)
     source = args.original or args.model[0]
     tokenizer = load_tokenizer(args.tokenizer or source)
@@ -43,21 +46,26 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
     models = ModelLoader(compared, dtype=args.dtype, device=session.device, seed=args.seed)
     original, note = _original(args, others, models)
     comparison = Comparison(prompts, earlier)
+    comparer = Comparer(original, comparison, args.new_tokens, args.batch_size, progress=True)
     facts = {"original": {"source": source, "note": note}, "models": [asdict(spec) for spec in others]}
     session.begin({**facts, "prompts": prompts})
     del session.results["rows"]  # they are called continuations here
     for spec in [None, *others]:
         label = ORIGINAL if spec is None else spec.label
-        if label not in comparison.labels:
-            with session.timed(label):
-                _measure(args, original, models, spec, comparison)
-            _fill(session, comparison)
-            session.save()
-    heading = f"Generation beside {name_of(source)}"
-    write(args.output_dir, comparison, args.new_tokens, tokenizer.decode, heading)
+        if label in comparison.labels:
+            continue
+        with session.timed(label):
+            if spec is None:
+                comparer.add_original()
+            else:
+                with error_prefix(label), models.use(spec) as model:
+                    comparer.add(label, side_of(model))
+        _fill(session, comparison)
+        session.save()
+    write(args, comparison, tokenizer.decode)
     _fill(session, comparison)
     session.finish()
-    return session.results, comparison
+    return summary(note, comparison, args)
 
 
 def _fill(session: ResumableRun, comparison: Comparison) -> None:
@@ -151,23 +159,3 @@ def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
             "from with --original"
         )
     return side_of(model, own=True), "the same weights with their own attention"
-
-
-def _measure(
-    args: argparse.Namespace,
-    original: Side,
-    models: ModelLoader,
-    spec: ModelSpec | None,
-    comparison: Comparison,
-) -> None:
-    settings: dict[str, Any] = {"batch_size": args.batch_size, "progress": True}
-    prompts, first = comparison.prompts, comparison.of(ORIGINAL)
-    if spec is None:
-        comparison.continuations.extend(
-            continue_all(original, ORIGINAL, prompts, args.new_tokens, **settings)
-        )
-        return
-    with error_prefix(spec.label), models.use(spec) as model:
-        comparison.continuations.extend(
-            compare_with(original, side_of(model), spec.label, prompts, first, args.new_tokens, **settings)
-        )
