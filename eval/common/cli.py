@@ -237,7 +237,7 @@ def doubling_range(text: str) -> list[int]:
     lengths: list[int] = []
     for index, part in enumerate(parts):
         if part.strip() in ("...", "…"):
-            if not lengths or index + 1 == len(parts) or lengths[-1] < 1:
+            if not lengths or index + 1 == len(parts):
                 raise argparse.ArgumentTypeError(
                     f"'...' stands between two lengths, as in 512,...,8192: {text!r}"
                 )
@@ -249,12 +249,9 @@ def doubling_range(text: str) -> list[int]:
 
 
 def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callable[[str], list[str]]:
-    """Make a type of argparse for names by comma, each once.
+    """Make a type of argparse for names by comma, each once; without known ones anything goes.
 
-    Args:
-        known: the names; anything goes where there are none.
-        what: one of them, for the error.
-        none: the word for an empty list, if there may be one.
+    Errors call a name `what`, and the word `none` stands for an empty list.
     """
 
     def parse(text: str) -> list[str]:

@@ -73,11 +73,9 @@ def entropy_by_keys(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]:
-    """Measure one head; see `results.Head` for the numbers. None where there is nothing to measure.
+    """Measure a head's weights `[N, S]`, float64, over the keys that are visible, boolean `[N, S]`.
 
-    Args:
-        weights: `[N, S]` float64.
-        visible: boolean `[N, S]`.
+    See `results.Head` for the numbers. None where there is nothing to measure.
     """
     rows, columns = weights.shape
     late, early = slice(rows // 2, None), slice(0, columns // 2)

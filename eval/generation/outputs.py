@@ -36,8 +36,8 @@ def summary(note: str, comparison: Comparison, args: argparse.Namespace) -> str:
     prompts = len(comparison.prompts)
     return f"""{text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])}
 original: {note}
-agreement: tokens before the first difference, of {args.new_tokens}; repetition: share of 4-grams seen before \
-in the continuation
+agreement: tokens before the first difference, of {args.new_tokens}; repetition: share of 4-grams seen \
+before in the continuation
 KL(original || model), top-1: along the original's continuation; stderr over prompts
 {prompts} prompts; results.json, generation.csv, generation.md and kl.png in {args.output_dir}"""
 

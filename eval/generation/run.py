@@ -136,7 +136,18 @@ def _check_tokenizers(
 def _original(args: argparse.Namespace, others: Sequence[ModelSpec], models: ModelLoader) -> tuple[Side, str]:
     """Find the model that all are compared with, and say where it comes from."""
     if args.original is None and not args.compare:
-        return _original_inside(others[0].source, models.load(others[0]))
+        folder, model = others[0].source, models.load(others[0])
+        if not is_patched(model):
+            raise OptionError(
+                f"{folder} is not patched: name patches to compare with --compare, or the model that it came "
+                "from with --original"
+            )
+        if Path(folder, "run.json").is_file():
+            raise OptionError(
+                f"{folder} was trained after it was patched (it has a run.json): name the model that it came "
+                "from with --original"
+            )
+        return side_of(model, own=True), "the same weights with their own attention"
     source = args.original or args.model[0]
     model = models.load(ModelSpec(ORIGINAL, source))
     if is_patched(model):
@@ -145,17 +156,3 @@ def _original(args: argparse.Namespace, others: Sequence[ModelSpec], models: Mod
             raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
         unpatch_model(model)  # its patch has no weights: `ModelLoader` has looked
     return side_of(model), f"{name_of(source)}, unpatched"
-
-
-def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
-    if not is_patched(model):
-        raise OptionError(
-            f"{folder} is not patched: name patches to compare with --compare, or the model that it came "
-            "from with --original"
-        )
-    if Path(folder, "run.json").is_file():
-        raise OptionError(
-            f"{folder} was trained after it was patched (it has a run.json): name the model that it came "
-            "from with --original"
-        )
-    return side_of(model, own=True), "the same weights with their own attention"

@@ -52,13 +52,7 @@ class Schedule:
     def measure(
         self, arrangements: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool
     ) -> None:
-        """Measure what is missing of these arrangements.
-
-        Args:
-            arrangements: for each, the numbers of the layers that do not have their linear form.
-            kept: the attention of those.
-            recall: whether to ask for recall too.
-        """
+        """Measure what is missing of these arrangements, each the layers that have `kept` as attention."""
         keys = list(dict.fromkeys(key_of(own, kept[0]) for own in arrangements))
         missing = [key for key in keys if key not in self.rows]
         bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]

@@ -85,11 +85,9 @@ def window_sizes(model: nn.Module) -> list[int]:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[str]:
-    """Say what the perplexities mean, a sentence per length; nothing where one of the four is not measured.
+    """Say what "nats" by "length" and "model" (the branches) mean, for windows of these sizes.
 
-    Args:
-        rows: with "model" (the branches), "length" and "nats".
-        sizes: tokens in the hybrids' windows.
+    A sentence per length; nothing where one of the four branches is not measured.
     """
     nats = {(row["model"], row["length"]): row["nats"] for row in rows}
     lines = []
