@@ -52,13 +52,7 @@ def recorded(args: Any, *without: str) -> dict[str, Any]:
 class ResumableRun:
     """A run that renews results.json after every row, and goes on where an earlier start of it ended.
 
-        run = ResumableRun(folder, arguments, "hf_linattn.recall/1", command)
-        if not run.complete:
-            run.begin({"models": models})
-            ...  # run.rows.append(row); run.save()
-            run.finish("results.csv", COLUMNS)
-
-    Nothing is written before the first `save`.
+    The docstring of this package shows how it is used. Nothing is written before the first `save`.
 
     Args:
         folder: where the files go.

@@ -184,6 +184,7 @@ def _task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[
             metric, comma, chosen = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
+            error = _number(metrics.get(f"{metric}_stderr,{chosen}"))
             rows.append(
                 {
                     "model": label,
@@ -192,7 +193,8 @@ def _task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[
                     "metric": metric,
                     "filter": chosen,
                     "value": _number(value),
-                    "stderr": _error(metrics.get(f"{metric}_stderr,{chosen}")),
+                    # lm_eval writes N/A where there is none
+                    "stderr": error if isinstance(error, float) else None,
                     "higher_is_better": returned["higher_is_better"].get(task, {}).get(metric),
                     "num_fewshot": returned["n-shot"].get(task),
                     "samples": returned["n-samples"].get(task, {}).get("effective"),
@@ -233,9 +235,3 @@ def _number(value: Any) -> float | str:
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else str(number)
-
-
-def _error(value: Any) -> float | None:
-    """Read a standard error; lm_eval writes N/A where there is none."""
-    number = _number(value)
-    return number if isinstance(number, float) else None
