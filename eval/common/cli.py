@@ -172,13 +172,18 @@ def parse_rope_scaling(text: str) -> tuple[str, float]:
     kind, _, number = text.partition(":")
     if kind not in ROPE_SCALINGS:
         raise OptionError(f"unknown RoPE scaling {kind!r}; known: {', '.join(ROPE_SCALINGS)}, as KIND:FACTOR")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = 0.0
+    factor = parse_float(number)
     if not 1 <= factor < float("inf"):
         raise OptionError(f"RoPE scaling {text!r}: the factor must be a number of at least 1, as in {kind}:4")
     return kind, factor
+
+
+def parse_float(text: str) -> float:
+    """Parse a number; NaN, which lies in no range, for everything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def parse_options(text: str) -> dict[str, Any]:

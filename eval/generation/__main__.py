@@ -82,10 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = cli.parse_float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}; for 0 use --greedy")
     return value

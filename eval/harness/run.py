@@ -41,13 +41,14 @@ FROM_TASKS = (
 """What lm_eval, the code of a task and `datasets` raise for tasks, data and settings that cannot be used."""
 
 
-def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
-    """Run all tasks on all models; the content of results.json, or None in other processes than the first."""
+def run(args: argparse.Namespace, command: str) -> str | None:
+    """Run all tasks on all models; the table comes back, or None in other processes than the first."""
     arguments = recorded(args)
     arguments["include_path"] = None if args.include_path is None else str(args.include_path)
     session = ResumableRun(args.output_dir, arguments, FORMAT, command)
+    shown = f"results.json and results.csv in {args.output_dir}"
     if session.complete:
-        return session.results
+        return f"{table(session.rows)}\n{shown}"
     specs = _model_specs(args)
     for spec in specs:
         load_config(spec.source)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
     if not first:
         return None
     session.finish("results.csv", COLUMNS)
-    return session.results
+    return f"{table(session.rows)}\n{shown}"
 
 
 def _model_specs(args: argparse.Namespace) -> list[ModelSpec]:

@@ -81,11 +81,9 @@ class PerplexityArguments:
         self._check_compare()
         self._check_branches()
         check_options_have_patch(self)
-        side, names = (
-            ("with", ("lengths", "stride", "batch_size")) if self.stream else ("without", ("segment",))
-        )
-        for name in names:
+        for name in ("lengths", "stride", "batch_size") if self.stream else ("segment",):
             if getattr(self, name) is not None:
+                side = "with" if self.stream else "without"
                 raise OptionError(f"--{name.replace('_', '-')} has no meaning {side} --stream")
         if self.stream and UNPATCHED in self.baseline:
             raise OptionError("--stream needs linear attention, which --baseline unpatched has not")
