@@ -95,7 +95,7 @@ def add_output_arguments(
     parser.add_argument("--output-dir", type=Path, required=required, help=what)
 
 
-def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
+def check_options_have_patch(args: Any) -> Any:
     """Refuse --options without --patch; the arguments come back.
 
     Raises:
@@ -104,6 +104,17 @@ def check_options_have_patch(args: argparse.Namespace) -> argparse.Namespace:
     if args.options is not None and args.patch is None:
         raise OptionError("--options belongs to --patch")
     return args
+
+
+def refuse_options(args: Any, names: Sequence[str], where: str) -> None:
+    """Refuse options that would do nothing, such as those that have no meaning "without --stream".
+
+    Raises:
+        OptionError: one of them is there, and neither empty nor 0.
+    """
+    for name in names:
+        if getattr(args, name):
+            raise OptionError(f"--{name.replace('_', '-')} has no meaning {where}")
 
 
 def run_command(
@@ -161,13 +172,18 @@ def parse_rope_scaling(text: str) -> tuple[str, float]:
     kind, _, number = text.partition(":")
     if kind not in ROPE_SCALINGS:
         raise OptionError(f"unknown RoPE scaling {kind!r}; known: {', '.join(ROPE_SCALINGS)}, as KIND:FACTOR")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = 0.0
+    factor = parse_float(number)
     if not 1 <= factor < float("inf"):
         raise OptionError(f"RoPE scaling {text!r}: the factor must be a number of at least 1, as in {kind}:4")
     return kind, factor
+
+
+def parse_float(text: str) -> float:
+    """Parse a number; NaN, which lies in no range, for everything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -226,7 +242,7 @@ def doubling_range(text: str) -> list[int]:
     lengths: list[int] = []
     for index, part in enumerate(parts):
         if part.strip() in ("...", "…"):
-            if not lengths or index + 1 == len(parts) or lengths[-1] < 1:
+            if not lengths or index + 1 == len(parts):
                 raise argparse.ArgumentTypeError(
                     f"'...' stands between two lengths, as in 512,...,8192: {text!r}"
                 )
@@ -238,12 +254,9 @@ def doubling_range(text: str) -> list[int]:
 
 
 def names_of(known: Sequence[str], what: str, none: str | None = None) -> Callable[[str], list[str]]:
-    """Make a type of argparse for names by comma, each once.
+    """Make a type of argparse for names by comma, each once; without known ones anything goes.
 
-    Args:
-        known: the names; anything goes where there are none.
-        what: one of them, for the error.
-        none: the word for an empty list, if there may be one.
+    Errors call a name `what`, and the word `none` stands for an empty list.
     """
 
     def parse(text: str) -> list[str]:

@@ -111,14 +111,11 @@ def specs_of(entries: Sequence[str], source: str) -> list[ModelSpec]:
     Raises:
         OptionError: two entries are the same.
     """
-    specs: list[ModelSpec] = []
-    for entry in entries:
-        patch, options, rope_scaling = parse_spec(entry)
-        for other in specs:
-            if (other.patch, other.options, other.rope_scaling) == (patch, options, rope_scaling):
-                raise OptionError(f"--compare has {other.label!r} twice")
-        specs.append(ModelSpec(entry, source, patch, options, rope_scaling))
-    return specs
+    parsed = [parse_spec(entry) for entry in entries]
+    for index, parts in enumerate(parsed):
+        if parts in parsed[:index]:
+            raise OptionError(f"--compare has {entries[parsed.index(parts)]!r} twice")
+    return [ModelSpec(entry, source, *parts) for entry, parts in zip(entries, parsed, strict=True)]
 
 
 def is_reference(spec: ModelSpec) -> bool:

@@ -13,20 +13,12 @@ from torch import nn
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
-from hf_linattn.patching.loading import first_line, load_config, load_tokenizer
+from hf_linattn.patching.loading import first_line
+from hf_linattn.patching.loading import load_config as load_config
+from hf_linattn.patching.loading import load_tokenizer as load_tokenizer
 
 from .cli import parse_rope_scaling
 from .windows import Texts, encode
-
-__all__ = [
-    "UNPATCHED",
-    "ModelSpec",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "scaled_rotaries",
-    "train_length",
-]
 
 UNPATCHED = "unpatched"
 

@@ -21,8 +21,8 @@ LOSS_CHUNK = 1024
 
 @contextmanager
 def scoring(model: nn.Module) -> Iterator[None]:
-    """Switch gradients and dropout off; the training mode comes back afterwards."""
-    training = model.training
+    """Switch gradients and dropout off; the training mode of every module comes back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     _reset_dynamic_rope(model)
     try:
@@ -31,7 +31,8 @@ def scoring(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         _reset_dynamic_rope(model)
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tuple[Tensor, Tensor]:
@@ -69,18 +70,31 @@ def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
     """Run the model, with logits for the last `keep` positions, or for all where it cannot limit them."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = keep
-    try:
+    memory = (
+        f"out of memory with {ids.shape[0]} windows of {ids.shape[1]} tokens and {keep} logits each: "
+        "take a smaller batch size or stride, or a half precision dtype"
+    )
+    with explained_failures(model, ids.shape[1], memory):
         return model(input_ids=ids, **kwargs)
+
+
+@contextmanager
+def explained_failures(model: nn.Module, tokens: int, memory: str) -> Iterator[None]:
+    """Say what went wrong in a forward pass over so many tokens; `memory` is said where it does not suffice.
+
+    Raises:
+        LinattnError: out of memory.
+        UnsupportedModelError: the text is longer than the model's table of positions.
+    """
+    try:
+        yield
     except torch.OutOfMemoryError as error:
-        raise LinattnError(
-            f"out of memory with {ids.shape[0]} windows of {ids.shape[1]} tokens and {keep} logits each: "
-            "take a smaller batch size or stride, or a half precision dtype"
-        ) from error
+        raise LinattnError(memory) from error
     except IndexError as error:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         raise UnsupportedModelError(
-            f"{type(model).__name__} failed on {ids.shape[1]} tokens ({error}); if it learns its positions, "
-            f"its table ends at {limit}"
+            f"{type(model).__name__} failed on {tokens} tokens ({error}); if it learns its positions, its "
+            f"table ends at {limit}"
         ) from error
 
 

@@ -52,13 +52,7 @@ def recorded(args: Any, *without: str) -> dict[str, Any]:
 class ResumableRun:
     """A run that renews results.json after every row, and goes on where an earlier start of it ended.
 
-        run = ResumableRun(folder, arguments, "hf_linattn.recall/1", command)
-        if not run.complete:
-            run.begin({"models": models})
-            ...  # run.rows.append(row); run.save()
-            run.finish("results.csv", COLUMNS)
-
-    Nothing is written before the first `save`.
+    The docstring of this package shows how it is used. Nothing is written before the first `save`.
 
     Args:
         folder: where the files go.
@@ -102,19 +96,10 @@ class ResumableRun:
             check_writable(folder)
 
     def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
-        """Say what stands in results.json besides the rows.
-
-        Args:
-            facts: keys of this command.
-            where: what is said of the machine, besides the device and the threads.
-        """
-        machine = {"device": str(self.device), "threads": torch.get_num_threads()}
-        self.results = {
-            **self._head,
-            **facts,
-            "rows": self.rows,
-            "run": {**machine, **(where or {}), "seconds": self.seconds},
-        }
+        """Say what stands in results.json besides the rows, and in `where` besides the device and threads."""
+        machine = {"device": str(self.device), "threads": torch.get_num_threads(), **(where or {})}
+        run = {**machine, "seconds": self.seconds}
+        self.results = {**self._head, **facts, "rows": self.rows, "run": run}
 
     @contextmanager
     def timed(self, label: str) -> Iterator[None]:
@@ -151,12 +136,7 @@ def check_writable(folder: Path) -> None:
 
 
 def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any] | None:
-    """Read what an earlier run of the same command left in this folder, finished or not; None for nothing.
-
-    Args:
-        folder: where its results.json is.
-        arguments: of this run.
-        form: the command's format, as its results name it.
+    """Read what an earlier run of this command, by its format, left in the folder, finished or not.
 
     Raises:
         DataError: the folder holds results of other arguments, or a file that is none of ours.
@@ -200,12 +180,7 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
 
 
 def save_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> None:
-    """Write a table whole or not at all.
-
-    Args:
-        path: the file.
-        rows: a line each; what a row lacks stays empty.
-        columns: of the file; by default all that the rows have, in the order in which they come first.
+    """Write a line per row, whole or not at all; by default all that rows have, in the order of coming.
 
     Raises:
         TrainingError: it cannot be written.

@@ -168,15 +168,8 @@ def _ask(
         ) from error
     visible = _visible(module, query, mask, keys, kwargs) | (weights != 0)
     scaling = kwargs.get("scaling")
-    call = Call(
-        name=name,
-        module=module,
-        query=query,
-        key=key,
-        weights=weights,
-        visible=visible,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = Call(name, module, query, key, weights, visible, scaling)
     groups = query.shape[1] // value.shape[1]
     _check_linear(call, value.repeat_interleave(groups, 1), output.transpose(1, 2))
     return call

@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from hf_linattn import describe
-from hf_linattn.errors import (
-    DataError,
-    LinattnError,
-    OptionError,
-    UnsupportedCallError,
-    UnsupportedModelError,
-)
+from hf_linattn.errors import DataError, OptionError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.plan import sites_of, transformers_model
 
-from ..common.nll import scoring
+from ..common.nll import explained_failures, scoring
 from . import statistics
 from .attention_weights import Call, watching
 from .results import CELLS, Diagnosis, Head, Layer
@@ -89,7 +85,6 @@ def diagnose(
     recorder = _Recorder({row.module: row.patch for row in describe(inside)})
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm(input_ids, desc="diagnose", unit="window", disable=not progress))
-        stack.enter_context(_modes_kept(model))
         stack.enter_context(scoring(model))
         stack.enter_context(recorder.inputs_noted(inside))
         stack.enter_context(watching(model, recorder.see))
@@ -102,25 +97,14 @@ def diagnose(
             if attention_mask is not None:
                 rows["attention_mask"] = mask[cut].to(device)
             recorder.start(mask[row].bool(), ids)
-            _forward(model, ids[None].to(device), **fixed, **rows)
+            memory = (
+                f"out of memory with the matrices of one layer for {len(ids)} tokens: take a shorter length"
+            )
+            with explained_failures(model, len(ids), memory):
+                model(input_ids=ids[None].to(device), **fixed, **rows)
     if not recorder.layers:
         raise UnsupportedModelError(f"{type(inside).__name__} called none of its attention modules")
     return recorder.result(type(inside).__name__, tokenizer, top)
-
-
-def _forward(model: nn.Module, ids: Tensor, **inputs: Any) -> None:
-    try:
-        model(input_ids=ids, **inputs)
-    except torch.OutOfMemoryError as error:
-        raise LinattnError(
-            f"out of memory with the matrices of one layer for {ids.shape[1]} tokens: take a shorter length"
-        ) from error
-    except IndexError as error:
-        limit = getattr(transformers_model(model).config, "max_position_embeddings", None)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} failed on {ids.shape[1]} tokens ({error}); if it learns its positions, "
-            f"its table ends at {limit}"
-        ) from error
 
 
 def layer_of(name: str) -> str:
@@ -129,17 +113,6 @@ def layer_of(name: str) -> str:
     while len(parts) > 1 and not parts[-1].isdecimal():
         parts.pop()
     return ".".join(parts) if parts[-1].isdecimal() else name
-
-
-@contextmanager
-def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Keep the modes module by module: parts of a model may be in evaluation mode while others train."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 class _Recorder:
@@ -167,24 +140,21 @@ class _Recorder:
         """Keep what enters the layer around each attention module."""
         handles = []
         for site in sites_of(inside):
-
-            def note(
-                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = site.name
-            ) -> None:
-                states = args[0] if args else kwargs.get("hidden_states")
-                if isinstance(states, Tensor) and states.ndim == 3:
-                    self.entering[name] = states
-                else:
-                    self.entering.pop(name, None)
-
             layer = inside.get_submodule(layer_of(site.name))
-            handles.append(layer.register_forward_pre_hook(note, with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(partial(self._note, site.name), with_kwargs=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
             self.entering.clear()
+
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(states, Tensor) and states.ndim == 3:
+            self.entering[name] = states
+        else:
+            self.entering.pop(name, None)
 
     def see(self, call: Call) -> None:
         """Measure one call."""
@@ -197,10 +167,8 @@ class _Recorder:
                 "attention of every token over all of them can be diagnosed"
             )
         if layer == len(self.layers):
-            sizes = {"heads": call.query.shape[1], "head_dim": call.query.shape[3]}
-            self.layers.append(
-                {"layer": layer, "module": call.name, "attention": self.patches[call.name], **sizes}
-            )
+            content = {"layer": layer, "module": call.name, "attention": self.patches[call.name]}
+            self.layers.append({**content, "heads": call.query.shape[1], "head_dim": call.query.shape[3]})
         entering = self.entering.get(call.name)
         if entering is not None and entering.shape[1] == queries:
             self.activations[layer].append(statistics.activation_statistics(entering[0].cpu()[self.keep]))
@@ -222,12 +190,8 @@ class _Recorder:
     def _see_head(
         self, place: Place, weights: Tensor, visible: Tensor, query: Tensor, key: Tensor, scaling: float
     ) -> None:
-        self.heads[place].append(
-            {
-                **statistics.head_statistics(weights, visible),
-                **statistics.score_statistics(query, key, visible, scaling),
-            }
-        )
+        scores = statistics.score_statistics(query, key, visible, scaling)
+        self.heads[place].append({**statistics.head_statistics(weights, visible), **scores})
         self.bins[place].append(statistics.entropy_by_keys(weights, visible))
         self.received[place].append(statistics.received(weights, visible))
         if place not in self.matrices:
@@ -251,9 +215,8 @@ class _Recorder:
         return Diagnosis(model, self.length, len(self.texts), layers, heads, self.matrices)
 
     def _top(self, received: list[Tensor], tokenizer: Any, top: int) -> list[dict[str, Any]]:
-        size = max(map(len, received))
-        mass = torch.stack([F.pad(window, (0, size - len(window))) for window in received]).mean(0)
-        values, places = mass.topk(min(top, size))
+        mass = pad_sequence(received, batch_first=True).mean(0)
+        values, places = mass.topk(min(top, len(mass)))
         keys = []
         for value, place in zip(values.tolist(), places.tolist(), strict=True):
             ids = [
@@ -277,8 +240,7 @@ def _means(windows: list[Numbers], names: Iterable[str]) -> dict[str, Any]:
 
 def _curve(windows: list[Tensor]) -> list[dict[str, Any]]:
     """Turn sums `[bins, 4]` of every window into means by bin."""
-    size = max(map(len, windows))
-    sums = torch.stack([F.pad(window, (0, 0, 0, size - len(window))) for window in windows]).sum(0)
+    sums = pad_sequence(windows, batch_first=True).sum(0)
     return [
         {
             "up_to": 2**index,

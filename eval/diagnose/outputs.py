@@ -71,21 +71,14 @@ def read(folder: Path) -> tuple[dict[str, Any], Diagnosis, dict[str, NDArray[np.
 
 def table(diagnosis: Diagnosis) -> str:
     """Align the means over the heads of each layer, a line each."""
-    names = {
-        "relative_entropy": "H/log n",
-        "effective_share": "share",
-        "keys90": "keys90",
-        "mass": "mass",
-        "sink": "sink",
-        "rank": "rank",
-        "block_rank": "block",
-    }
-    columns = {name: np.ma.masked_invalid(diagnosis.grid(name)).mean(1) for name in names}
+    names = ("relative_entropy", "effective_share", "keys90", "mass", "sink", "rank", "block_rank")
+    titles = ("H/log n", "share", "keys90", "mass", "sink", "rank", "block")
+    columns = [np.ma.masked_invalid(diagnosis.grid(name)).mean(1) for name in names]
     lines = []
     for layer in diagnosis.layers:
-        means = [column[layer.layer] for column in columns.values()]
+        means = [column[layer.layer] for column in columns]
         values = [None if np.ma.is_masked(mean) else float(mean) for mean in means]
         values += [layer.kurtosis, layer.inf_norm]
         cells = ["-" if value is None else format(value, ".4g") for value in values]
         lines.append([str(layer.layer), layer.attention, *cells])
-    return text_table(["layer", "attention", *names.values(), "kurtosis", "inf norm"], lines, left=2)
+    return text_table(["layer", "attention", *titles, "kurtosis", "inf norm"], lines, left=2)

@@ -146,8 +146,8 @@ def _size(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[float, 
     return 10, 3.4
 
 
-def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figure, Any]:
-    """Draw a picture in light colours, and return the settings to save it with."""
+def _drawn(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, **form: Any) -> bytes:
+    """Draw a picture in light colours; `form` is that of the file."""
     ink, grid, small = THEMES["light"]
     settings: Any = {
         "svg.hashsalt": "hf_linattn",
@@ -166,7 +166,9 @@ def _figure(draw: Draw, diagnosis: Diagnosis, matrices: Matrices) -> tuple[Figur
         # a Figure of its own instead of pyplot leaves the caller's backend and open figures alone
         figure = Figure(figsize=_size(draw, diagnosis, matrices), layout="constrained")
         draw(figure, diagnosis, matrices, small)
-    return figure, settings
+        file = io.BytesIO()
+        figure.savefig(file, **form)
+    return file.getvalue()
 
 
 def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> None:
@@ -178,12 +180,9 @@ def save(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, path: Path) -> No
         matrices: of the chosen heads.
         path: the file.
     """
-    figure, settings = _figure(draw, diagnosis, matrices)
-    image = io.BytesIO()
-    with rc_context(settings):
-        figure.savefig(image, format="png", dpi=100, facecolor="white")
+    image = _drawn(draw, diagnosis, matrices, format="png", dpi=100, facecolor="white")
     # 256 colours are enough for one colour map, and a third of the bytes
-    Image.open(image).convert("RGB").quantize(256).save(path, format="png", optimize=True)
+    Image.open(io.BytesIO(image)).convert("RGB").quantize(256).save(path, format="png", optimize=True)
 
 
 def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> Picture:
@@ -195,15 +194,11 @@ def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> P
         matrices: of the chosen heads.
         alt: what the picture shows, in words.
     """
-    figure, settings = _figure(draw, diagnosis, matrices)
-    file = io.StringIO()
-    with rc_context(settings):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    light = dark = file.getvalue()
+    form: dict[str, Any] = {"format": "svg", "transparent": True, "metadata": {"Date": None}}
+    light = dark = _drawn(draw, diagnosis, matrices, **form).decode()
     # drawing takes seconds, and the schemes differ by these colours alone
     for ours, theirs in zip(THEMES["light"], THEMES["dark"], strict=True):
         dark = dark.replace(ours, theirs)
-    light, dark = (
-        "data:image/svg+xml;base64," + base64.b64encode(x.encode()).decode() for x in (light, dark)
-    )
-    return Picture(light, dark, alt)
+    light, dark = (base64.b64encode(drawn.encode()).decode() for drawn in (light, dark))
+    start = "data:image/svg+xml;base64,"
+    return Picture(start + light, start + dark, alt)

@@ -110,13 +110,8 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, as JSON takes them."""
-        return {
-            "model": self.model,
-            "length": self.length,
-            "windows": self.windows,
-            "layers": [asdict(layer) for layer in self.layers],
-            "heads": [asdict(head) for head in self.heads],
-        }
+        content = {"model": self.model, "length": self.length, "windows": self.windows}
+        return {**content, "layers": list(map(asdict, self.layers)), "heads": list(map(asdict, self.heads))}
 
     def to_json(self) -> str:
         """Write `to_dict` as text."""

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
     spec = ModelSpec(args.model, args.model, args.patch, args.options or {})
     model = load_model(spec, dtype=args.dtype, device=device)
     diagnosis = diagnose(model, ids, tokenizer=tokenizer, progress=True)
-    chosen = choose(diagnosis, args.heads)
+    chosen = _choose(diagnosis, args.heads)
     content = {
         "format": FORMAT,
         "command": command,
@@ -52,12 +52,8 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
     return diagnosis
 
 
-def choose(diagnosis: Diagnosis, heads: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """Choose the heads to draw: those named, else some of the first, the middle and the last layer.
-
-    Raises:
-        OptionError: one of those named does not exist.
-    """
+def _choose(diagnosis: Diagnosis, heads: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """Choose the heads to draw: those named, else some of the first, the middle and the last layer."""
     if heads is not None:
         for layer, head in heads:
             if (layer, head) not in diagnosis.matrices:

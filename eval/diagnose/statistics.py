@@ -73,11 +73,9 @@ def entropy_by_keys(weights: Tensor, visible: Tensor) -> Tensor:
 
 
 def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]:
-    """Measure one head; see `results.Head` for the numbers. None where there is nothing to measure.
+    """Measure a head's weights `[N, S]`, float64, over the keys that are visible, boolean `[N, S]`.
 
-    Args:
-        weights: `[N, S]` float64.
-        visible: boolean `[N, S]`.
+    See `results.Head` for the numbers. None where there is nothing to measure.
     """
     rows, columns = weights.shape
     late, early = slice(rows // 2, None), slice(0, columns // 2)
@@ -89,7 +87,7 @@ def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]
     rank, effective = ranks(weights)
     # a window hides part of the block, and a masked block says nothing about rank
     whole = rows > 1 and bool(visible[late, early].all())
-    block: tuple[int | None, float | None] = ranks(weights[late, early]) if whole else (None, None)
+    block_rank, block_effective = ranks(weights[late, early]) if whole else (None, None)
     return {
         "entropy": _mean(h),
         "relative_entropy": _mean((h / n.log())[n > 1]),
@@ -100,8 +98,8 @@ def head_statistics(weights: Tensor, visible: Tensor) -> dict[str, float | None]
         "sink": _mean(p[:, 0]),
         "rank": rank,
         "effective_rank": effective,
-        "block_rank": block[0],
-        "block_effective_rank": block[1],
+        "block_rank": block_rank,
+        "block_effective_rank": block_effective,
     }
 
 

@@ -82,28 +82,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = cli.parse_float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}; for 0 use --greedy")
     return value
 
 
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse combinations in which an argument would do nothing, and fill in defaults.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing, and fill in defaults."""
     if args.model is None and args.original is None:
         raise OptionError("name a model with --model")
     samples = bool(args.prompt or args.prompt_file)
-    for name in ONLY_COMPARE if samples else ONLY_SAMPLE:
-        if getattr(args, name):
-            side = "with" if samples else "without"
-            raise OptionError(f"--{name.replace('_', '-')} has no meaning {side} --prompt or --prompt-file")
+    side, names = ("with", ONLY_COMPARE) if samples else ("without", ONLY_SAMPLE)
+    cli.refuse_options(args, names, f"{side} --prompt or --prompt-file")
     if samples and args.output is None:
         raise OptionError("name the file for the continuations with --output")
     if not samples and (args.prompts is None) == (args.data is None):
@@ -113,9 +104,7 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     if not samples and args.output_dir is None:
         raise OptionError("name a folder with --output-dir")
     if args.prompts is not None:
-        for name in ("prompt_tokens", "count", "join"):
-            if getattr(args, name):
-                raise OptionError(f"--{name.replace('_', '-')} has no meaning with --prompts")
+        cli.refuse_options(args, ("prompt_tokens", "count", "join"), "with --prompts")
         args.prompts = str(args.prompts)
     for name, value in (TO_SAMPLE if samples else TO_COMPARE).items():
         if getattr(args, name) is None and not (args.prompts and name in ("prompt_tokens", "count")):
@@ -131,15 +120,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
 
     def work(args: argparse.Namespace, command: str) -> str:
-        from . import outputs, run, samples
+        from . import run, samples
 
-        if "prompt" in args:
-            return samples.summary(samples.run(args, command), args.output)
-        results, comparison = run.run(args, command)
-        return outputs.summary(results, comparison, args.new_tokens, args.output_dir)
+        return samples.run(args, command) if "prompt" in args else run.run(args, command)
 
     interrupted = "the same command goes on after the last finished model"
-    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
+    return cli.run_command(build_parser(), work, argv, check=_checked, interrupted=interrupted)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class Comparison:
     def summaries(self) -> list[Summary]:
         """Summarise each model."""
         originals = self.of(ORIGINAL)
-        return [summarise(self.of(label), originals) for label in self.labels]
+        return [_summarise(self.of(label), originals) for label in self.labels]
 
 
 def agreement(first: Sequence[int], second: Sequence[int]) -> int:
@@ -110,7 +110,7 @@ def repetition(ids: Sequence[int], size: int = NGRAM) -> float | None:
     return 1 - len(set(grams)) / len(grams) if grams else None
 
 
-def summarise(continuations: Sequence[Continuation], originals: Sequence[Continuation]) -> Summary:
+def _summarise(continuations: Sequence[Continuation], originals: Sequence[Continuation]) -> Summary:
     """Take the means over one model's continuations."""
     repeated = [one.repetition for one in continuations if one.repetition is not None]
     mean = math.fsum(repeated) / len(repeated) if repeated else None

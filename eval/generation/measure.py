@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,156 +62,128 @@ def compare_generation(
     if original is None and len(others) > 1:
         raise OptionError("several models need an original of their own: their weights may differ")
     rows = [document.ids.tolist() for document in encode(tokenizer, prompts, bos=bos).documents]
-    own = inside(next(iter(others.values()))) if original is None else itself(original)
-    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    written = continue_all(own, ORIGINAL, rows, new_tokens, **settings)
+    own = side_of(next(iter(others.values())), own=True) if original is None else side_of(original)
+    comparer = Comparer(own, Comparison(rows, []), new_tokens, batch_size, progress)
+    comparer.add_original()
     for label, model in others.items():
-        written += compare_with(own, itself(model), label, rows, written[: len(rows)], new_tokens, **settings)
-    return Comparison(rows, written)
+        comparer.add(label, side_of(model))
+    return comparer.comparison
 
 
-def itself(model: nn.Module) -> Side:
-    """Use the model as it is."""
+def side_of(model: nn.Module, *, own: bool = False) -> Side:
+    """Use the model as it is, or with `own` the original inside a patched one."""
 
     @contextmanager
     def use() -> Iterator[nn.Module]:
-        with scoring(model):
+        with bypassed(model) if own else nullcontext(), scoring(model):
             yield model
 
     return use
 
 
-def inside(model: nn.Module) -> Side:
-    """Use the original inside a patched model."""
+@dataclass(frozen=True)
+class Comparer:
+    """Continues prompts greedily with a model and others, and compares them.
 
-    @contextmanager
-    def use() -> Iterator[nn.Module]:
-        with bypassed(model), scoring(model):
-            yield model
-
-    return use
-
-
-def continue_all(
-    side: Side,
-    label: str,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    *,
-    batch_size: int = 8,
-    stop: frozenset[int] | None = None,
-    progress: bool = False,
-) -> list[Continuation]:
-    """Continue all prompts greedily.
-
-    Args:
-        side: the model.
-        label: its name.
-        prompts: token ids of each.
-        new_tokens: tokens to write at most.
-        batch_size: prompts of one length per forward pass.
-        stop: tokens that end a text; None for the model's own.
-        progress: show a bar on stderr.
-
-    Raises:
-        OptionError: a number below 1.
-        UnsupportedModelError: a model that sees later tokens, or has no cache.
-    """
-    if new_tokens < 1 or batch_size < 1:
-        raise OptionError(f"new tokens and batch size must be at least 1, got {new_tokens} and {batch_size}")
-    written: dict[int, list[int]] = {}
-    total = len(prompts) * new_tokens
-    with side() as model:
-        _check(model, max(map(len, prompts)) + new_tokens)
-        ends = stops(model) if stop is None else stop
-    with tqdm(total=total, desc=label, unit="tok", disable=not progress) as bar:
-        for batch in _batches(list(map(len, prompts)), batch_size):
-            ids = torch.tensor([prompts[index] for index in batch])
-            with side() as model:
-                rows = _greedy(model, ids, new_tokens, ends, bar.update)
-            written.update(zip(batch, rows, strict=True))
-        bar.update(total - bar.n)
-    return [
-        Continuation(label, index, written[index], repetition(written[index]))
-        for index in range(len(prompts))
-    ]
-
-
-def compare_with(
-    original: Side,
-    other: Side,
-    label: str,
-    prompts: Sequence[Sequence[int]],
-    originals: Sequence[Continuation],
-    new_tokens: int,
-    *,
-    batch_size: int = 8,
-    progress: bool = False,
-) -> list[Continuation]:
-    """Continue the prompts with another model, and compare that with the original's continuations.
-
-    Args:
+    Attributes:
         original: the model to compare with.
-        other: the model.
-        label: its name.
-        prompts: token ids of each.
-        originals: the original's continuations of them.
+        comparison: the prompts, and the continuations so far.
         new_tokens: tokens to write at most.
         batch_size: prompts of one length per forward pass.
         progress: show bars on stderr.
 
     Raises:
-        DataError: other vocabularies, or predictions that are not numbers.
+        OptionError: a number below 1.
     """
-    with original() as model:
-        ends = stops(model)
-    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    written = continue_all(other, label, prompts, new_tokens, stop=ends, **settings)
-    divergence = _divergences(original, other, label, prompts, originals, **settings)
-    return [
-        Continuation(label, own.prompt, own.ids, own.repetition, agreement(first.ids, own.ids), *apart)
-        for own, first, apart in zip(written, originals, divergence, strict=True)
-    ]
 
+    original: Side
+    comparison: Comparison
+    new_tokens: int
+    batch_size: int = 8
+    progress: bool = False
 
-def _divergences(
-    original: Side,
-    other: Side,
-    label: str,
-    prompts: Sequence[Sequence[int]],
-    originals: Sequence[Continuation],
-    batch_size: int,
-    progress: bool,
-) -> list[tuple[tuple[float, ...], tuple[bool, ...]]]:
-    """Compute KL(original || other) and whether the first choice is the same, along the original's text."""
-    from hf_linattn.training.divergence import token_divergence  # not before a model is there
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no text."""
+        if self.new_tokens < 1 or self.batch_size < 1:
+            numbers = f"{self.new_tokens} and {self.batch_size}"
+            raise OptionError(f"new tokens and batch size must be at least 1, got {numbers}")
 
-    rows = [torch.tensor([*prompt, *first.ids]) for prompt, first in zip(prompts, originals, strict=True)]
-    texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
-    shapes = [(len(row), len(first.ids)) for row, first in zip(rows, originals, strict=True)]
-    results: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
-    with tqdm(total=len(rows), desc=f"{label}, KL", unit="prompt", disable=not progress) as bar:
-        for batch in _batches(shapes, batch_size):
-            windows = [Window(index, 0, *shapes[index]) for index in batch]
-            logits = []
-            for side in (original, other):
+    def add_original(self) -> None:
+        """Add the continuations of the original.
+
+        Raises:
+            UnsupportedModelError: a model that sees later tokens, or has no cache.
+        """
+        written = self._continue(ORIGINAL, self.original)
+        self.comparison.continuations.extend(
+            Continuation(ORIGINAL, index, row, repetition(row)) for index, row in enumerate(written)
+        )
+
+    def add(self, label: str, other: Side) -> None:
+        """Add the continuations of another model, compared with the original's.
+
+        Raises:
+            UnsupportedModelError: a model that sees later tokens, or has no cache.
+            DataError: other vocabularies, or predictions that are not numbers.
+        """
+        written, originals = self._continue(label, other), self.comparison.of(ORIGINAL)
+        rows = zip(written, originals, self._divergences(label, other, originals), strict=True)
+        self.comparison.continuations.extend(
+            Continuation(label, first.prompt, row, repetition(row), agreement(first.ids, row), *apart)
+            for row, first, apart in rows
+        )
+
+    def _continue(self, label: str, side: Side) -> list[list[int]]:
+        """Continue all prompts, up to a token that ends a text of the original."""
+        prompts = self.comparison.prompts
+        written: dict[int, list[int]] = {}
+        total = len(prompts) * self.new_tokens
+        with side() as model:
+            _check(model, max(map(len, prompts)) + self.new_tokens)
+        with self.original() as model:
+            ends = stops(model)
+        with tqdm(total=total, desc=label, unit="tok", disable=not self.progress) as bar:
+            for batch in _batches(list(map(len, prompts)), self.batch_size):
+                ids = torch.tensor([prompts[index] for index in batch])
                 with side() as model:
-                    logits.append(window_logits(model, texts, windows)[0])
-            if logits[0].shape != logits[1].shape:
-                raise DataError(
-                    f"{label} predicts one of {logits[1].shape[-1]} tokens, the original one of "
-                    f"{logits[0].shape[-1]}: predictions can be compared over one vocabulary only"
-                )
-            parts = zip(*(x.split(POSITIONS, 1) for x in logits), strict=True)
-            divergences = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
-            kl = torch.cat(divergences, 1).clamp_min(0)  # rounding takes it below
-            if not bool(kl.isfinite().all()):
-                raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
-            same = logits[0].argmax(-1).cpu() == logits[1].argmax(-1).cpu()
-            for place, index in enumerate(batch):
-                results[index] = (tuple(kl[place].tolist()), tuple(same[place].tolist()))
-            bar.update(len(batch))
-    return [results[index] for index in range(len(rows))]
+                    rows = _greedy(model, ids, self.new_tokens, ends, bar.update)
+                written.update(zip(batch, rows, strict=True))
+            bar.update(total - bar.n)
+        return [written[index] for index in range(len(prompts))]
+
+    def _divergences(
+        self, label: str, other: Side, originals: Sequence[Continuation]
+    ) -> list[tuple[tuple[float, ...], tuple[bool, ...]]]:
+        """Compute KL(original || other) and whether both write the same token, along the original's text."""
+        from hf_linattn.training.divergence import token_divergence  # not before a model is there
+
+        pairs = zip(self.comparison.prompts, originals, strict=True)
+        rows = [torch.tensor([*prompt, *one.ids]) for prompt, one in pairs]
+        texts = Texts([Document(row, torch.arange(len(row))) for row in rows], None)
+        shapes = [(len(row), len(one.ids)) for row, one in zip(rows, originals, strict=True)]
+        results: dict[int, tuple[tuple[float, ...], tuple[bool, ...]]] = {}
+        with tqdm(total=len(rows), desc=f"{label}, KL", unit="prompt", disable=not self.progress) as bar:
+            for batch in _batches(shapes, self.batch_size):
+                windows = [Window(index, 0, *shapes[index]) for index in batch]
+                with self.original() as model:
+                    first, _ = window_logits(model, texts, windows)
+                with other() as model:
+                    second, _ = window_logits(model, texts, windows)
+                if first.shape != second.shape:
+                    raise DataError(
+                        f"{label} predicts one of {second.shape[-1]} tokens, the original one of "
+                        f"{first.shape[-1]}: predictions can be compared over one vocabulary only"
+                    )
+                parts = zip(first.split(POSITIONS, 1), second.split(POSITIONS, 1), strict=True)
+                divergences = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
+                kl = torch.cat(divergences, 1).clamp_min(0)  # rounding takes it below
+                if not bool(kl.isfinite().all()):
+                    raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
+                same = first.argmax(-1).cpu() == second.argmax(-1).cpu()
+                of_batch = zip(map(tuple, kl.tolist()), map(tuple, same.tolist()), strict=True)
+                results.update(zip(batch, of_batch, strict=True))
+                bar.update(len(batch))
+        return [results[index] for index in range(len(rows))]
 
 
 def _check(model: nn.Module, length: int) -> None:
@@ -242,12 +215,9 @@ def _greedy(
         ended |= torch.isin(step[:, 0], stop)
         if bool(ended.all()):
             break
-    return [_cut(row, ends) for row in torch.cat(written, 1).tolist()]
-
-
-def _cut(row: list[int], ends: frozenset[int]) -> list[int]:
-    """Cut behind the first token that ends the text."""
-    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+    rows: list[list[int]] = torch.cat(written, 1).tolist()
+    last = [next((place for place, token in enumerate(row) if token in ends), len(row)) for row in rows]
+    return [row[: end + 1] for row, end in zip(rows, last, strict=True)]
 
 
 def _batches(shapes: Sequence[Any], batch_size: int) -> Iterator[list[int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from hf_linattn.cli.files import replacing
 
 from ..common.formatting import text_table
+from ..common.models import name_of
 from ..common.plotting import log2_axis, look
 from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
@@ -29,27 +30,16 @@ MARK = "▸"
 Decode = Callable[[Sequence[int]], str]
 
 
-def summary(results: Mapping[str, Any], comparison: Comparison, new_tokens: int, folder: Path) -> str:
-    """Give the table, and what one needs to read it.
-
-    Args:
-        results: of results.json.
-        comparison: that is in it.
-        new_tokens: tokens that were to be written.
-        folder: where the files are.
-    """
+def summary(note: str, comparison: Comparison, args: argparse.Namespace) -> str:
+    """Give the table, where the original comes from, and what one needs to read it."""
     titles = ["model", "agreement", "identical", "repetition", "KL, nats", "stderr", "top-1"]
-    lines = [text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])]
-    lines += [f"original: {results['original']['note']}"]
-    lines += [
-        f"agreement: tokens before the first difference, of {new_tokens}; repetition: share of 4-grams "
-        "seen before in the continuation"
-    ]
-    lines += ["KL(original || model), top-1: along the original's continuation; stderr over prompts"]
     prompts = len(comparison.prompts)
-    return "\n".join(
-        [*lines, f"{prompts} prompts; results.json, generation.csv, generation.md and kl.png in {folder}"]
-    )
+    return f"""{text_table(titles, [[one.model, *_cells(one)] for one in comparison.summaries()])}
+original: {note}
+agreement: tokens before the first difference, of {args.new_tokens}; repetition: share of 4-grams seen \
+before in the continuation
+KL(original || model), top-1: along the original's continuation; stderr over prompts
+{prompts} prompts; results.json, generation.csv, generation.md and kl.png in {args.output_dir}"""
 
 
 def _cells(one: Summary) -> list[str]:
@@ -62,22 +52,15 @@ def _format(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def write(folder: Path, comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> None:
-    """Write the csv, the page and the plot, each whole or not at all.
-
-    Args:
-        folder: that gets them.
-        comparison: what they show.
-        new_tokens: tokens that were to be written.
-        decode: token ids to text.
-        heading: of the page.
-    """
+def write(args: argparse.Namespace, comparison: Comparison, decode: Decode) -> None:
+    """Write the csv, the page and the plot, each whole or not at all; `decode` turns token ids into text."""
+    folder = args.output_dir
     rows = [_row(comparison, one, decode) for one in comparison.continuations]
     save_csv(folder / "generation.csv", rows, COLUMNS)
     with replacing(folder / "generation.md") as partial:
-        partial.write_text(_page(comparison, new_tokens, decode, heading), encoding="utf-8")
+        partial.write_text(_page(args, comparison, decode), encoding="utf-8")
     with replacing(folder / "kl.png") as partial:
-        save_plot(partial, comparison.summaries())
+        _save_plot(partial, comparison.summaries())
 
 
 def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
@@ -95,19 +78,19 @@ def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str,
     }
 
 
-def _page(comparison: Comparison, new_tokens: int, decode: Decode, heading: str) -> str:
+def _page(args: argparse.Namespace, comparison: Comparison, decode: Decode) -> str:
     """Write in Markdown the table, KL by position, and the continuations of every prompt side by side."""
     summaries = comparison.summaries()
-    lines = [f"# {heading}", "", *_summary_lines(summaries, new_tokens), *_bucket_lines(summaries)]
+    lines = [f"# Generation beside {name_of(args.original or args.model[0])}", ""]
+    lines += [*_summary_lines(summaries, args.new_tokens), *_bucket_lines(summaries)]
     lines += ["![KL against position](kl.png)", "", "## Continuations", ""]
     lines += [f"{MARK} marks where a continuation leaves the original's; ⏎ is a new line.", ""]
     labels = comparison.labels
-    by_prompt = list(zip(*(comparison.of(label) for label in labels), strict=True))
-    for index, row in enumerate(by_prompt):
-        text = decode(comparison.prompts[index])
+    by_prompt = zip(*(comparison.of(label) for label in labels), strict=True)
+    for index, (prompt, row) in enumerate(zip(comparison.prompts, by_prompt, strict=True), 1):
+        text = decode(prompt)
         shown = text if len(text) <= PROMPT_END else "… " + text[-PROMPT_END:]
-        tokens = len(comparison.prompts[index])
-        lines += [f"### Prompt {index + 1}, {tokens} tokens", "", f"> {_safe(shown)}", ""]
+        lines += [f"### Prompt {index}, {len(prompt)} tokens", "", f"> {_safe(shown)}", ""]
         lines += _markdown(labels, [[_marked(one, row[0], decode) for one in row]])
     return "\n".join(lines)
 
@@ -128,12 +111,12 @@ def _bucket_lines(summaries: Sequence[Summary]) -> Iterator[str]:
     yield "KL in nats by position in the continuation, the top-1 agreement behind it:"
     yield ""
     others = [one for one in summaries if one.buckets]
-    spans = [
-        str(bucket.first) if bucket.first == bucket.last else f"{bucket.first}-{bucket.last}"
-        for bucket in others[0].buckets
+    ends = [(bucket.first, bucket.last) for bucket in others[0].buckets]
+    spans = [str(first) if first == last else f"{first}-{last}" for first, last in ends]
+    rows = [
+        [_safe(one.model), *(f"{bucket.kl:.3g}, {bucket.top1:.0%}" for bucket in one.buckets)]
+        for one in others
     ]
-    cells = [[f"{bucket.kl:.3g}, {bucket.top1:.0%}" for bucket in one.buckets] for one in others]
-    rows = [[_safe(one.model), *row] for one, row in zip(others, cells, strict=True)]
     yield from _markdown(["model", *spans], rows)
 
 
@@ -161,20 +144,19 @@ def _safe(text: str) -> str:
     return "⏎ ".join(line.strip("\r") for line in kept.split("\n"))
 
 
-def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
+def _save_plot(path: Path, summaries: Sequence[Summary]) -> None:
     """Draw KL over the position in the continuation, a point per bucket, both logarithmic."""
-    figure = Figure(
-        figsize=(7.6 + 0.085 * max(len(one.model) for one in summaries), 4.5), layout="constrained"
-    )
+    width = 7.6 + 0.085 * max(len(one.model) for one in summaries)
+    figure = Figure(figsize=(width, 4.5), layout="constrained")
     axes = figure.subplots()
-    drawn = []
+    drawn = False
     for index, one in enumerate(summary for summary in summaries if summary.model != ORIGINAL):
         values = [bucket.kl if bucket.kl > 0 else math.nan for bucket in one.buckets]
         middles = [math.sqrt(bucket.first * bucket.last) for bucket in one.buckets]
         nowhere = all(map(math.isnan, values))
         label = f"{one.model} (0 everywhere)" if nowhere else one.model
         axes.plot(middles, values, label=label, **look(index))
-        drawn += [] if nowhere else [one]
+        drawn = drawn or not nowhere
     log2_axis(axes)
     if drawn:
         axes.set_yscale("log")
@@ -186,11 +168,6 @@ def save_plot(path: Path, summaries: Sequence[Summary]) -> None:
         figure.savefig(path, format="png", dpi=150)
 
 
-def rows_of(comparison: Comparison) -> list[dict[str, Any]]:
-    """Turn continuations into what JSON takes."""
-    return [asdict(one) for one in comparison.continuations]
-
-
 def continuations_of(rows: Sequence[Mapping[str, Any]]) -> list[Continuation]:
-    """Read what `rows_of` gives."""
+    """Read the continuations of results.json."""
     return [Continuation(**{**row, "kl": tuple(row["kl"]), "top1": tuple(row["top1"])}) for row in rows]

@@ -18,12 +18,14 @@ from ..common.models import ModelSpec, load_texts, load_tokenizer, name_of
 from ..common.results import ResumableRun, recorded
 from ..common.windows import encode, side_by_side
 from .comparison import ORIGINAL, Comparison
-from .measure import Side, compare_with, continue_all, inside, itself
-from .outputs import FORMAT, continuations_of, rows_of, write
+from .measure import Comparer, Side, side_of
+from .outputs import FORMAT, continuations_of, summary, write
 
 
-def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Comparison]:
-    """Compare what is not compared yet and write all files; results.json is renewed after every model.
+def run(args: argparse.Namespace, command: str) -> str:
+    """Compare what is not compared yet and write all files; the table comes back, with what explains it.
+
+    results.json is renewed after every model.
 
     Raises:
         DataError: prompts are missing or too short, tokenizers differ, or the folder holds another run.
@@ -33,44 +35,46 @@ def run(args: argparse.Namespace, command: str) -> tuple[dict[str, Any], Compari
     session = ResumableRun(args.output_dir, recorded(args), FORMAT, command)
     earlier = continuations_of(session.earlier.get("continuations", []))
     if session.complete:
-        return session.results, Comparison(session.results["prompts"], earlier)
-    others = model_specs(args)
+        comparison = Comparison(session.results["prompts"], earlier)
+        return summary(session.results["original"]["note"], comparison, args)
+    others = _model_specs(args)
     source = args.original or args.model[0]
     tokenizer = load_tokenizer(args.tokenizer or source)
-    prompts = prompts_of(args, tokenizer)
+    prompts = _prompts_of(args, tokenizer)
     _check_tokenizers(args, tokenizer, prompts, others)
     compared = [spec for spec in others if spec.patch is not None]
     models = ModelLoader(compared, dtype=args.dtype, device=session.device, seed=args.seed)
     original, note = _original(args, others, models)
     comparison = Comparison(prompts, earlier)
+    comparer = Comparer(original, comparison, args.new_tokens, args.batch_size, progress=True)
     facts = {"original": {"source": source, "note": note}, "models": [asdict(spec) for spec in others]}
     session.begin({**facts, "prompts": prompts})
     del session.results["rows"]  # they are called continuations here
     for spec in [None, *others]:
         label = ORIGINAL if spec is None else spec.label
-        if label not in comparison.labels:
-            with session.timed(label):
-                _measure(args, original, models, spec, comparison)
-            _fill(session, comparison)
-            session.save()
-    heading = f"Generation beside {name_of(source)}"
-    write(args.output_dir, comparison, args.new_tokens, tokenizer.decode, heading)
+        if label in comparison.labels:
+            continue
+        with session.timed(label):
+            if spec is None:
+                comparer.add_original()
+            else:
+                with error_prefix(label), models.use(spec) as model:
+                    comparer.add(label, side_of(model))
+        _fill(session, comparison)
+        session.save()
+    write(args, comparison, tokenizer.decode)
     _fill(session, comparison)
     session.finish()
-    return session.results, comparison
+    return summary(note, comparison, args)
 
 
 def _fill(session: ResumableRun, comparison: Comparison) -> None:
     session.results["summaries"] = [asdict(one) for one in comparison.summaries()]
-    session.results["continuations"] = rows_of(comparison)
+    session.results["continuations"] = [asdict(one) for one in comparison.continuations]
 
 
-def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
-    """Name the models to compare with the original: folders, then entries.
-
-    Raises:
-        OptionError: nothing to compare, no original, or two of one name.
-    """
+def _model_specs(args: argparse.Namespace) -> list[ModelSpec]:
+    """Name the models to compare with the original: folders, then entries."""
     folders = list(dict.fromkeys(args.model or []))
     if args.compare and args.original is None:
         if len(folders) != 1:
@@ -81,23 +85,18 @@ def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
     if args.original in folders:
         raise OptionError(f"{args.original} is the original itself; leave it out of --model")
     names = [name_of(folder) for folder in folders]
-    labels = [name if names.count(name) == 1 else folder for name, folder in zip(names, folders, strict=True)]
-    specs = [ModelSpec(label, folder) for label, folder in zip(labels, folders, strict=True)]
-    specs += specs_of(args.compare or [], args.original or "")
-    labels = [spec.label for spec in specs]
+    unique = [name if names.count(name) == 1 else folder for name, folder in zip(names, folders, strict=True)]
+    specs = [*map(ModelSpec, unique, folders), *specs_of(args.compare or [], args.original or "")]
     if not specs:
         raise OptionError("nothing to compare: name folders with --model, or patches with --compare")
-    if twice := {label for label in [*labels, ORIGINAL] if [*labels, ORIGINAL].count(label) > 1}:
+    labels = [ORIGINAL, *(spec.label for spec in specs)]
+    if twice := {label for label in labels if labels.count(label) > 1}:
         raise OptionError(f"two models would be called {', '.join(sorted(twice))}; rename a folder")
     return specs
 
 
-def prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Cut the texts into prompts, or read a prompt per line, as token ids.
-
-    Raises:
-        DataError: there is no text, or too little.
-    """
+def _prompts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Cut the texts into prompts, or read a prompt per line, as token ids."""
     if args.prompts is None:
         _, texts = load_texts(args, tokenizer)
         prompts: list[list[int]] = side_by_side(texts, args.prompt_tokens, args.count).tolist()
@@ -135,51 +134,25 @@ def _check_tokenizers(
 
 
 def _original(args: argparse.Namespace, others: Sequence[ModelSpec], models: ModelLoader) -> tuple[Side, str]:
-    """Find the model that all are compared with, and say where it comes from.
-
-    Raises:
-        OptionError: it is patched, or the only folder is not, or was trained after it was patched.
-    """
+    """Find the model that all are compared with, and say where it comes from."""
     if args.original is None and not args.compare:
-        return _original_inside(others[0].source, models.load(others[0]))
+        folder, model = others[0].source, models.load(others[0])
+        if not is_patched(model):
+            raise OptionError(
+                f"{folder} is not patched: name patches to compare with --compare, or the model that it came "
+                "from with --original"
+            )
+        if Path(folder, "run.json").is_file():
+            raise OptionError(
+                f"{folder} was trained after it was patched (it has a run.json): name the model that it came "
+                "from with --original"
+            )
+        return side_of(model, own=True), "the same weights with their own attention"
     source = args.original or args.model[0]
     model = models.load(ModelSpec(ORIGINAL, source))
-    if is_patched(model) and args.original is not None:
-        patches = ", ".join(dict.fromkeys(row.patch for row in describe(model)))
-        raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
-    if is_patched(model):  # its patch has no weights: `ModelLoader` has looked
-        unpatch_model(model)
-    return itself(model), f"{name_of(source)}, unpatched"
-
-
-def _original_inside(folder: str, model: torch.nn.Module) -> tuple[Side, str]:
-    if not is_patched(model):
-        raise OptionError(
-            f"{folder} is not patched: name patches to compare with --compare, or the model that it came "
-            "from with --original"
-        )
-    if Path(folder, "run.json").is_file():
-        raise OptionError(
-            f"{folder} was trained after it was patched (it has a run.json): name the model that it came "
-            "from with --original"
-        )
-    return inside(model), "the same weights with their own attention"
-
-
-def _measure(
-    args: argparse.Namespace,
-    original: Side,
-    models: ModelLoader,
-    spec: ModelSpec | None,
-    comparison: Comparison,
-) -> None:
-    """Add the continuations of one model."""
-    settings: dict[str, Any] = {"batch_size": args.batch_size, "progress": True}
-    if spec is None:
-        parts = continue_all(original, ORIGINAL, comparison.prompts, args.new_tokens, **settings)
-        comparison.continuations.extend(parts)
-        return
-    with error_prefix(spec.label), models.use(spec) as model:
-        first = comparison.of(ORIGINAL)
-        rest: tuple[Any, ...] = (spec.label, comparison.prompts, first, args.new_tokens)
-        comparison.continuations.extend(compare_with(original, itself(model), *rest, **settings))
+    if is_patched(model):
+        if args.original is not None:
+            patches = ", ".join(dict.fromkeys(row.patch for row in describe(model)))
+            raise OptionError(f"{source} is patched ({patches}): name the model that it came from")
+        unpatch_model(model)  # its patch has no weights: `ModelLoader` has looked
+    return side_of(model), f"{name_of(source)}, unpatched"

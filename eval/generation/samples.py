@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ def state_of(model: Any) -> dict[str, Any]:
         rows = list(describe(model))
     except LinattnError:  # no attention that could be patched, as in a state-space model
         return {}
-    known = all(row.state_bytes is not None or row.bytes_per_token is not None for row in rows)
-    if not known:
+    if any(row.state_bytes is None and row.bytes_per_token is None for row in rows):
         return {}
     return {
         "state_bytes": sum(row.state_bytes or 0 for row in rows),
@@ -116,8 +115,8 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
-def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Load one model after the other and let it write; the content of the file comes back.
+def run(args: argparse.Namespace, command: str) -> str:
+    """Load one model after the other and let it write; the texts come back, by prompt.
 
     Raises:
         LinattnError: a prompt or a model cannot be used.
@@ -126,13 +125,13 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     samples: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
-    settings = {"temperature": args.temperature, "samples": args.samples, "seed": args.seed}
+    settings = {name: getattr(args, name) for name in ("temperature", "samples", "seed")}
+    settings["max_new_tokens"] = args.new_tokens
     for name in dict.fromkeys(args.model):
         tokenizer = load_tokenizer(args.tokenizer or name)
         model = load_model(ModelSpec(name, name), dtype=args.dtype, device=device)
         models.append({"model": name, **state_of(model)})
-        written = generate(model, tokenizer, prompts, name=name, max_new_tokens=args.new_tokens, **settings)
-        samples += map(asdict, written)
+        samples += map(asdict, generate(model, tokenizer, prompts, name=name, **settings))
     results = {
         "format": FORMAT,
         "command": command,
@@ -146,19 +145,14 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(args.output, results)
-    return results
-
-
-def summary(results: Mapping[str, Any], path: Path) -> str:
-    """Show every prompt with what each model wrote after it."""
     lines = []
-    for index, prompt in enumerate(results["prompts"]):
+    for index, prompt in enumerate(prompts):
         lines.append(f"prompt {index + 1}: {'...' if len(prompt) > SHOWN else ''}{prompt[-SHOWN:]}")
-        for sample in results["samples"]:
+        for sample in samples:
             if sample["prompt"] == index:
                 lines += ["", f"[{sample['model']}] {json.dumps(sample['text'], ensure_ascii=False)}"]
         lines.append("")
-    return "\n".join([*lines, f"written to {path}"])
+    return "\n".join([*lines, f"written to {args.output}"])
 
 
 def _read(path: Path) -> str:

@@ -48,10 +48,7 @@ hf_linattn.eval.perplexity measures it.
 
 def _limit(text: str) -> float:
     """Documents, or a share of them below 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
+    number = cli.parse_float(text)
     if not 0 < number < float("inf") or (number > 1 and number % 1):
         raise argparse.ArgumentTypeError(f"expected a number of documents, or a share below 1, got {text!r}")
     return number
@@ -98,12 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse combinations in which an argument would do nothing.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing."""
     # lm_eval's own command takes commas as well
     args.tasks = [name for item in args.tasks for name in item.split(",") if name]
     if not args.tasks:
@@ -112,23 +105,21 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         raise OptionError("--tasks names a task twice")
     if args.compare_original == args.model and args.patch is None:
         raise OptionError("--compare-original is the measured model itself")
-    return cli.check_options_have_patch(args)
+    cli.check_options_have_patch(args)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
 
     def work(args: argparse.Namespace, command: str) -> str | None:
-        from .run import run, table
+        from .run import run
 
-        results = run(args, command)
-        if results is None:
-            return None
-        return f"{table(results['rows'])}\nresults.json and results.csv in {args.output_dir}"
+        return run(args, command)
 
     interrupted = "the same command goes on after the last finished task"
     return cli.run_command(
-        build_parser(), work, argv, check=check_arguments, needs="harness", interrupted=interrupted
+        build_parser(), work, argv, check=_checked, needs="harness", interrupted=interrupted
     )
 
 

@@ -41,17 +41,18 @@ FROM_TASKS = (
 """What lm_eval, the code of a task and `datasets` raise for tasks, data and settings that cannot be used."""
 
 
-def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
-    """Run all tasks on all models; the content of results.json, or None in other processes than the first."""
+def run(args: argparse.Namespace, command: str) -> str | None:
+    """Run all tasks on all models; the table comes back, or None in other processes than the first."""
     arguments = recorded(args)
     arguments["include_path"] = None if args.include_path is None else str(args.include_path)
     session = ResumableRun(args.output_dir, arguments, FORMAT, command)
+    shown = f"results.json and results.csv in {args.output_dir}"
     if session.complete:
-        return session.results
-    specs = model_specs(args)
+        return f"{table(session.rows)}\n{shown}"
+    specs = _model_specs(args)
     for spec in specs:
         load_config(spec.source)
-    manager = task_manager(args)
+    manager = _task_manager(args)
     lengths = session.earlier.get("run", {}).get("max_length", {})
     session.begin({"models": [asdict(spec) for spec in specs]}, {"max_length": lengths})
     session.results["versions"]["lm_eval"] = metadata.version("lm_eval")
@@ -62,33 +63,30 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any] | None:
         if not missing:
             continue
         print(f"{spec.label} ({index} of {len(specs)})", file=sys.stderr)
-        lm = load_lm(args, spec)
+        lm = _load_lm(args, spec)
         session.results["run"] |= {"device": str(lm.device), "processes": lm.world_size}
         lengths[spec.label] = lm.max_length
         for task in missing:
             with session.timed(f"{spec.label} {task}"):
-                returned = evaluate(lm, task, manager, args)
+                returned = _evaluate(lm, task, manager, args)
             first = returned is not None
             if returned is None:  # the first process has it
                 continue
-            session.rows += task_rows(returned, spec.label, task)
+            session.rows += _task_rows(returned, spec.label, task)
             session.save()
     if not first:
         return None
     session.finish("results.csv", COLUMNS)
-    return session.results
+    return f"{table(session.rows)}\n{shown}"
 
 
-def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
-    """Name the model, and its original with --compare-original.
-
-    Raises:
-        OptionError: they are the same.
-    """
+def _model_specs(args: argparse.Namespace) -> list[ModelSpec]:
+    """Name the model, and its original with --compare-original."""
     name = name_of(args.model)
-    specs = [
-        ModelSpec(" ".join(filter(None, [name, args.patch])), args.model, args.patch, args.options or {})
-    ]
+    label = " ".join(filter(None, [name, args.patch]))
+    spec = ModelSpec(label, args.model, args.patch, args.options or {})
+    if args.compare_original is None:
+        return [spec]
     if args.compare_original == UNPATCHED:
         patched = args.patch if args.patch is not None else getattr(load_config(args.model), NAME, None)
         if patched in (None, UNPATCHED):
@@ -96,26 +94,18 @@ def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
                 f"--compare-original: {args.model} has no patch to take off, and --patch puts none on; name "
                 "another model to compare with"
             )
-        specs.append(ModelSpec(f"{name} unpatched", args.model, UNPATCHED))
-    elif args.compare_original is not None:
-        label = name_of(args.compare_original)
-        taken = label == specs[0].label
-        specs.append(ModelSpec(args.compare_original if taken else label, args.compare_original))
-        if specs[1].label == specs[0].label:
-            raise OptionError("--compare-original is the measured model itself")
-    return specs
+        return [spec, ModelSpec(f"{name} unpatched", args.model, UNPATCHED)]
+    if args.compare_original == spec.label:
+        raise OptionError("--compare-original is the measured model itself")
+    other = name_of(args.compare_original)
+    return [spec, ModelSpec(args.compare_original if other == label else other, args.compare_original)]
 
 
-def task_manager(args: argparse.Namespace) -> TaskManager:
-    """Load lm_eval's list of tasks, and every task that was asked for.
-
-    Raises:
-        OptionError: a task is unknown, or the folder of --include-path is not there.
-        DataError: a task or its data cannot be loaded.
-    """
+def _task_manager(args: argparse.Namespace) -> TaskManager:
+    """Load lm_eval's list of tasks, and every task that was asked for."""
     if args.include_path is not None and not args.include_path.is_dir():
         raise OptionError(f"--include-path: no such folder: {args.include_path}")
-    with lm_eval_errors("lm_eval's list of tasks"):
+    with _lm_eval_errors("lm_eval's list of tasks"):
         manager = _index(args)
     for task in args.tasks:
         if task not in manager.task_index and not _is_file(task):
@@ -126,7 +116,7 @@ def task_manager(args: argparse.Namespace) -> TaskManager:
                 "--include-path"
             )
     for task in args.tasks:
-        with lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
+        with _lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
             manager.load([task])
     return manager
 
@@ -147,24 +137,11 @@ def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml")) and Path(task).is_file()
 
 
-def load_lm(args: argparse.Namespace, curve: ModelSpec) -> LinattnLM:
-    """Load a model as lm_eval takes it.
-
-    Raises:
-        OptionError: several processes that lm_eval would not share the requests among.
-        LinattnError: see `LinattnLM`.
-    """
+def _load_lm(args: argparse.Namespace, spec: ModelSpec) -> LinattnLM:
     set_seed(args.seed)
-    lm = LinattnLM(
-        curve.source,
-        patch=curve.patch,
-        options=curve.options,
-        tokenizer=args.tokenizer,
-        dtype=args.dtype,
-        device=args.device,
-        batch_size=args.batch_size,
-        max_length=args.max_length,
-    )
+    names = ("tokenizer", "dtype", "device", "batch_size", "max_length")
+    settings = {name: getattr(args, name) for name in names}
+    lm = LinattnLM(spec.source, patch=spec.patch, options=spec.options, **settings)
     if int(os.environ.get("WORLD_SIZE", "1")) > lm.world_size:
         raise OptionError(
             "lm_eval shares requests among processes only where each has a GPU of its own; here each would "
@@ -173,42 +150,19 @@ def load_lm(args: argparse.Namespace, curve: ModelSpec) -> LinattnLM:
     return lm
 
 
-def evaluate(lm: LinattnLM, task: str, manager: TaskManager, args: argparse.Namespace) -> Any:
-    """Run one task or group of lm_eval; None in other processes than the first.
-
-    Args:
-        lm: the model.
-        task: its name.
-        manager: of `task_manager`.
-        args: of the command.
-    """
-    with lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
-        return simple_evaluate(
-            model=lm,
-            tasks=[task],
-            task_manager=manager,
-            num_fewshot=args.num_fewshot,
-            batch_size=args.batch_size,
-            limit=args.limit,
-            bootstrap_iters=args.bootstrap_iters,
-            apply_chat_template=args.apply_chat_template,
-            gen_kwargs=args.gen_kwargs,
-            log_samples=False,
-            random_seed=args.seed,
-            numpy_random_seed=args.seed,
-            torch_random_seed=args.seed,
-            fewshot_random_seed=args.seed,
-        )
+def _evaluate(lm: LinattnLM, task: str, manager: TaskManager, args: argparse.Namespace) -> Any:
+    """Run one task or group of lm_eval; None in other processes than the first."""
+    names = ("num_fewshot", "batch_size", "limit", "bootstrap_iters", "apply_chat_template", "gen_kwargs")
+    settings = {name: getattr(args, name) for name in names}
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    settings |= dict.fromkeys(seeds, args.seed)
+    with _lm_eval_errors(f"task {task}"), redirect_stdout(sys.stderr):
+        return simple_evaluate(lm, tasks=[task], task_manager=manager, log_samples=False, **settings)
 
 
 @contextmanager
-def lm_eval_errors(where: str) -> Iterator[None]:
-    """Turn what lm_eval, a task or its data raise into one error that says where.
-
-    Raises:
-        DataError: with the first line of what came.
-        LinattnError: out of memory.
-    """
+def _lm_eval_errors(where: str) -> Iterator[None]:
+    """Turn what lm_eval, a task or its data raise into one error that says where."""
     try:
         yield
     except LinattnError:
@@ -223,7 +177,7 @@ def lm_eval_errors(where: str) -> Iterator[None]:
         raise DataError(f"{where}: lm_eval stopped with {type(error).__name__}: {line}") from error
 
 
-def task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[dict[str, Any]]:
+def _task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[dict[str, Any]]:
     """Make a row per task, metric and filter of lm_eval's results; of a group, the group's and all parts'."""
     rows = []
     for task, metrics in (returned["results"] | returned.get("groups", {})).items():
@@ -231,6 +185,7 @@ def task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[d
             metric, comma, chosen = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
+            error = _number(metrics.get(f"{metric}_stderr,{chosen}"))
             rows.append(
                 {
                     "model": label,
@@ -239,7 +194,8 @@ def task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[d
                     "metric": metric,
                     "filter": chosen,
                     "value": _number(value),
-                    "stderr": _error(metrics.get(f"{metric}_stderr,{chosen}")),
+                    # lm_eval writes N/A where there is none
+                    "stderr": error if isinstance(error, float) else None,
                     "higher_is_better": returned["higher_is_better"].get(task, {}).get(metric),
                     "num_fewshot": returned["n-shot"].get(task),
                     "samples": returned["n-samples"].get(task, {}).get("effective"),
@@ -252,20 +208,18 @@ def task_rows(returned: Mapping[str, Any], label: str, requested: str) -> list[d
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Align the values: a line per task, metric and filter, a column per model."""
     labels = list(dict.fromkeys(row["model"] for row in rows))
-    lines = [["task", "n-shot", "metric", "", *labels]]
-    keys = list(dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in rows))
-    for task, metric, chosen in keys:
-        cells = {
-            row["model"]: row
-            for row in rows
-            if (row["task"], row["metric"], row["filter"]) == (task, metric, chosen)
-        }
+    lines = []
+    groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["metric"], row["filter"]), {})[row["model"]] = row
+    for (task, metric, chosen), cells in groups.items():
         row = next(iter(cells.values()))
         better = {True: "higher is better", False: "lower is better"}.get(row["higher_is_better"], "")
         name = metric if chosen == "none" else f"{metric} ({chosen})"
         shots = "" if row["num_fewshot"] is None else str(row["num_fewshot"])
         lines.append([task, shots, name, better, *(_cell(cells.get(label)) for label in labels)])
-    return text_table(lines[0], lines[1:], left=len(lines[0]))
+    titles = ["task", "n-shot", "metric", "", *labels]
+    return text_table(titles, lines, left=len(titles))
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
@@ -282,9 +236,3 @@ def _number(value: Any) -> float | str:
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else str(number)
-
-
-def _error(value: Any) -> float | None:
-    """Read a standard error; lm_eval writes N/A where there is none."""
-    number = _number(value)
-    return number if isinstance(number, float) else None

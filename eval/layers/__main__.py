@@ -92,12 +92,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse combinations in which an argument would do nothing.
-
-    Raises:
-        OptionError: naming the argument.
-    """
+def _checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse combinations in which an argument would do nothing."""
     if args.rank is not None and by_recall(args.rank) and not args.tasks:
         raise OptionError(f"--rank {args.rank} needs recall, and --tasks none measures none")
     if args.force_recall and not args.tasks:
@@ -115,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
 
     def work(args: argparse.Namespace, command: str) -> str:
-        from .run import run, summary
+        from .run import run
 
-        return summary(run(args, command), args)
+        return run(args, command)
 
     interrupted = "the same command goes on after the last arrangement"
-    return cli.run_command(build_parser(), work, argv, check=check_arguments, interrupted=interrupted)
+    return cli.run_command(build_parser(), work, argv, check=_checked, interrupted=interrupted)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -58,23 +58,21 @@ class Measured:
     @property
     def accuracy(self) -> float | None:
         """Share of the questions of recall that are answered."""
-        return self._mean("accuracy")
+        return _mean("accuracy", self.recall or [])
 
     @property
     def chance(self) -> float | None:
         """Share that guessing answers."""
-        return self._mean("chance")
+        return _mean("chance", self.recall or [])
 
     def accuracy_at(self, length: int) -> float | None:
         """Compute `accuracy` among the questions of one length."""
-        rows = [row for row in self.recall or [] if row["length"] == length]
-        return replace(self, recall=rows).accuracy
+        return _mean("accuracy", [row for row in self.recall or [] if row["length"] == length])
 
-    def _mean(self, name: str) -> float | None:
-        if not self.samples:
-            return None
-        assert self.recall is not None
-        return math.fsum(row[name] * row["samples"] for row in self.recall) / self.samples
+
+def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    samples = sum(row["samples"] for row in rows)
+    return math.fsum(row[name] * row["samples"] for row in rows) / samples if samples else None
 
 
 def key_of(own: Collection[int], kept: str = OWN) -> Key:
@@ -129,7 +127,7 @@ class Evaluator:
         kept: Spec,
         *,
         recall: bool,
-        advance: Callable[[int], object] | None = None,
+        advance: Callable[[int], object] = lambda tokens: None,
     ) -> Measured:
         """Measure one arrangement.
 
@@ -143,11 +141,11 @@ class Evaluator:
             DataError: the loss is not finite.
             LinattnError: `kept` does not suit the model.
         """
-        key, name = key_of(own, kept[0])
-        with with_own(self.model, self.layers, key, kept) as names:
+        key = key_of(own, kept[0])
+        with with_own(self.model, self.layers, own, kept) as names:
             asked = self._recall(names) if recall else None  # first: it may refuse what was asked for
-            row, kl, kl_stderr = self._text(names, advance or (lambda tokens: None))
-        return Measured(key, name, row.tokens, row.nats, row.perplexity, row.stderr, kl, kl_stderr, asked)
+            row, kl, kl_stderr = self._text(names, advance)
+        return Measured(*key, row.tokens, row.nats, row.perplexity, row.stderr, kl, kl_stderr, asked)
 
     def with_recall(self, row: Measured, kept: Spec) -> Measured:
         """Add the recall to a row that was measured without it."""

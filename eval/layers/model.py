@@ -14,7 +14,6 @@ from torch import nn
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError
-from hf_linattn.patching.describe import ModuleDescription
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
@@ -72,25 +71,23 @@ def layers_of(model: nn.Module) -> list[Layer]:
             f"the patch covers a part of the layers only: {', '.join(unpatched)} keep their own attention. "
             "Patch every layer, train the maps, and rank then"
         )
-    with replaced(model, {row.module: None for row in rows}):
+    with _replaced(model, {row.module: None for row in rows}):
         own = {row.module: row for row in describe(model)}
     counts = Counter(row.layer for row in rows)
     by_index = None not in counts and max(counts.values()) == 1
-    chosen = [row for row in rows if row.patch != OWN]
-    return [_layer(row, own[row.module], place, by_index) for place, row in enumerate(chosen)]
-
-
-def _layer(row: ModuleDescription, own: ModuleDescription, place: int, by_index: bool) -> Layer:
-    return Layer(
-        number=row.layer if by_index and row.layer is not None else place,
-        key=str(row.layer) if by_index else row.module,
-        module=row.module,
-        patch=row.patch,
-        options=row.options,
-        state_bytes=row.state_bytes,
-        bytes_per_token=own.bytes_per_token,
-        window=own.window,
-    )
+    return [
+        Layer(
+            number=row.layer if by_index and row.layer is not None else place,
+            key=str(row.layer) if by_index else row.module,
+            module=row.module,
+            patch=row.patch,
+            options=row.options,
+            state_bytes=row.state_bytes,
+            bytes_per_token=own[row.module].bytes_per_token,
+            window=own[row.module].window,
+        )
+        for place, row in enumerate(row for row in rows if row.patch != OWN)
+    ]
 
 
 def sliding_of(model: nn.Module) -> str:
@@ -99,14 +96,8 @@ def sliding_of(model: nn.Module) -> str:
 
 
 @contextmanager
-def replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterator[None]:
-    """Put other attentions into the named modules for a while; None for the module's own.
-
-    All others keep what they learned, and the model is left unchanged.
-
-    Raises:
-        LinattnError: an attention does not suit its module; nothing was touched.
-    """
+def _replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterator[None]:
+    """Do what `put` does, for a while; the model is left unchanged."""
     before, children, sliding = _plan(model), _children(model), sliding_of(model)
     put(model, attentions)
     try:
@@ -118,10 +109,10 @@ def replaced(model: nn.Module, attentions: Mapping[str, Spec | None]) -> Iterato
 
 
 def put(model: nn.Module, attentions: Mapping[str, Spec | None]) -> None:
-    """Put other attentions into the named modules, to stay; None for the module's own.
+    """Put other attentions into the named modules, None for the module's own; all others keep their maps.
 
     Raises:
-        LinattnError: see `replaced`.
+        LinattnError: an attention does not suit its module; nothing was touched.
     """
     plan, children = _plan(model), _children(model)
     kept = {name: child for name, child in children.items() if name not in attentions}
@@ -171,7 +162,7 @@ def with_own(
     if kept[0] == OWN or not names:
         yield names
         return
-    with replaced(model, dict.fromkeys(names, kept)):
+    with _replaced(model, dict.fromkeys(names, kept)):
         yield []
 
 

@@ -27,29 +27,25 @@ def rows_from(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Key, Meas
     try:
         read = [Measured(**{**row, "own": tuple(row["own"])}) for row in rows]
     except (KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder / 'results.json'} is damaged ({error}); delete it to measure again"
-        ) from error
+        path = folder / "results.json"
+        raise DataError(f"{path} is damaged ({error}); delete it to measure again") from error
     return {row.key: row for row in read}
 
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
     """Make the rows of layers.csv: each layer alone, its scores and its places by every rank."""
-    orders = {
-        rank: ordered(ranking.layers, s, ranking.layer_values["kl"]) for rank, s in ranking.scores.items()
-    }
+    layers, kl = ranking.layers, ranking.layer_values["kl"]
+    orders = {rank: ordered(layers, scores, kl) for rank, scores in ranking.scores.items()}
     rows = []
-    for index, (one, own) in enumerate(
-        zip(ranking.layers, single_layer(ranking.layers, ranking.sense), strict=True)
-    ):
-        row = ranking.rows[key_of(own)]
-        content = {"layer": one.number, "module": one.module, "patch": one.patch}
-        content |= {name: getattr(row, name) for name in ("perplexity", "stderr", "nats", "kl", "kl_stderr")}
-        content |= {"recall": row.accuracy}
-        content |= {f"worth_{name}": values[index] for name, values in ranking.layer_values.items()}
-        content |= {f"score_{rank}": scores[index] for rank, scores in ranking.scores.items()}
-        content |= {f"place_{rank}": order.index(one.number) + 1 for rank, order in orders.items()}
-        rows.append(content)
+    for index, (layer, own) in enumerate(zip(layers, single_layer(layers, ranking.sense), strict=True)):
+        measured = ranking.rows[key_of(own)]
+        row: dict[str, Any] = {"layer": layer.number, "module": layer.module, "patch": layer.patch}
+        row |= {name: getattr(measured, name) for name in ("perplexity", "stderr", "nats", "kl", "kl_stderr")}
+        row |= {"recall": measured.accuracy}
+        row |= {f"worth_{name}": values[index] for name, values in ranking.layer_values.items()}
+        row |= {f"score_{rank}": scores[index] for rank, scores in ranking.scores.items()}
+        row |= {f"place_{rank}": order.index(layer.number) + 1 for rank, order in orders.items()}
+        rows.append(row)
     return rows
 
 
@@ -57,28 +53,16 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
     """Make the rows of tradeoff.csv: each number of softmax layers by each curve."""
     rows = []
     for point in points:
-        row = ranking.rows[point["key"]]
-        rows.append(
-            {
-                "curve": point["curve"],
-                "kept": point["kept"],
-                "softmax_layers": point["count"],
-                "layers": " ".join(map(str, row.own)),
-                "perplexity": row.perplexity,
-                "stderr": row.stderr,
-                "nats": row.nats,
-                "kl": row.kl,
-                "recall": row.accuracy,
-                **{f"recall_{length}": row.accuracy_at(length) for length in lengths_in(row)},
-                **{f"bytes_{n}": state_bytes(ranking.layers, row.own, n) for n in contexts},
-            }
-        )
+        measured = ranking.rows[point["key"]]
+        row = {"curve": point["curve"], "kept": point["kept"], "softmax_layers": point["count"]}
+        row |= {"layers": " ".join(map(str, measured.own))}
+        row |= {name: getattr(measured, name) for name in ("perplexity", "stderr", "nats", "kl")}
+        row |= {"recall": measured.accuracy}
+        lengths = sorted({part["length"] for part in measured.recall or []})
+        row |= {f"recall_{length}": measured.accuracy_at(length) for length in lengths}
+        row |= {f"bytes_{n}": state_bytes(ranking.layers, measured.own, n) for n in contexts}
+        rows.append(row)
     return rows
-
-
-def lengths_in(row: Measured) -> list[int]:
-    """List the lengths at which recall was asked."""
-    return sorted({part["length"] for part in row.recall or []})
 
 
 def label(curve: str, kept: str) -> str:
@@ -93,9 +77,9 @@ def layer_table(ranking: Ranking) -> str:
     titles = ["layer", "perplexity", "nats lost", "KL", *(["recall", "lost"] if recall else [])]
     if ranking.sense == "restore":
         titles = [title.replace("lost", "gained") for title in titles]
-    titles += [rank.replace("recall_over_perplexity", "R/P") for rank in ranking.scores if rank != "kl"]
     places = [rank for rank in ranking.scores if rank != "kl"]
-    lines = [titles]
+    titles += [rank.replace("recall_over_perplexity", "R/P") for rank in places]
+    lines = []
     for number in ranking.order:
         row = rows[number]
         cells = [
@@ -110,7 +94,7 @@ def layer_table(ranking: Ranking) -> str:
             score = f" ({row[f'score_{rank}']:.3g})" if rank == "recall_over_perplexity" else ""
             cells.append(f"{row[f'place_{rank}']}.{score}")
         lines.append(cells)
-    return text_table(lines[0], lines[1:], left=0)
+    return text_table(titles, lines, left=0)
 
 
 def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence[int]) -> str:
@@ -118,12 +102,15 @@ def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence
     labels = list(dict.fromkeys(label(point["curve"], point["kept"]) for point in points))
     by_count = {(label(p["curve"], p["kept"]), p["count"]): ranking.rows[p["key"]] for p in points}
     recall = "recall" in ranking.layer_values
-    lines = [["softmax", *(f"at {_tokens(n)}" for n in contexts), "layers"]]
+    sizes = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in contexts]
+    titles = ["softmax", *(f"at {tokens}" for tokens in sizes), "layers"]
     for name in labels:
-        lines[0] += [f"by {name.replace('recall_over_perplexity', 'R/P')}", *(["recall"] if recall else [])]
+        titles += [f"by {name.replace('recall_over_perplexity', 'R/P')}", *(["recall"] if recall else [])]
+    lines = []
     for count in sorted({point["count"] for point in points}):
         first = by_count[labels[0], count]
-        cells = [str(count), *(_size(state_bytes(ranking.layers, first.own, n)) for n in contexts)]
+        states = [state_bytes(ranking.layers, first.own, n) for n in contexts]
+        cells = [str(count), *("?" if state is None else size(state) for state in states)]
         cells.append(",".join(map(str, first.own)) or "-")
         for name in labels:
             row = by_count[name, count]
@@ -131,15 +118,7 @@ def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence
             if recall:
                 cells.append("-" if row.accuracy is None else f"{row.accuracy:.3f}")
         lines.append(cells)
-    return text_table(lines[0], lines[1:], left=0)
-
-
-def _tokens(count: int) -> str:
-    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
-
-
-def _size(count: int | None) -> str:
-    return "?" if count is None else size(count)
+    return text_table(titles, lines, left=0)
 
 
 def content(ranking: Ranking, points: Sequence[Point]) -> dict[str, Any]:

@@ -93,10 +93,8 @@ def _draw_state(axes: Axes, ranking: Ranking, contexts: Sequence[int]) -> None:
     for index, tokens in enumerate(contexts):
         sizes = [state_bytes(ranking.layers, ranking.kept(count), tokens) for count in counts]
         if None not in sizes:
-            style = {**look(index), "marker": ""}
-            axes.plot(
-                list(counts), [(size or 0) / MIB for size in sizes], label=f"{tokens:,} tokens", **style
-            )
+            style = {**look(index), "marker": "", "label": f"{tokens:,} tokens"}
+            axes.plot(list(counts), [(size or 0) / MIB for size in sizes], **style)
     axes.set(ylabel="state and cache of a sequence, MiB", yscale="log")
     _plain_numbers(axes)
     if axes.get_lines():

@@ -109,10 +109,8 @@ def recall_over_perplexity(
     scores = []
     for above, nats in zip(beyond_noise(recall, noise), perplexity, strict=True):
         below = nats - cheapest
-        if above == 0:
-            scores.append(0.0)
-        else:
-            scores.append(CAP if below <= NOTHING else min(CAP, above / below))
+        ratio = CAP if below <= NOTHING else min(CAP, above / below)
+        scores.append(ratio if above else 0.0)
     return scores
 
 
@@ -192,17 +190,13 @@ def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, A
 
 def plan_of(layers: Sequence[Layer], own: Collection[int], kept: Spec | str = OWN) -> dict[str, Any]:
     """Make a plan such as `{"0,2-5": "hedgehog", "1": "softmax"}`: `kept` in the layers `own`."""
-    groups: list[tuple[Spec, list[Layer]]] = []
-    for layer in layers:
-        stays = (kept, {}) if isinstance(kept, str) else kept
-        spec = stays if layer.number in own else (layer.patch, layer.options)
-        group = next((members for other, members in groups if other == spec), None)
-        if group is None:
-            groups.append((spec, [layer]))
-        else:
-            group.append(layer)
+    stays = (kept, {}) if isinstance(kept, str) else kept
+    specs = [stays if layer.number in own else (layer.patch, layer.options) for layer in layers]
     plan: dict[str, Any] = {}
-    for (patch, options), members in groups:
+    for index, (patch, options) in enumerate(specs):
+        if (patch, options) in specs[:index]:
+            continue
+        members = [layer for layer, spec in zip(layers, specs, strict=True) if spec == (patch, options)]
         value = [patch, options] if any(options.values()) else patch
         if all(layer.key.isdecimal() for layer in members):
             plan[_ranges([layer.number for layer in members])] = value
@@ -229,10 +223,10 @@ def state_bytes(layers: Sequence[Layer], own: Collection[int], tokens: int) -> i
     """
     total = 0
     for layer in layers:
-        stays = layer.number in own or layer.state_bytes is None
-        size = None if layer.bytes_per_token is None else layer.bytes_per_token * tokens
-        part = size if stays else layer.state_bytes
-        if part is None:
+        if layer.number not in own and layer.state_bytes is not None:
+            total += layer.state_bytes
+        elif layer.bytes_per_token is None:
             return None
-        total += part
+        else:
+            total += layer.bytes_per_token * tokens
     return total

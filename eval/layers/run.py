@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,25 +36,8 @@ FACTS = ("layers", "sliding", "weights")
 """Facts of the model in results.json, without which its rows mean nothing."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a run: ranking, points of the trade-off, a plan per kept attention, and their frame."""
-
-    ranking: Ranking
-    points: list[files.Point]
-    plans: dict[str, dict[str, Any]]
-    keep: int
-    sliding: str
-    original: Measured
-    linear: Measured
-
-
-def load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator:
-    """Load the model and what it is measured on, and note its facts, which must be those that are known.
-
-    Raises:
-        LinattnError: the model, the original or the text do not suit.
-    """
+def _load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator:
+    """Load the model and what it is measured on, and note its facts, which must be those that are known."""
     for source in filter(None, (args.model, args.original)):
         load_config(source)  # first: a wrong folder should not wait for the text
     tokenizer = load_tokenizer(args.tokenizer or args.model)
@@ -73,18 +56,12 @@ def load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluator
                 f"{args.output_dir} holds measurements of another model at {args.model} (its {name} "
                 "differ); choose another --output-dir"
             )
-    return Evaluator(model, tokenizer, layers, plan, recall_of(args), args.batch_size)
-
-
-def recall_of(args: argparse.Namespace) -> Recall | None:
-    """Make the questions of recall, None for none."""
-    if not args.tasks:
-        return None
     lengths = tuple(args.recall_lengths or [args.length])
-    return Recall(tuple(args.tasks), lengths, args.samples, args.seed)
+    recall = Recall(tuple(args.tasks), lengths, args.samples, args.seed) if args.tasks else None
+    return Evaluator(model, tokenizer, layers, plan, recall, args.batch_size)
 
 
-def kept_of(args: argparse.Namespace) -> list[Spec]:
+def _kept_of(args: argparse.Namespace) -> list[Spec]:
     """List the attentions that `--nope` tries in the softmax layers."""
     if not args.nope:
         return []
@@ -94,8 +71,8 @@ def kept_of(args: argparse.Namespace) -> list[Spec]:
     return [("nope", {}), ("nope+logn", {"logn": {"train_length": length}})]
 
 
-def run(args: argparse.Namespace, command: str) -> Outcome:
-    """Measure what is missing, rank, and write all files.
+def run(args: argparse.Namespace, command: str) -> str:
+    """Measure what is missing, rank, and write all files; the tables and the plan come back as text.
 
     Raises:
         DataError: the text is missing or too short; the folder holds other measurements.
@@ -106,18 +83,18 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     session = ResumableRun(args.output_dir, recorded, files.FORMAT, command)
     rows = files.rows_from(args.output_dir, session.rows)
     facts = {name: session.earlier[name] for name in FACTS if name in session.earlier}
-    evaluator = cache(lambda: load_evaluator(args, facts))
+    evaluator = cache(lambda: _load_evaluator(args, facts))
     if args.original is not None or args.save is not None or len(facts) < len(FACTS) or not rows:
         evaluator()
     layers = [Layer(**row) for row in facts["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
     counts = range(len(layers) + 1) if args.counts is None else args.counts
-    kept = kept_of(args)
+    kept = _kept_of(args)
     if max(keep, *counts) > len(layers):
         raise OptionError(f"{max(keep, *counts)} softmax layers, and {args.model} has {len(layers)}")
     session.begin({"versions": session.earlier.get("versions") or versions(), **facts})
 
-    def save(row: Measured) -> None:
+    def save() -> None:
         session.rows[:] = [asdict(row) for row in rows.values()]
         session.save()
 
@@ -125,10 +102,8 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
     plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [(OWN, {}), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
-    # the chosen rank first: tables and pictures go by it
-    points = schedule.tradeoff(
-        ranking, [*sorted(curves, key=lambda c: c != ranking.rank), EVEN], counts, kept
-    )
+    curves.sort(key=lambda curve: curve != ranking.rank)  # tables and pictures go by the first
+    points = schedule.tradeoff(ranking, [*curves, EVEN], counts, kept)
     session.results |= {**files.content(ranking, points), "keep": keep, "plans": plans}
     save_csv(args.output_dir / "layers.csv", files.layer_rows(ranking))
     save_csv(args.output_dir / "tradeoff.csv", files.tradeoff_rows(ranking, points, args.context))
@@ -136,18 +111,20 @@ def run(args: argparse.Namespace, command: str) -> Outcome:
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
     session.finish()
     if args.save is not None:
-        save_hybrid(evaluator(), ranking.kept(keep), args.save)
-    return Outcome(
-        ranking, points, plans, keep, facts["sliding"], schedule.original(recall=False), rows[(), OWN]
-    )
+        _save_hybrid(evaluator(), ranking.kept(keep), args.save)
+    ends = {"original": schedule.original(recall=False), "all linear": rows[(), OWN]}
+    lines = [f"{name}: {_line(row)}" for name, row in ends.items()]
+    lines += _summary(args, ranking, points)
+    lines += [f"plan for patch_model, softmax layers {keep} of {len(layers)}:"]
+    lines += [json.dumps(plan) for plan in plans.values()]
+    if facts["sliding"] != "keep":
+        lines.append(f"(with sliding={facts['sliding']!r}, as the folder was patched)")
+    lines += [f"nothing was trained; numbers and pictures in {args.output_dir}"]
+    return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
 
 
-def save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> None:
-    """Write the model with softmax in the layers `own`; the maps of the others stay.
-
-    Raises:
-        TrainingError: the folder cannot be written.
-    """
+def _save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> None:
+    """Write the model with softmax in the layers `own`; the maps of the others stay."""
     put(evaluator.model, {layer.module: None for layer in evaluator.layers if layer.number in own})
     model: Any = evaluator.model
     with writing(folder):
@@ -157,27 +134,19 @@ def save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> Non
         evaluator.tokenizer.save_pretrained(partial)
 
 
-def summary(outcome: Outcome, args: argparse.Namespace) -> str:
-    """Give the tables, the plan, and the sentences one needs to read them."""
-    ranking, original, linear = outcome.ranking, outcome.original, outcome.linear
+def _summary(args: argparse.Namespace, ranking: Ranking, points: Sequence[files.Point]) -> list[str]:
+    """Give the tables, and the sentences one needs to read them."""
     what = {
         "replace": "each layer alone linear, all others the original's",
         "restore": "each layer alone softmax, all others linear",
     }
-    lines = [f"{name}: {_line(row)}" for name, row in (("original", original), ("all linear", linear))]
-    lines += [f"note: {ranking.note}"] if ranking.note else []
-    lines += [
+    return [
+        *([f"note: {ranking.note}"] if ranking.note else []),
         f"{what[ranking.sense]}; first to stay softmax first, by {ranking.rank}:",
         files.layer_table(ranking),
+        "state of one sequence, the layers that stay, and perplexity by each way to choose them:",
+        files.tradeoff_table(ranking, points, args.context),
     ]
-    lines += ["state of one sequence, the layers that stay, and perplexity by each way to choose them:"]
-    lines += [files.tradeoff_table(ranking, outcome.points, args.context)]
-    lines += [f"plan for patch_model, softmax layers {outcome.keep} of {len(ranking.layers)}:"]
-    lines += [json.dumps(plan) for plan in outcome.plans.values()]
-    if outcome.sliding != "keep":
-        lines.append(f"(with sliding={outcome.sliding!r}, as the folder was patched)")
-    lines += [f"nothing was trained; numbers and pictures in {args.output_dir}"]
-    return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
 
 
 def _line(row: Measured) -> str:

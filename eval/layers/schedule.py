@@ -31,10 +31,6 @@ from .ranking import (
 )
 
 
-def nothing(row: Measured) -> None:
-    """Save nothing."""
-
-
 @dataclass
 class Schedule:
     """Arrangements of one model, each measured once.
@@ -50,19 +46,13 @@ class Schedule:
     layers: Sequence[Layer]
     evaluator: Callable[[], Evaluator]
     rows: dict[Key, Measured] = field(default_factory=dict)
-    save: Callable[[Measured], None] = nothing
+    save: Callable[[], None] = lambda: None
     progress: bool = False
 
     def measure(
         self, arrangements: Iterable[Collection[int]], kept: Spec = (OWN, {}), *, recall: bool
     ) -> None:
-        """Measure what is missing of these arrangements.
-
-        Args:
-            arrangements: for each, the numbers of the layers that do not have their linear form.
-            kept: the attention of those.
-            recall: whether to ask for recall too.
-        """
+        """Measure what is missing of these arrangements, each the layers that have `kept` as attention."""
         keys = list(dict.fromkeys(key_of(own, kept[0]) for own in arrangements))
         missing = [key for key in keys if key not in self.rows]
         bare = [key for key in keys if key in self.rows and recall and self.rows[key].recall is None]
@@ -80,7 +70,7 @@ class Schedule:
 
     def _add(self, row: Measured) -> None:
         self.rows[row.key] = row
-        self.save(row)
+        self.save()
 
     def original(self, *, recall: bool) -> Measured:
         """Measure the model with its own attention in every layer."""
@@ -104,14 +94,12 @@ class Schedule:
         usable = recall and (force or recalls(original))
         if rank is not None and by_recall(rank) and not usable:
             raise OptionError(
-                f"{why_not(original)}. Take --rank kl or perplexity, or --force-recall"
+                f"{_why_not(original)}. Take --rank kl or perplexity, or --force-recall"
                 if recall
                 else f"{rank} needs recall, and no task is measured"
             )
         chosen = rank or ("recall_over_perplexity" if usable else "kl")
-        note = ""
-        if recall and not usable:
-            note = f"{why_not(original)}, so layers are ranked by {chosen}"
+        note = f"{_why_not(original)}, so layers are ranked by {chosen}" if recall and not usable else ""
         self.measure([reference(self.layers, sense), (), *single_layer(self.layers, sense)], recall=usable)
         values = layer_values(self.layers, self.rows, sense)
         if not usable:
@@ -136,16 +124,13 @@ class Schedule:
         """
         recall = "recall" in ranking.layer_values
         points = []
-        pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves] + [
-            (ranking.rank, spec) for spec in kept
-        ]
-        for curve, spec in pairs:
+        pairs: list[tuple[str, Spec]] = [(curve, (OWN, {})) for curve in curves]
+        for curve, spec in [*pairs, *((ranking.rank, spec) for spec in kept)]:
             sets = {count: ranking.kept(count, curve) for count in counts}
             self.measure(sets.values(), spec, recall=recall)
-            points += [
-                {"curve": curve, "kept": spec[0], "count": count, "key": key_of(own, spec[0])}
-                for count, own in sets.items()
-            ]
+            for count, own in sets.items():
+                key = key_of(own, spec[0])
+                points.append({"curve": curve, "kept": spec[0], "count": count, "key": key})
         return points
 
 
@@ -157,8 +142,7 @@ def _title(layers: Sequence[Layer], own: Collection[int], kept: str) -> str:
     return f"{what}: {','.join(map(str, few))}"
 
 
-def why_not(original: Measured) -> str:
-    """Say in a clause why recall is not used."""
+def _why_not(original: Measured) -> str:
     assert original.accuracy is not None
     assert original.chance is not None
     return (

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from hf_linattn.errors import OptionError
 from hf_linattn.patching.contexts import Branches
 
-from ..common.cli import parse_rope_scaling
+from ..common.cli import check_options_have_patch, parse_rope_scaling, refuse_options
 from ..common.model_specs import parse_specs, specs_of
 from ..common.models import UNPATCHED, ModelSpec, name_of
 from ..common.results import recorded
@@ -80,8 +80,7 @@ class PerplexityArguments:
         self.output_dir = Path(self.output_dir)
         self._check_compare()
         self._check_branches()
-        if self.options is not None and self.patch is None:
-            raise OptionError("--options belongs to --patch")
+        check_options_have_patch(self)
         for name in ("lengths", "stride", "batch_size") if self.stream else ("segment",):
             if getattr(self, name) is not None:
                 side = "with" if self.stream else "without"
@@ -122,14 +121,17 @@ class PerplexityArguments:
         for name in self.branches:
             if name not in get_args(Branches):
                 raise OptionError(f"no branches {name!r}; there are {', '.join(get_args(Branches))}")
-        for other in NOT_WITH_BRANCHES:
-            if getattr(self, other):
-                raise OptionError(f"--{other} has no meaning with --branches")
+        refuse_options(self, NOT_WITH_BRANCHES, "with --branches")
 
     @property
     def budget(self) -> int | None:
         """`max_tokens` as functions take it: None for all."""
         return None if self.max_tokens == "all" else self.max_tokens
+
+    @property
+    def windows(self) -> dict[str, Any]:
+        """Arguments of `plan_windows` besides the texts."""
+        return {"lengths": self.lengths, "stride": self.stride, "max_tokens": self.budget}
 
     def recorded(self) -> dict[str, Any]:
         """Tell the arguments as results.json keeps them."""

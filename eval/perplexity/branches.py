@@ -55,14 +55,13 @@ def compare_branches(
         OptionError: unknown branches, or a number out of its range.
         DataError: no document is long enough, or the loss is not finite.
     """
-    plan = plan_windows(
-        encode(tokenizer, documents, bos=bos, join=join), lengths, stride=stride, max_tokens=max_tokens
-    )
+    texts = encode(tokenizer, documents, bos=bos, join=join)
+    plan = plan_windows(texts, lengths, stride=stride, max_tokens=max_tokens)
     require_causal(model)
+    settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     rows: dict[str, list[Row]] = {}
     for name in branches:
         with use_branches(model, name):
-            settings: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
             rows[name] = [score_length(model, plan, length, **settings) for length in plan.lengths]
     return rows
 
@@ -86,16 +85,13 @@ def window_sizes(model: nn.Module) -> list[int]:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[str]:
-    """Say what the perplexities mean, a sentence per length; nothing where one of the four is not measured.
+    """Say what "nats" by "length" and "model" (the branches) mean, for windows of these sizes.
 
-    Args:
-        rows: with "model" (the branches), "length" and "nats".
-        sizes: tokens in the hybrids' windows.
+    A sentence per length; nothing where one of the four branches is not measured.
     """
     nats = {(row["model"], row["length"]): row["nats"] for row in rows}
-    lengths = sorted({row["length"] for row in rows})
     lines = []
-    for length in lengths:
+    for length in sorted({row["length"] for row in rows}):
         four = [nats.get((name, length)) for name in ("both", "window", "rest", "none")]
         if None not in four:
             outside = not sizes or length > sizes[0]

@@ -60,11 +60,14 @@ def save_plot(
         axes.errorbar(lengths, values, errors, capsize=2.5, elinewidth=0.8, label=label, **style)
     if train_length:
         axes.axvline(train_length, color="grey", linestyle=":", label=f"trained at {train_length}")
-    _scale(axes, [row["length"] for row in rows], [row["perplexity"] for row in rows], stream)
-    axes.set(
-        xlabel="position in the document, up to" if stream else "tokens of context",
-        ylabel="perplexity per token",
-    )
+    log2_axis(axes, () if stream else [row["length"] for row in rows])
+    xlabel = "position in the document, up to" if stream else "tokens of context"
+    axes.set(xlabel=xlabel, ylabel="perplexity per token", yscale="log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    values = [row["perplexity"] for row in rows]
+    narrow = FuncFormatter(lambda value, _: f"{value:.4g}")
+    axes.yaxis.set_minor_formatter(narrow if max(values) < 20 * min(values) else NullFormatter())
+    axes.grid(alpha=0.3, which="both")
     if len(labels) > INSIDE:
         _legend_beside(figure, axes, {row["model"]: row["perplexity"] for row in rows})
     else:
@@ -72,17 +75,6 @@ def save_plot(
     # an .svg holds random ids and the date otherwise
     with rc_context({"svg.hashsalt": "hf_linattn"}):
         figure.savefig(path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-
-
-def _scale(axes: Axes, lengths: Sequence[int], values: Sequence[float], stream: bool) -> None:
-    log2_axis(axes, () if stream else lengths)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if max(values) < 20 * min(values):
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
-    else:
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3, which="both")
 
 
 def _legend_beside(figure: Figure, axes: Axes, ends: Mapping[str, float]) -> None:
@@ -99,11 +91,11 @@ def summary(results: Mapping[str, Any], arguments: PerplexityArguments) -> str:
     if arguments.branches:
         files = f"the same {rows[0]['tokens']} tokens at every length; numbers and plot in {folder}"
         return "\n".join([curve_table(rows), *results["sentences"], files])
-    data, lines = results["data"], [curve_table(rows) if arguments.compare else row_table(rows)]
+    data, lines = results["data"], [curve_table(rows) if arguments.compare else _row_table(rows)]
     if arguments.stream:
         lines.append("length: end of a position bucket; the context is all of the document before a token")
         for label in dict.fromkeys(row["model"] for row in rows):
-            lines.append(f"{label}, all positions: {overall([r for r in rows if r['model'] == label]):.5g}")
+            lines.append(f"{label}, all positions: {_overall([r for r in rows if r['model'] == label]):.5g}")
     elif arguments.stride == "full":
         lines.append("windows side by side; all tokens but the first of each window are scored")
     else:
@@ -123,23 +115,17 @@ def curve_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return text_table(["perplexity at", *map(str, lengths)], lines)
 
 
-def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Align the rows, a line each."""
-    lines = [
-        [
-            row["model"],
-            str(row["length"]),
-            f"{row['perplexity']:.5g}",
-            "-" if row["stderr"] is None else f"{row['stderr']:.4g}",
-            f"{row['byte_perplexity']:.4f}",
-            str(row["tokens"]),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        stderr = "-" if row["stderr"] is None else f"{row['stderr']:.4g}"
+        values = [f"{row['perplexity']:.5g}", stderr, f"{row['byte_perplexity']:.4f}"]
+        lines.append([row["model"], str(row["length"]), *values, str(row["tokens"])])
     return text_table(["model", "length", "perplexity", "stderr", "byte_ppl", "tokens"], lines)
 
 
-def overall(rows: Sequence[Mapping[str, Any]]) -> float:
+def _overall(rows: Sequence[Mapping[str, Any]]) -> float:
     """Compute the perplexity of all tokens of disjoint rows together, as those of a stream."""
     total = math.fsum(row["nats"] * row["tokens"] for row in rows)
     return math.exp(total / sum(row["tokens"] for row in rows))

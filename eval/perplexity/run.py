@@ -75,20 +75,22 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
         return run.results
     specs = arguments.model_specs()
     length = arguments.train_length or train_length(arguments.model)
+    settings: dict[str, Any] = {"dtype": arguments.dtype, "device": run.device, "seed": arguments.seed}
     if arguments.branches:  # a model without hybrids is refused before the text is read
-        hybrid = _models(arguments, [], run.device).load(specs[0])
+        hybrid = ModelLoader([], **settings).load(specs[0])
         require_causal(hybrid)
         sizes = window_sizes(hybrid)
         curves: dict[str, Use] = {name: partial(use_each, hybrid, name) for name in arguments.branches}
     documents, texts = load_texts(arguments, load_tokenizer(arguments.tokenizer or arguments.model))
-    plan = texts if arguments.stream else _plan(arguments, texts)
+    plan = texts if arguments.stream else plan_windows(texts, **arguments.windows)
     if arguments.branches:
         run.begin({"train_length": length, "windows": sizes, "sentences": []})
     else:
         _check_tokenizers(arguments, specs, documents, texts)
-        models = _models(arguments, specs[: len(arguments.compare or [])], run.device)
+        compared = specs[: len(arguments.compare or [])]
+        models = ModelLoader(compared, stream=arguments.stream, **settings)
         curves = {spec.label: partial(_use_causal, models, spec) for spec in specs}
-        facts = {"data": describe_data(texts, plan), "train_length": length}
+        facts = {"data": _describe_data(texts, plan), "train_length": length}
         run.begin({**facts, "models": [asdict(spec) for spec in specs]}, {"processes": state.num_processes})
     for index, (label, use) in enumerate(curves.items(), 1):
         if state.is_main_process and len(curves) > 1:
@@ -106,22 +108,11 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     return run.results
 
 
-def _models(arguments: PerplexityArguments, compared: list[ModelSpec], device: torch.device) -> ModelLoader:
-    settings: dict[str, Any] = {"dtype": arguments.dtype, "seed": arguments.seed}
-    return ModelLoader(compared, device=device, stream=arguments.stream, **settings)
-
-
 @contextmanager
 def _use_causal(models: ModelLoader, spec: ModelSpec) -> Iterator[nn.Module]:
     with models.use(spec) as model:
         require_causal(model)
         yield model
-
-
-def _plan(arguments: PerplexityArguments, texts: Texts) -> Plan:
-    assert arguments.lengths is not None
-    assert arguments.stride is not None
-    return plan_windows(texts, arguments.lengths, stride=arguments.stride, max_tokens=arguments.budget)
 
 
 def _measure(
@@ -133,10 +124,11 @@ def _measure(
         if done:
             return
         assert arguments.segment is not None
-        settings: dict[str, Any] = {"max_tokens": arguments.budget, "segment": arguments.segment}
         with run.timed(f"{label} stream"), use() as model:
             refuse_growing_cache(model)
-            rows = score_stream(model, plan, progress=True, **settings)
+            rows = score_stream(
+                model, plan, max_tokens=arguments.budget, segment=arguments.segment, progress=True
+            )
         # a stream gives all its rows at once: one that is half written would pass for a whole one
         run.rows += [{"model": label, **asdict(row)} for row in rows]
         run.save()
@@ -156,11 +148,7 @@ def _measure(
 def _check_tokenizers(
     arguments: PerplexityArguments, specs: list[ModelSpec], documents: list[str], texts: Texts
 ) -> None:
-    """Refuse a baseline with other tokens: its numbers would answer another question.
-
-    Raises:
-        DataError: naming the baseline.
-    """
+    """Refuse a baseline with other tokens: its numbers would answer another question."""
     for spec in specs[1:]:
         if spec.source == arguments.model or arguments.tokenizer is not None:
             continue
@@ -175,15 +163,10 @@ def _check_tokenizers(
             )
 
 
-def describe_data(texts: Texts, plan: Texts | Plan) -> dict[str, Any]:
-    """Say what was read: documents, tokens, bytes, and how many documents are long enough."""
-    facts: dict[str, Any] = {
-        "documents": len(texts.documents),
-        "tokens": sum(map(len, texts.documents)),
-        "bytes": sum(int(document.byte_ends[-1]) for document in texts.documents),
-    }
+def _describe_data(texts: Texts, plan: Texts | Plan) -> dict[str, int]:
+    sizes = [len(document) for document in texts.documents]
+    size = sum(int(document.byte_ends[-1]) for document in texts.documents)
+    facts = {"documents": len(sizes), "tokens": sum(sizes), "bytes": size}
     if isinstance(plan, Plan):
-        facts["documents_long_enough"] = sum(
-            len(document) >= plan.lengths[-1] for document in texts.documents
-        )
+        facts["documents_long_enough"] = sum(tokens >= plan.lengths[-1] for tokens in sizes)
     return facts

@@ -46,10 +46,7 @@ renewed after every row: the same command goes on where it stopped. docs/recall.
 
 
 def _depths(text: str) -> list[float]:
-    try:
-        depths = [float(part) for part in text.split(",")]
-    except ValueError:
-        depths = [-1.0]
+    depths = [cli.parse_float(part) for part in text.split(",")]
     if not all(0 <= depth <= 1 for depth in depths):
         raise argparse.ArgumentTypeError(
             f"expected numbers from 0 (start) to 1 (end), as in {DEPTHS}, got {text!r}"

@@ -21,16 +21,7 @@ NAME = "cases"
 
 @dataclass(frozen=True)
 class Case:
-    """One line.
-
-    Attributes:
-        prompt: what is read.
-        answer: what has to come then, joined to the prompt as it is.
-        name: its task in tables and plots.
-        depth: where in the prompt the thing is, from 0 to 1, if the file says so.
-        candidates: answers to choose from, the right one among them, or none.
-        where: file and line.
-    """
+    """One line of the file `where`; `depth` is None and `candidates` empty where it does not name them."""
 
     prompt: str
     answer: str

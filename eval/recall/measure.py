@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one sample gives: sums over its answers."""
+    """Sums over the answers of one sample."""
 
     answers: int
     right: int
@@ -214,7 +214,6 @@ def make_row(
 
 
 def _read(model: nn.Module, samples: list[Sample]) -> list[Outcome]:
-    """Read samples of one length in one forward pass."""
     length = len(samples[0].ids)
     scored = length - min(sample.answers[0][0] for sample in samples)
     documents = [Document(sample.ids, torch.zeros_like(sample.ids)) for sample in samples]
@@ -234,15 +233,9 @@ def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
         logprob += float(own.sum())
         right += steps.argmax(1).tolist() == list(answer)
         if sample.candidates is not None:
-            chosen += all(
-                _choose(step, sample.candidates.following(answer[:i])) == answer[i]
-                for i, step in enumerate(steps)
-            )
+            following = [sample.candidates.following(answer[:place]) for place in range(len(answer))]
+            best = [tokens[step[tokens].argmax()] for step, tokens in zip(steps, following, strict=True)]
+            chosen += [int(token) for token in best] == list(answer)
     if not math.isfinite(logprob):
         raise DataError("the model's logits are not finite; try --dtype float32")
     return Outcome(len(sample.answers), right, chosen, logprob)
-
-
-def _choose(logits: Tensor, tokens: Tensor) -> int:
-    """Choose the best of these tokens; the first of equals."""
-    return int(tokens[int(logits[tokens].argmax())])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -31,7 +30,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def save_pictures(
     folder: Path, rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int | None
-) -> list[Path]:
+) -> None:
     """Write `heatmap-TASK.png` for each task, and `curves.png`; each whole or not at all.
 
     Args:
@@ -40,16 +39,15 @@ def save_pictures(
         verdicts: on the unpatched model, for the titles.
         train_length: length to mark, if any.
     """
-    figures = {"curves.png": curves(rows, verdicts, train_length)}
+    by_task = {verdict["task"]: verdict for verdict in verdicts}
+    figures = {"curves": _curves(rows, by_task, train_length)}
     for task in dict.fromkeys(row["task"] for row in rows):
         # the name of a user's own cases may hold anything
         safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in task)
-        verdict = next((each for each in verdicts if each["task"] == task), None)
-        figures[f"heatmap-{safe}.png"] = heatmap([row for row in rows if row["task"] == task], verdict)
+        figures[f"heatmap-{safe}"] = heatmap([row for row in rows if row["task"] == task], by_task.get(task))
     for name, figure in figures.items():
-        with replacing(folder / name) as partial:
+        with replacing(folder / f"{name}.png") as partial:
             figure.savefig(partial, format="png", dpi=110)
-    return [folder / name for name in figures]
 
 
 def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:
@@ -85,7 +83,7 @@ def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:
     return figure
 
 
-def curves(rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int | None) -> Figure:
+def _curves(rows: Rows, verdicts: Mapping[str, Mapping[str, Any]], train_length: int | None) -> Figure:
     """Draw accuracy over length, mean over depths, with standard errors and chance; a panel per task."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -107,22 +105,15 @@ def curves(rows: Rows, verdicts: Sequence[Mapping[str, Any]], train_length: int 
         x, y = [point["length"] for point in chances], [100 * point["chance"] for point in chances]
         ax.plot(x, y, color=GREY, linestyle=":", label="chance")
         if train_length:
-            ax.axvline(
-                train_length, color=GREY, linestyle="-.", linewidth=0.8, label=f"trained at {train_length}"
-            )
-        _scale(ax, [row["length"] for row in own])
-        verdict = next((each for each in verdicts if each["task"] == task), None)
-        ax.set_title(_title(own, verdict, 62), fontsize=9)
-    figure.legend(
-        *axes.flat[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
-    )
+            name = f"trained at {train_length}"
+            ax.axvline(train_length, color=GREY, linestyle="-.", linewidth=0.8, label=name)
+        log2_axis(ax, [row["length"] for row in own], "{:,.0f}")
+        ax.set(xlabel="tokens", ylabel="accuracy (%)", ylim=(-3, 103))
+        ax.grid(alpha=0.3)
+        ax.set_title(_title(own, verdicts.get(task), 62), fontsize=9)
+    named = axes.flat[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside right upper", frameon=False, fontsize=8)
     return figure
-
-
-def _scale(ax: Axes, lengths: Sequence[int]) -> None:
-    log2_axis(ax, lengths, "{:,.0f}")
-    ax.set(xlabel="tokens", ylabel="accuracy (%)", ylim=(-3, 103))
-    ax.grid(alpha=0.3)
 
 
 def _title(rows: Rows, verdict: Mapping[str, Any] | None, width: int) -> str:

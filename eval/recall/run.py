@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 from tqdm import tqdm
@@ -37,7 +38,7 @@ FORMAT = "hf_linattn.recall/1"
 
 
 @dataclass(frozen=True)
-class Question:
+class _Question:
     """What becomes one row per model."""
 
     task: str
@@ -47,12 +48,8 @@ class Question:
     samples: Callable[[], list[Sample]]
 
 
-def model_specs(args: argparse.Namespace) -> list[ModelSpec]:
-    """Name the unpatched original first, then the entries of --compare, then the other models.
-
-    Raises:
-        OptionError: two of them are the same.
-    """
+def _model_specs(args: argparse.Namespace) -> list[ModelSpec]:
+    """Name the unpatched original first, then the entries of --compare, then the other models."""
     source = args.model[0]
     name = name_of(source)
     patched = hasattr(load_config(source), NAME)
@@ -87,40 +84,35 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
     session = ResumableRun(args.output_dir, arguments, FORMAT, command)
     if session.complete:
         return session.results
-    specs = model_specs(args)
+    specs = _model_specs(args)
     tokenizer = load_tokenizer(args.tokenizer or args.model[0])
     size = load_config(args.model[0]).get_text_config().vocab_size
     vocabulary = Vocabulary(tokenizer, size, args.bos)
     check_fit(vocabulary, args.tasks, args.lengths)
-    check_tokenizers(args, tokenizer)
-    asked = questions(args, vocabulary)
+    _check_tokenizers(args, tokenizer)
+    asked = _questions(args, vocabulary)
     if args.cases is not None:
         for name, length, depth, samples in grouped(cases, vocabulary, args.lengths):
-            asked.append(Question(name, length, depth, len(samples), partial(list, samples)))
+            asked.append(_Question(name, length, depth, len(samples), partial(list, samples)))
     compared = [spec for spec in specs if spec.label in (args.patch or [])]
     models = ModelLoader(compared, dtype=args.dtype, device=session.device, seed=args.seed)
     length_trained = args.train_length or train_length(args.model[0])
-    facts = {"train_length": length_trained, "models": [asdict(spec) for spec in specs], "verdicts": []}
-    session.begin(facts)
+    models_measured = [asdict(spec) for spec in specs]
+    session.begin({"train_length": length_trained, "models": models_measured, "verdicts": []})
     for index, spec in enumerate(specs):
         with error_prefix(spec.label):
             _measure(args, models, spec, vocabulary, asked, session)
         if index == 0:
-            verdicts = assess_baseline(session.rows, spec.label)
-            session.results["verdicts"] = [asdict(verdict) for verdict in verdicts]
+            verdicts = session.results["verdicts"] = assess_baseline(session.rows, spec.label)
             if len(specs) > 1:
-                print("\n".join(verdict.text for verdict in verdicts), file=sys.stderr)
+                print("\n".join(verdict["text"] for verdict in verdicts), file=sys.stderr)
     save_pictures(args.output_dir, session.rows, session.results["verdicts"], length_trained)
     session.finish("results.csv", COLUMNS)
     return session.results
 
 
-def check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
-    """Refuse models that know other tokens: the questions would be others.
-
-    Raises:
-        DataError: naming the model.
-    """
+def _check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Refuse models that know other tokens: the questions would be others."""
     if args.tokenizer is not None:
         return
     for source in args.model[1:]:
@@ -131,18 +123,14 @@ def check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
             )
 
 
-def questions(args: argparse.Namespace, vocabulary: Vocabulary) -> list[Question]:
+def _questions(args: argparse.Namespace, vocabulary: Vocabulary) -> list[_Question]:
     """List what the built-in tasks ask of a model."""
 
     def samples(task: str, length: int, depth: float) -> list[Sample]:
         return [build(task, vocabulary, length, depth, args.seed, index) for index in range(args.samples)]
 
-    return [
-        Question(task, length, depth, args.samples, partial(samples, task, length, depth))
-        for task in args.tasks
-        for length in sorted(set(args.lengths))
-        for depth in sorted(set(args.depths))
-    ]
+    places = product(args.tasks, sorted(set(args.lengths)), sorted(set(args.depths)))
+    return [_Question(*place, args.samples, partial(samples, *place)) for place in places]
 
 
 def _measure(
@@ -150,7 +138,7 @@ def _measure(
     models: ModelLoader,
     spec: ModelSpec,
     vocabulary: Vocabulary,
-    asked: Sequence[Question],
+    asked: Sequence[_Question],
     session: ResumableRun,
 ) -> None:
     """Add the missing rows of one model to the results, which are saved after each."""

@@ -40,10 +40,8 @@ Build = Callable[[Vocabulary, int, float, random.Random], Sample]
 def _passkey(vocabulary: Vocabulary, length: int, depth: float, rng: random.Random) -> Sample:
     """Hide a number of five digits in filler text (Mohtashami and Jaggi 2023, arXiv:2305.16300)."""
     numbers = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), CHOICES)
-    head, needle = (
-        [*vocabulary.start, *vocabulary.ids(INTRO + "\n")],
-        vocabulary.line(NEEDLE.format(key=numbers[0])),
-    )
+    head = [*vocabulary.start, *vocabulary.ids(INTRO + "\n")]
+    needle = vocabulary.line(NEEDLE.format(key=numbers[0]))
     answers = tuple(tuple(vocabulary.split(f"\n{QUESTION}", f" {number}")[1]) for number in numbers)
     question = vocabulary.split("\n", f"{QUESTION} {numbers[0]}")[1]
     room = length - len(head) - len(needle) - len(question)

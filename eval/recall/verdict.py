@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-Ability = Literal["yes", "hardly", "no"]
+from typing import Any
 
 NO, HARDLY = 0.1, 0.5
 """Of the way from chance to 1: below the first a model cannot do a task, below the second hardly."""
@@ -15,43 +12,22 @@ ERRORS = 3
 """Standard errors by which accuracy must lie above chance."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the unpatched model can do, where it does best.
+def assess_baseline(rows: Sequence[Mapping[str, Any]], model: str) -> list[dict[str, Any]]:
+    """Give a verdict on each task that the unpatched model was asked.
 
-    Attributes:
-        task: its name.
-        model: the unpatched model's.
-        able: "no", "hardly" or "yes".
-        length: tokens at which its mean accuracy over depths is best.
-        accuracy: that mean.
-        stderr: its standard error; None where a row has none.
-        chance: as in the rows.
-        text: a sentence about it.
+    "able" is "no", "hardly" or "yes", "length" the tokens at which its mean "accuracy" over depths lies
+    farthest above "chance", and "text" a sentence about it.
     """
-
-    task: str
-    model: str
-    able: Ability
-    length: int
-    accuracy: float
-    stderr: float | None
-    chance: float
-    text: str
-
-
-def assess_baseline(rows: Sequence[Mapping[str, Any]], model: str) -> list[Verdict]:
-    """Give a verdict on each task that the unpatched model was asked."""
     own = [row for row in rows if row["model"] == model]
     return [_assess(own, task, model) for task in dict.fromkeys(row["task"] for row in own)]
 
 
-def _assess(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict:
+def _assess(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> dict[str, Any]:
     points = over_depths([row for row in rows if row["task"] == task])
     best = max(points, key=lambda point: point["accuracy"] - point["chance"])
     accuracy, stderr, chance = best["accuracy"], best["stderr"], best["chance"]
     above = (accuracy - chance) / (1 - chance) if chance < 1 else 0.0
-    able: Ability = "no" if above < NO else "hardly" if above < HARDLY else "yes"
+    able = "no" if above < NO else "hardly" if above < HARDLY else "yes"
     if stderr is not None and accuracy - ERRORS * stderr <= chance:
         able = "no"
     shown = f"{percent(accuracy)} at {best['length']}, chance {percent(chance)}"
@@ -62,7 +38,8 @@ def _assess(rows: Sequence[Mapping[str, Any]], task: str, model: str) -> Verdict
         "hardly": f"{model} can hardly do {task}: {shown}; what its patched versions lose is hard to see",
         "yes": f"{model} can do {task}: {shown}",
     }
-    return Verdict(task, model, able, best["length"], accuracy, stderr, chance, endings[able])
+    verdict = {"task": task, "model": model, "able": able, "length": best["length"]}
+    return {**verdict, "accuracy": accuracy, "stderr": stderr, "chance": chance, "text": endings[able]}
 
 
 def _knows(point: Mapping[str, Any]) -> bool:
@@ -78,13 +55,12 @@ def over_depths(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     points = []
     for length in sorted({row["length"] for row in rows}):
         group = [row for row in rows if row["length"] == length]
-        point: dict[str, Any] = {"length": length}
+        point: dict[str, Any] = {"length": length, "stderr": None}
         for name in ("accuracy", "chance", "logprob", "choice", "choice_chance"):
             values = [row[name] for row in group]
             point[name] = None if None in values else math.fsum(values) / len(values)
-        errors = [row["stderr"] for row in group]
-        whole = None not in errors
-        point["stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(errors) if whole else None
+        if None not in (errors := [row["stderr"] for row in group]):
+            point["stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)
         points.append(point)
     return points
 

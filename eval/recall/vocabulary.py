@@ -135,7 +135,8 @@ class Vocabulary:
         for token in self.tokens:
             piece = self._decode([*start, token])
             word = piece.removeprefix(text + " ")
-            if word == piece or len(word) < SHORTEST_WORD or not _is_lowercase(word):
+            plain = word.isascii() and word.isalpha() and word.islower()
+            if word == piece or len(word) < SHORTEST_WORD or not plain:
                 continue
             line = self.ids(f"The {word} {word}: {word}, {word}")
             if line == [*start, token, token, *self.colon, token, *self.comma, token]:
@@ -146,7 +147,3 @@ class Vocabulary:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-def _is_lowercase(word: str) -> bool:
-    return word.isascii() and word.isalpha() and word.islower()

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
 from hf_linattn.eval.generation import compare_generation, outputs
-from hf_linattn.eval.generation import run as generation_run
 from hf_linattn.eval.generation.__main__ import main
+from hf_linattn.eval.generation.measure import Comparer
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +102,15 @@ class TestCommand:
 
     def test_it_goes_on_after_the_last_finished_model(self, folder, data, tmp_path, monkeypatch, capsys):
         words = command(data, tmp_path, "--model", folder, "--compare", "softmax1,elu1")
-        real, seen = generation_run.compare_with, []
+        real, seen = Comparer.add, []
 
-        def interrupted(*args, **kwargs):
-            seen.append(args[2])
-            if args[2] == "elu1" and len(seen) == 2:
+        def interrupted(comparer, label, other):
+            seen.append(label)
+            if label == "elu1" and len(seen) == 2:
                 raise KeyboardInterrupt
-            return real(*args, **kwargs)
+            return real(comparer, label, other)
 
-        monkeypatch.setattr(generation_run, "compare_with", interrupted)
+        monkeypatch.setattr(Comparer, "add", interrupted)
         assert main(words) == 130
         assert "goes on after the last finished model" in capsys.readouterr().err
         half = results(tmp_path)

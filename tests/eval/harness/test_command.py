@@ -62,7 +62,7 @@ def test_the_original_may_be_another_folder(lm_class, folder, patched, tasks, tm
 def test_an_interrupted_run_goes_on(lm_class, folder, tasks, tmp_path, monkeypatch, capsys):
     from hf_linattn.eval.harness import run
 
-    real, calls = run.evaluate, []
+    real, calls = run._evaluate, []
 
     def interrupted(lm, task, *rest):
         calls.append(task)
@@ -70,7 +70,7 @@ def test_an_interrupted_run_goes_on(lm_class, folder, tasks, tmp_path, monkeypat
             raise KeyboardInterrupt
         return real(lm, task, *rest)
 
-    monkeypatch.setattr(run, "evaluate", interrupted)
+    monkeypatch.setattr(run, "_evaluate", interrupted)
     line = command(folder, tasks, tmp_path / "out")
     assert main(line) == 130
     assert "goes on" in capsys.readouterr().err

@@ -274,16 +274,16 @@ class TestVerdicts:
     def test_at_the_length_where_it_does_best(self, accuracies, stderr, able, length):
         rows = [row(n, accuracy, stderr) for n, accuracy in zip((64, 128), accuracies, strict=True)]
         (verdict,) = assess_baseline([*rows, row(64, 1.0, model="other")], "m")
-        assert (verdict.able, verdict.length) == (able, length)
+        assert (verdict["able"], verdict["length"]) == (able, length)
 
     def test_says_what_the_candidates_show(self):
         (verdict,) = assess_baseline([row(64, 0.0, 0.0, choice=0.8)], "m")
-        assert verdict.text == (
+        assert verdict["text"] == (
             "m cannot do mqar: 0 % at 64, chance 5.0 %; 80.0 % among the candidates, chance 5.0 %; "
             "recall of its patched versions means nothing"
         )
         (verdict,) = assess_baseline([row(64, 0.0, 0.0, choice=0.06)], "m")
-        assert "candidates" not in verdict.text
+        assert "candidates" not in verdict["text"]
 
     def test_percent(self):
         assert [percent(x) for x in (0, 1, 0.987, 0.004, 1 / 2047, 1 / 90000)] == [
