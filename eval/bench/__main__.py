@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from hf_linattn.cli.arguments import positive_number
 from hf_linattn.errors import OptionError
 
 from ..common.cli import (
     argparse_type,
     doubling_range,
+    names_of,
     parse_options,
     positive_int,
     positive_ints,
@@ -84,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="RUN", help="folders of finished runs, for --docs")
     patches_help = "patches to measure (default: elu1; with --cost at most one, default none)"
-    add("--patches", type=names, metavar="NAME,...", help=patches_help)
+    add("--patches", type=names_of((), "patch"), metavar="NAME,...", help=patches_help)
     add("--options", type=argparse_type(parse_options), help="options of the patches as JSON")
     lengths_help = "tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)"
     add("--lengths", type=doubling_range, metavar="N,...", help=lengths_help)
@@ -107,9 +108,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, help="sequences side by side, of --model (default: 1)")
     add("--threads", type=positive_int, help="of torch (default: as many as it takes)")
     add("--rounds", "--repeats", type=positive_int, default=5, help="that count (default: %(default)s)")
-    add("--min-time", type=positive, metavar="MS", help="that a sample lasts (default: 5)")
+    add("--min-time", type=positive_number, metavar="MS", help="that a sample lasts (default: 5)")
     budget_help = "seconds of one call beyond which it is not run (default: 10)"
-    add("--budget", type=positive, metavar="S", help=budget_help)
+    add("--budget", type=positive_number, metavar="S", help=budget_help)
     cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"
     add("--cpp", action="store_true", help=cpp_help)
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
@@ -120,31 +121,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def names(text: str) -> list[str]:
-    """Parse names by comma, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
-    return list(dict.fromkeys(parts))
-
-
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse what does not go together, and fill in defaults that depend on each other.
-
-    Raises:
-        OptionError: naming the option.
-    """
+def _check_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse what does not go together, and fill in defaults that depend on each other."""
     if args.explain:
         return args
     if bool(args.docs) != bool(args.folders):
@@ -202,11 +180,11 @@ def _check_cost(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     return run_command(
-        build_parser(), work, argv, check=check_arguments, needs="all", interrupted=INTERRUPTED
+        build_parser(), _work, argv, check=_check_arguments, needs="all", interrupted=INTERRUPTED
     )
 
 
-def work(args: argparse.Namespace, command: str) -> str:
+def _work(args: argparse.Namespace, command: str) -> str:
     """Explain, write a page, or measure; return what is printed."""
     if args.explain:
         from hf_linattn.ops.dispatch import explain
@@ -223,8 +201,7 @@ def work(args: argparse.Namespace, command: str) -> str:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.cost:
-        arguments = cost.CostArguments(args.model, args.output_dir, **_cost_arguments(args))
-        return cost.summary(cost.run(arguments, command, run.device_of(args.device)), args.output_dir)
+        return cost.summary(cost.run(args, command, run.device_of(args.device)), args.output_dir)
     from hf_linattn.ops.cpp.build import CPP, asked
 
     if args.cpp:
@@ -232,22 +209,6 @@ def work(args: argparse.Namespace, command: str) -> str:
     elif asked():
         args.cpp, command = True, f"{command} --cpp"
     return run.text(run.BenchRun(args, command).work(), args.output_dir)
-
-
-def _cost_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a cost run that differ from the defaults."""
-    chosen = {
-        "patch": args.patches[0] if args.patches else None,
-        "options": args.options,
-        "lengths": sorted(set(args.lengths)) if args.lengths else None,
-        "also": args.also,
-        "new_tokens": args.new_tokens,
-        "batch_size": args.batch_size,
-        "repeats": args.rounds,
-        "dtype": args.dtypes[0] if args.dtypes else None,
-        "seed": args.seed,
-    }
-    return {name: value for name, value in chosen.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -43,36 +43,29 @@ class ModelSeries(Series):
         self, model: nn.Module, kind: str, label: str, name: str, *, batch: int, seed: int, limits: Limits
     ) -> None:
         first = next(model.parameters())
-        super().__init__(UNPATCHED, str(first.device), limits)
+        dtype = str(first.dtype).removeprefix("torch.")
+        head = {"kind": kind, "shape": name, "dtype": dtype, "causal": True, "beside": label}
+        super().__init__(UNPATCHED, str(first.device), limits, head)
         self.model: Any = model
-        self.kind, self.name, self.batch, self.seed = kind, name, batch, seed
+        self.kind, self.batch, self.seed = kind, batch, seed
         self.labels = {PATCHED: label, UNPATCHED: UNPATCHED}
-        self.dtype = str(first.dtype).removeprefix("torch.")
 
-    def entries(self, length: int) -> Iterator[Entry]:
+    def _entries(self, length: int) -> Iterator[Entry]:
         """Yield the model with its own attention, then patched."""
         contexts = caches.sides(self.model)
         for side in [name for name in (UNPATCHED, PATCHED) if name in contexts]:
             yield Entry(self.labels[side], False, partial(self._timed, side, contexts[side], length))
 
-    def head(self, length: int, name: str) -> Row:
-        """Return what all rows of the model have in common."""
-        return {"kind": self.kind, "shape": self.name, "dtype": self.dtype, "causal": True}
-
-    def finish_row(self, row: Row, timed: Timed) -> None:
+    def _finish(self, row: Row, timed: Timed) -> None:
         """Add the tokens per second on the wall."""
         tokens = 1 if self.kind == "decode" else row["length"]
         row["tokens_per_second"] = self.batch * tokens / row["seconds"]
 
-    def failure(self, name: str, error: Exception) -> str:
-        """Also say what the model does not support, such as positions beyond its table.
-
-        Raises:
-            Exception: the error, if it is a mistake of ours.
-        """
+    def _failure(self, name: str, error: Exception) -> str:
+        """Also say what the model does not support, such as positions beyond its table."""
         if isinstance(error, UnsupportedModelError):
             return f"not run: {error}"
-        return super().failure(name, error)
+        return super()._failure(name, error)
 
     def _timed(
         self, side: str, context: Callable[[], AbstractContextManager[None]], length: int

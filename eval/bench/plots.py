@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from hf_linattn.cli.files import replacing
+
 from ..common.formatting import size
 from ..common.plotting import Picture, look, themed
 from .break_even import REFERENCES, BreakEven, faster, groups, names, rows_of, smaller
@@ -167,8 +169,6 @@ def group_text(group: tuple[Any, ...]) -> str:
 
 def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
     """Write PNG files, one per shape and quantity; return their names."""
-    from hf_linattn.cli.files import replacing
-
     written = []
     for group in groups(rows):
         for quantity in QUANTITIES:
@@ -205,7 +205,8 @@ def save_cost_plot(path: Path, rows: Sequence[Row]) -> None:
     }
     curves = [(name, [r for r in rows if r["model"] == name], style) for name, style in styles.items()]
     draw_cost(figure, curves)
-    figure.savefig(path, format="png", dpi=130)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_cost(figure: Figure, curves: Sequence[tuple[str, Sequence[Row], Mapping[str, Any]]]) -> None:

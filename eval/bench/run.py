@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +35,6 @@ TEMPLATE = Path(__file__).with_name("bench.html.j2")
 UNRECORDED = ("output_dir", "explain", "docs", "folders", "cost", "also", "new_tokens")
 """Arguments that say nothing about the numbers."""
 PACKAGES = ("hf-linattn", "torch", "transformers", "triton", "flash-linear-attention", "fla-core")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that make the numbers, as far as they are there."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def device_of(wanted: str) -> str:
@@ -107,7 +94,7 @@ class BenchRun:
             "complete": False,
             "command": command,
             "arguments": recorded,
-            "versions": versions(),
+            "versions": files.versions(PACKAGES),
             "run": here,
             "ceilings": {},
             "peers": {},
@@ -120,13 +107,10 @@ class BenchRun:
     def work(self) -> dict[str, Any]:
         """Measure what is missing and write all files; return the content of results.json."""
         if not self.results["complete"]:
-            if self.args.model is None:
-                self._measure_operator()
-            else:
-                self._measure_model()
+            (self._measure_operator if self.args.model is None else self._measure_model)()
             self.results["complete"] = True
         self.results["answers"] = summary(self.rows, self.results["caches"])
-        write(self.folder, self.results)
+        _write(self.folder, self.results)
         return self.results
 
     def _measure_operator(self) -> None:
@@ -158,8 +142,7 @@ class BenchRun:
                     peers=args.peers or [],
                     notes=self.results["peers"],
                 )
-                names = {length: replace(config, length=length).key for length in lengths}
-                self._measure_series(series, rows, done, names, bar)
+                self._measure_series(series, rows, done, bar)
 
     def _ceiling(self, dtype: str) -> Ceiling:
         known = self.results["ceilings"]
@@ -186,43 +169,21 @@ class BenchRun:
             with tqdm(total=len(args.kinds) * len(lengths), desc=label, unit="setting") as bar:
                 for kind in args.kinds:
                     rows = [row for row in self.rows if row["kind"] == kind and row["beside"] == label]
-                    series = ModelSeries(
-                        *(model, kind, label, name),
-                        batch=args.batch_size,
-                        seed=args.seed,
-                        limits=self.limits,
-                    )
-                    names = {length: f"{kind}, {length} tokens" for length in lengths}
-                    self._measure_series(series, rows, {row["length"] for row in rows}, names, bar, label)
+                    sizes = {"batch": args.batch_size, "seed": args.seed}
+                    series = ModelSeries(model, kind, label, name, **sizes, limits=self.limits)
+                    self._measure_series(series, rows, {row["length"] for row in rows}, bar)
 
-    def _measure_series(
-        self,
-        series: Series,
-        rows: list[Row],
-        done: set[int],
-        names: Mapping[int, str],
-        bar: Any,
-        label: str | None = None,
-    ) -> None:
-        """Measure the lengths that are not done, and save after each.
-
-        Args:
-            series: to measure.
-            rows: of an earlier run.
-            done: lengths that need no more work.
-            names: length -> what the bar says.
-            bar: of progress.
-            label: of the patched side of a model, noted in its rows.
-        """
+    def _measure_series(self, series: Series, rows: list[Row], done: set[int], bar: Any) -> None:
+        """Measure the lengths that are not done, and save after each; `rows` are of an earlier run."""
         series.known(rows)
         bar.update(len(done))
-        for length, name in names.items():
-            if length not in done:
-                bar.set_postfix_str(name)
-                noted = {} if label is None else {"beside": label}
-                self.rows += [row | noted for row in series.run(length)]
-                files.save(self.folder, self.results)
-                bar.update()
+        way = "" if series.head["causal"] else ", both ways"
+        name = " ".join(series.head[key] for key in ("kind", "shape", "dtype")) + way
+        for length in sorted({*self.args.lengths} - done):
+            bar.set_postfix_str(f"{name} {length}")
+            self.rows += series.run(length)
+            files.save(self.folder, self.results)
+            bar.update()
 
     def _specs(self, config: Any) -> list[str | None]:
         """Return the patches to try; None for a folder that is patched already, measured as it is."""
@@ -244,7 +205,7 @@ def _label(model: Any) -> str:
     return " and ".join(dict.fromkeys(row.patch for row in describe(model).rows if row.patch != "softmax"))
 
 
-def write(folder: Path, results: Mapping[str, Any]) -> None:
+def _write(folder: Path, results: Mapping[str, Any]) -> None:
     """Write everything that is read off the rows, each file in one step; results.json last."""
     rows = results["rows"]
     files.save_csv(folder / "bench.csv", rows, COLUMNS)
