@@ -10,10 +10,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_linattn.cli.files import read_json
 from hf_linattn.errors import DataError
 
 from ..common.models import UNPATCHED
-from .discover import KINDS, Discovery, ResultFolder, Stage, read_json, reading
+from .discover import KINDS, Discovery, ResultFolder, Stage, reading
 from .groups import Groups, settings_of, training_of
 from .identity import AS_IT_IS, ModelResult, Models, model_results, names
 
