@@ -156,9 +156,8 @@ def _read(kind: str, folder: Path) -> ResultFolder:
             raise DataError(
                 f"{folder} is a conversion that is not finished: no results.json of stage {names}"
             )
-        return ResultFolder(
-            kind, folder, plan, [_stage(folder / name) for name in plan["stages"]], validation
-        )
+        stages = [_stage(folder / name) for name in plan["stages"]]
+        return ResultFolder(kind, folder, plan, stages, validation)
     content = _checked(kind, folder / "results.json")
     return ResultFolder(kind, folder, content, [_stage(folder)] if kind == "finetune" else [])
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ..bench.plots import draw_cost
 from ..common.models import UNPATCHED
-from ..common.plotting import Picture, look, themed
+from ..common.plotting import Picture, log2_axis, look, themed
 from ..recall import plot as recall_plot
 from .rows import Comparison, Curves, ModelRow
 
@@ -21,17 +22,12 @@ OLDER = "loss"
 PANELS_IN_A_ROW = 2
 
 
-def places(comparison: Comparison) -> dict[str, int | None]:
-    """Return row -> index of its colour in every figure; None for the original and the control."""
-    others = [row.name for row in comparison.rows if row.role == "patch"]
-    return {row.name: others.index(row.name) if row.name in others else None for row in comparison.rows}
-
-
 def style(comparison: Comparison, row: ModelRow, ink: str) -> dict[str, Any]:
     """Return colour, marker and line of a row, the same in all figures."""
     if row.role == "control":
         return {"color": ink, "marker": "o", "linestyle": "-"}
-    return look(places(comparison)[row.name])
+    others = [each.name for each in comparison.rows if each.role == "patch"]
+    return look(others.index(row.name) if row.role == "patch" else None)
 
 
 def length_curves(comparison: Comparison, curves: Curves) -> Picture:
@@ -84,9 +80,7 @@ def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
 def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
     """Return (task, letter of its group, heatmap with the rows side by side), one per task and group."""
     pictures = []
-    groups = comparison.groups["recall"]
-    for group in range(len(groups.settings)):
-        rows = [row for row in comparison.rows if row.groups.get("recall") == group]
+    for letter, rows in comparison.grouped("recall"):
         for task in dict.fromkeys(line["task"] for row in rows for line in row.recall):
             lines = [{**ln, "model": row.name} for row in rows for ln in row.recall if ln["task"] == task]
             verdict = comparison.verdicts.get(task)
@@ -95,16 +89,16 @@ def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
                 lambda ink, grid, lines=lines, verdict=verdict: recall_plot.heatmap(lines, verdict),  # type: ignore[misc]
                 f"Recall of {task} by length and depth. {shown}.",
             )
-            pictures.append((task, groups.letter(group), picture))
+            pictures.append((task, letter, picture))
     return pictures
 
 
 def _accuracies(row: ModelRow, task: str) -> str:
-    lengths = sorted({line["length"] for line in row.recall if line["task"] == task})
-    means = []
-    for length in lengths:
-        own = [ln["accuracy"] for ln in row.recall if ln["task"] == task and ln["length"] == length]
-        means.append(f"{100 * math.fsum(own) / len(own):.1f} % at {length:,}")
+    by_length: dict[int, list[float]] = {}
+    for line in row.recall:
+        if line["task"] == task:
+            by_length.setdefault(line["length"], []).append(line["accuracy"])
+    means = [f"{100 * fmean(own):.1f} % at {length:,}" for length, own in sorted(by_length.items())]
     return ", ".join(means) or "not asked"
 
 
@@ -160,9 +154,7 @@ def _column(losses: Sequence[Mapping[str, str]], name: str) -> tuple[list[int], 
 def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
     """Return (letter of its group, figure), the unpatched model of each run pale next to its row."""
     pictures = []
-    groups = comparison.groups["cost"]
-    for group in range(len(groups.settings)):
-        rows = [row for row in comparison.rows if row.groups.get("cost") == group]
+    for letter, rows in comparison.grouped("cost"):
 
         def build(ink: str, grid: str, rows: list[ModelRow] = rows) -> Figure:
             figure = Figure(figsize=(11.5, 3.9 + 0.2 * (len(rows) // 2)), layout="constrained")
@@ -182,17 +174,14 @@ def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
             for row in rows
         )
         alt = f"Bytes of the cache and tokens per second by length. {shown}."
-        pictures.append((groups.letter(group), themed(build, alt)))
+        pictures.append((letter, themed(build, alt)))
     return pictures
 
 
 def _log_axes(axes: Axes, lengths: Sequence[int], train_length: int | None) -> None:
     """Make both axes logarithmic, name the lengths, and mark the length that the model was trained at."""
-    axes.set_xscale("log", base=2)
+    log2_axis(axes, lengths, "{:,.0f}")
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     low, high = axes.get_ylim()
     # few decades want more numbers on the axis than the powers of ten
     subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
@@ -205,20 +194,13 @@ def _log_axes(axes: Axes, lengths: Sequence[int], train_length: int | None) -> N
     if train_length:
         colour = axes.xaxis.label.get_color()
         axes.axvline(train_length, color=colour, linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(
-            f"trained at {train_length:,}",
-            (train_length, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(5, -12),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        place: Any = {"xycoords": ("data", "axes fraction"), "xytext": (5, -12)}
+        text = f"trained at {train_length:,}"
+        axes.annotate(text, (train_length, 1.0), **place, textcoords="offset points", fontsize=9)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Write names at the ends of the lines, moved apart where they would overlap."""
-    if not ends:
-        return
     axes.get_ylim()  # settles the limits, on which the transformation rests
     height = float(axes.get_window_extent().height) * 72 / float(axes.figure.dpi)  # points
     places = []
@@ -234,16 +216,8 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
     # down again by half of what the uppermost was moved up, so that the names stay around their lines
     excess = (spots[-1] - places[-1][0]) / 2
     for spot, (place, name, x, y, colour) in zip(spots, places, strict=True):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(12, spot - place - excess),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-            fontsize=10,
-            annotation_clip=False,
-        )
+        offset: Any = {"xytext": (12, spot - place - excess), "textcoords": "offset points"}
+        axes.annotate(name, (x, y), **offset, color=colour, va="center", fontsize=10, annotation_clip=False)
 
 
 def _picture(draw: Callable[[Axes, str], None], alt: str, size: tuple[float, float]) -> Picture:

@@ -195,15 +195,22 @@ class Comparison:
         own, others = row.perplexities.get(length), other.perplexities.get(length)
         return None if own is None or others is None else own / others
 
+    def grouped(self, kind: str) -> list[tuple[str, list[ModelRow]]]:
+        """Return (letter, rows) of those whose results of a kind were measured alike."""
+        groups = self.groups[kind]
+        return [
+            (groups.letter(group), [row for row in self.rows if row.groups.get(kind) == group])
+            for group in range(len(groups.settings))
+        ]
+
     @property
     def curves(self) -> list[Curves]:
         """The length curves, one group a figure."""
-        groups, curves = self.groups["perplexity"], []
-        for group in range(len(groups.settings)):
-            rows = [row for row in self.rows if row.groups.get("perplexity") == group]
+        curves = []
+        for letter, rows in self.grouped("perplexity"):
             content = rows[0].results["perplexity"].content
             facts = (content.get("train_length"), content["arguments"], content.get("data", {}))
-            curves.append(Curves(rows, groups.letter(group), *facts))
+            curves.append(Curves(rows, letter, *facts))
         return curves
 
 

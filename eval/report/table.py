@@ -248,9 +248,9 @@ def _flat_perplexity(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
 def _flat_recall(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
     names = {"recall": "accuracy", "chance": "chance"}
     return {
-        f"{name}_{task}": _mean_recall(row, task, names[name])
+        f"{name}_{task}": _mean_recall(row, task, column)
         for task in _tasks(comparison)
-        for name in names
+        for name, column in names.items()
     }
 
 
