@@ -21,20 +21,12 @@ COLOURS = (
     *("#2a3fd6", "#66b81a", "#882233", "#e01fd0"),
 )
 """The first eight are distinct also for the colour-blind (Okabe and Ito); the 13th curve has another line."""
-
-
 MARKERS = "sD^vP*Xo<>hp"
-
-
 LINES = ("-", "-.", ":")
-
-
 GREY = "#8a93a1"
 MAP = "viridis"
 WORDY = 120
 """Cells up to which a heatmap also shows its numbers."""
-
-
 THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
 """Ink, grid lines, small text."""
 

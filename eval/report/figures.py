@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -33,26 +34,26 @@ def style(comparison: Comparison, row: ModelRow, ink: str) -> dict[str, Any]:
 def length_curves(comparison: Comparison, curves: Curves) -> Picture:
     """Draw perplexity over tokens of context, both logarithmic."""
 
-    def draw(axes: Axes, ink: str) -> None:
-        ends = []
-        for row in curves.rows:
-            look_ = style(comparison, row, ink)
-            lengths = [point.length for point in row.points]
-            values = [point.perplexity for point in row.points]
-            errors = [point.stderr or 0.0 for point in row.points]
-            axes.errorbar(
-                lengths, values, errors, **look_, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
-            )
-            ends.append((row.name, lengths[-1], values[-1], str(look_["color"])))
-        _log_axes(axes, curves.lengths, curves.train_length)
-        axes.set(xlabel="tokens of context", ylabel="perplexity per token (lower is better)")
-        _label_ends(axes, ends)
+    def draw(axes: Axes, row: ModelRow, looks: dict[str, Any]) -> tuple[float, float]:
+        lengths = [point.length for point in row.points]
+        values = [point.perplexity for point in row.points]
+        errors = [point.stderr or 0.0 for point in row.points]
+        axes.errorbar(
+            lengths, values, errors, **looks, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
+        )
+        return lengths[-1], values[-1]
 
     shown = "; ".join(
         f"{row.name}: " + ", ".join(f"{p.perplexity:.4g} at {p.length:,}" for p in row.points)
         for row in curves.rows
     )
-    return _picture(draw, f"Perplexity against context length. {shown}.", (9.6, 5.2))
+
+    def finish(axes: Axes) -> None:
+        _log_axes(axes, curves.lengths, curves.train_length)
+        axes.set(xlabel="tokens of context", ylabel="perplexity per token (lower is better)")
+
+    build = partial(_curves, comparison, curves.rows, draw, finish, 5.2)
+    return themed(build, f"Perplexity against context length. {shown}.")
 
 
 def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
@@ -61,20 +62,45 @@ def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
     if not rows:
         return None
 
-    def draw(axes: Axes, ink: str) -> None:
-        ends = []
-        for row in rows:
-            look_ = style(comparison, row, ink)
-            buckets = row.points[-1].buckets
-            positions = [math.sqrt(max(b["start"], 1) * b["end"]) for b in buckets]
-            values = [b["perplexity"] for b in buckets]
-            axes.plot(positions, values, **look_, linewidth=2, markersize=5)
-            ends.append((row.name, positions[-1], values[-1], str(look_["color"])))
-        _log_axes(axes, [b["end"] for b in rows[0].points[-1].buckets], curves.train_length)
-        axes.set(xlabel="position in the window", ylabel="perplexity per token")
-        _label_ends(axes, ends)
+    def draw(axes: Axes, row: ModelRow, looks: dict[str, Any]) -> tuple[float, float]:
+        buckets = row.points[-1].buckets
+        positions = [math.sqrt(max(bucket["start"], 1) * bucket["end"]) for bucket in buckets]
+        values = [bucket["perplexity"] for bucket in buckets]
+        axes.plot(positions, values, **looks, linewidth=2, markersize=5)
+        return positions[-1], values[-1]
 
-    return _picture(draw, "Perplexity by the position of a token in the longest window.", (9.6, 4.6))
+    def finish(axes: Axes) -> None:
+        _log_axes(axes, [bucket["end"] for bucket in rows[0].points[-1].buckets], curves.train_length)
+        axes.set(xlabel="position in the window", ylabel="perplexity per token")
+
+    build = partial(_curves, comparison, rows, draw, finish, 4.6)
+    return themed(build, "Perplexity by the position of a token in the longest window.")
+
+
+def _curves(
+    comparison: Comparison,
+    rows: Sequence[ModelRow],
+    draw: Callable[[Axes, ModelRow, dict[str, Any]], tuple[float, float]],
+    finish: Callable[[Axes], None],
+    height: float,
+    ink: str,
+    grid: str,
+) -> Figure:
+    """Draw a curve per row, its name at its end; `draw` returns where that is."""
+    figure = Figure(figsize=(9.6, height))
+    figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=3)
+    axes.grid(linewidth=0.7)
+    axes.set_axisbelow(True)
+    ends = []
+    for row in rows:
+        looks = style(comparison, row, ink)
+        ends.append((row.name, *draw(axes, row, looks), str(looks["color"])))
+    finish(axes)
+    _label_ends(axes, ends)
+    return figure
 
 
 def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
@@ -218,18 +244,3 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
     for spot, (place, name, x, y, colour) in zip(spots, places, strict=True):
         offset: Any = {"xytext": (12, spot - place - excess), "textcoords": "offset points"}
         axes.annotate(name, (x, y), **offset, color=colour, va="center", fontsize=10, annotation_clip=False)
-
-
-def _picture(draw: Callable[[Axes, str], None], alt: str, size: tuple[float, float]) -> Picture:
-    def build(ink: str, grid: str) -> Figure:
-        figure = Figure(figsize=size)
-        figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
-        axes = figure.subplots()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=3)
-        axes.grid(linewidth=0.7)
-        axes.set_axisbelow(True)
-        draw(axes, ink)
-        return figure
-
-    return themed(build, alt)
