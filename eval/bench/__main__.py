@@ -71,9 +71,6 @@ setting: the same command goes on where it stopped.
 """
 
 
-INTERRUPTED = "the same command goes on after the last finished setting"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
     parser = argparse.ArgumentParser(
@@ -136,23 +133,19 @@ def _check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     if args.cost:
         _check_cost(args)
         return args
-    for name in ("also", "new_tokens"):
-        if getattr(args, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} belongs to --cost")
+    _refuse(args, ("also", "new_tokens"), "belongs to --cost")
     args.min_time, args.budget = args.min_time or 5.0, args.budget or 10.0
     if "auto" in (args.dtypes or []):
         raise OptionError("--dtypes auto is the dtype that a --model was saved with, and stands alone")
     if args.model is None:
-        if args.batch_size is not None:
-            raise OptionError("--batch-size belongs to --model; a shape has its own")
+        _refuse(args, ["batch_size"], "belongs to --model; a shape has its own")
         args.patches = args.patches or ["elu1"]
         args.shapes = args.shapes or parse_shapes("1x8x64")
         args.dtypes = args.dtypes or ["float32"]
         args.lengths = args.lengths or doubling_range("256,...,4096")
     else:
-        for name in ("shapes", "bidirectional", "peers"):
-            if getattr(args, name):
-                raise OptionError(f"--{name} is of the attention alone and does not go with --model")
+        alone = ("shapes", "bidirectional", "peers")
+        _refuse(args, alone, "is of the attention alone and does not go with --model")
         if args.dtypes and len(args.dtypes) > 1:
             raise OptionError("--model takes one dtype at a time")
         args.batch_size = args.batch_size or 1
@@ -163,13 +156,18 @@ def _check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name):
+            raise OptionError(f"--{name.replace('_', '-')} {why}")
+
+
 def _check_cost(args: argparse.Namespace) -> None:
     """Refuse, of --cost, what belongs to the other ways to measure."""
     if args.model is None:
         raise OptionError("--cost is of a whole model: give --model")
-    for name in ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp"):
-        if getattr(args, name):
-            raise OptionError(f"--{name.replace('_', '-')} does not go with --cost")
+    others = ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp")
+    _refuse(args, others, "does not go with --cost")
     for name in ("patches", "dtypes"):
         if len(getattr(args, name) or []) > 1:
             raise OptionError(f"--cost takes one of --{name} at a time")
@@ -179,8 +177,9 @@ def _check_cost(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    interrupted = "the same command goes on after the last finished setting"
     return run_command(
-        build_parser(), _work, argv, check=_check_arguments, needs="all", interrupted=INTERRUPTED
+        build_parser(), _work, argv, check=_check_arguments, needs="all", interrupted=interrupted
     )
 
 

@@ -25,14 +25,7 @@ PATHS = ("--model", "--output-dir")
 
 
 def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
-    """Write a page for each run, named after its `--output-dir`, over an earlier page of that name.
-
-    Args:
-        folder: of the pages; made if it is not there.
-        runs: folders of finished runs.
-
-    Returns:
-        The pages, in the order of the runs.
+    """Write a page for each finished run, named after its `--output-dir`, over an earlier one; return them.
 
     Raises:
         DataError: a run is not finished, two have one name, or a file of that name is no such page. Nothing

@@ -54,7 +54,7 @@ class ModelSeries(Series):
         """Yield the model with its own attention, then patched."""
         contexts = caches.sides(self.model)
         for side in [name for name in (UNPATCHED, PATCHED) if name in contexts]:
-            yield Entry(self.labels[side], False, partial(self._timed, side, contexts[side], length))
+            yield self.labels[side], False, partial(self._timed, side, contexts[side], length)
 
     def _finish(self, row: Row, timed: Timed) -> None:
         """Add the tokens per second on the wall."""

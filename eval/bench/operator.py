@@ -54,7 +54,7 @@ class OperatorSeries(Series):
             candidates += others
             self.notes.update(notes)
         for each in candidates:
-            yield Entry(each.name, each.linear, lambda each=each: (each, {}))  # type: ignore[misc]
+            yield each.name, each.linear, lambda each=each: (each, {})  # type: ignore[misc]
 
     def _finish(self, row: Row, timed: Timed) -> None:
         """Add the share of what the machine can do, where the work of a candidate is known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,6 @@ def device_of(wanted: str) -> str:
 
 class BenchRun:
     """One run of the command: what is to be done, what was done.
-
-    Args:
-        args: the command's.
-        command: as it was typed.
 
     Raises:
         DataError: the folder holds another run, or one begun on another machine.
@@ -117,15 +114,12 @@ class BenchRun:
         args, lengths = self.args, sorted(set(self.args.lengths))
         configs = [
             BenchConfig(shape, kind, lengths[0], not args.bidirectional, dtype, self.device)
-            for dtype in args.dtypes
-            for shape in args.shapes
-            for kind in args.kinds
+            for dtype, shape, kind in product(args.dtypes, args.shapes, args.kinds)
         ]
-        for spec in args.patches:
+        for spec in args.patches:  # everything that can be refused is, before anything is measured
             check(spec, args.options or {}, not args.bidirectional)
-        for config in configs:  # everything that can be refused is, before anything is measured
-            for spec in args.patches:
-                build_bare(config, spec, args.options)
+        for config, spec in product(configs, args.patches):
+            build_bare(config, spec, args.options)
         files.check_writable(self.folder)
         with tqdm(total=len(configs) * len(lengths), desc="bench", unit="setting") as bar:
             for config in configs:
@@ -135,20 +129,16 @@ class BenchRun:
                 if len(done) == len(lengths):
                     bar.update(len(done))
                     continue
-                ceiling = self._ceiling(config.dtype)
+                known = self.results["ceilings"]
+                if config.dtype not in known:
+                    known[config.dtype] = asdict(ceilings(config.dtype, self.device))
                 series = OperatorSeries(
-                    *(config, args.patches, args.options or {}, self.limits, ceiling),
+                    *(config, args.patches, args.options or {}, self.limits, Ceiling(**known[config.dtype])),
                     seed=args.seed,
                     peers=args.peers or [],
                     notes=self.results["peers"],
                 )
                 self._measure_series(series, rows, done, bar)
-
-    def _ceiling(self, dtype: str) -> Ceiling:
-        known = self.results["ceilings"]
-        if dtype not in known:
-            known[dtype] = asdict(ceilings(dtype, self.device))
-        return Ceiling(**known[dtype])
 
     def _measure_model(self) -> None:
         args, lengths = self.args, sorted(set(self.args.lengths))

@@ -14,6 +14,9 @@ from .forecast import FIRST, PROBES, Forecast
 from .timing import Clock, Timed, measure
 
 Row = dict[str, Any]
+Entry = tuple[str, bool, Callable[[], tuple[Timed, Row]]]
+"""A candidate before it is known whether it can be run: its name; whether its time is known to grow with the
+length, not with its square; what makes the call that is timed, and fields of its row."""
 COLUMNS = (
     *("kind", "shape", "dtype", "causal", "length", "candidate", "measured"),
     *("time", "seconds", "low", "high", "cpu_seconds", "speed", "speed_low", "speed_high", "calls"),
@@ -34,21 +37,6 @@ class Limits:
     rounds: int = 5
     least: float = 0.005
     budget: float = 10.0
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A candidate before it is known whether it can be run.
-
-    Attributes:
-        name: in tables.
-        linear: its time is known to grow with the length, not with its square.
-        prepare: makes what is timed, and fields of its row.
-    """
-
-    name: str
-    linear: bool
-    prepare: Callable[[], tuple[Timed, Row]]
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -123,19 +111,19 @@ class Series:
         """Call each candidate once for its memory; return those that can be timed, and why not the others."""
         ready: list[tuple[Timed, Row]] = []
         reasons: dict[str, str] = {}
-        for entry in self._entries(length):
-            forecast = self.forecasts.setdefault(entry.name, Forecast(entry.linear))
+        for name, linear, prepare in self._entries(length):
+            forecast = self.forecasts.setdefault(name, Forecast(linear))
             if reason := forecast.refusal(length, self.limits.budget, self.device):
-                reasons[entry.name] = reason
+                reasons[name] = reason
                 continue
             try:
-                timed, fields = entry.prepare()
+                timed, fields = prepare()
                 with timed.around():
                     start = time.perf_counter()
                     peak = memory.peak(timed.call, self.device)
                     seconds = time.perf_counter() - start
             except Exception as error:  # `_failure` raises what is none of the reasons it knows
-                reasons[entry.name] = self._failure(entry.name, error)
+                reasons[name] = self._failure(name, error)
                 continue
             forecast.add(length, seconds, peak)
             ready.append((timed, fields | {"peak_bytes": peak}))

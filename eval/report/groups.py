@@ -61,12 +61,7 @@ def _value(value: Any) -> str:
 
 
 def settings_of(folder: ResultFolder, original: str | None = None) -> dict[str, Any]:
-    """Return how something was measured, apart from the model.
-
-    Args:
-        folder: results of perplexity, recall, generation or cost.
-        original: name of the model that a generation was compared with.
-    """
+    """Return how something was measured, apart from the model; `original` is what a generation is of."""
     content, arguments = folder.content, folder.content["arguments"]
     if folder.kind == "perplexity":
         facts = content.get("data", {})

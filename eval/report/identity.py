@@ -44,9 +44,6 @@ class Models:
 
     A source that is a folder is that folder; one that a training run recorded as its output folder is that
     run; else the only model known by the same folder name; else its own text.
-
-    Args:
-        folders: all results on the page.
     """
 
     def __init__(self, folders: Sequence[ResultFolder]) -> None:

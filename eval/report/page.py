@@ -16,13 +16,7 @@ PROMPT_SHOWN = 420
 
 
 def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
-    """Return the page as HTML: one file without any address in it.
-
-    Args:
-        comparison: the models and what was measured of them.
-        title: heading of the page.
-        notes: sentences of the user's, shown below the heading.
-    """
+    """Return the page as HTML, one file without any address in it; `notes` stand below its `title`."""
     from ..common import pages
     from . import diagnosis, figures, findings
     from .table import columns

@@ -14,6 +14,8 @@ from .rows import Comparison, ModelRow, Role
 NONE = "-"
 """What was not measured."""
 TIMES = "\u00d7"
+COMPARED: tuple[Role, ...] = ("original", "control")
+_GENERATION = ("agreement", "identical", "prompts", "kl", "kl_stderr", "top1", "repetition")
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,7 @@ def _perplexity(comparison: Comparison, length: int, row: ModelRow) -> Cell | No
     if point is None:
         return None
     small = [] if point.stderr is None else [f"\u00b1 {number(point.stderr)}"]
-    roles: tuple[Role, ...] = ("original", "control")
-    for role in roles:
+    for role in COMPARED:
         ratio = comparison.ratio(row, role, length)
         small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {role}"]
     group = [r for r in comparison.rows if r.groups.get("perplexity") == row.groups["perplexity"]]
@@ -190,8 +191,16 @@ def _ratio(ratio: float | None) -> list[str]:
 
 def flat(comparison: Comparison) -> list[dict[str, Any]]:
     """Return one dictionary per row with the same names in all; None for what is missing."""
-    return [
-        {
+    lengths, tasks = lengths_of(comparison), _tasks(comparison)
+    cost = {"cache_bytes": _cost_lengths(comparison, measured=False)}
+    speeds = [f"{kind}_{name}" for kind in ("prefill", "decode") for name in ("tokens_per_second", "ratio")]
+    cost |= dict.fromkeys(["peak_bytes", *speeds], _cost_lengths(comparison, measured=True))
+    generation = _GENERATION if any("generation" in row.groups for row in comparison.rows) else ()
+    rows = []
+    for row in comparison.rows:
+        before, after = row.validation_change or (None, None)
+        errors = {point.length: point.stderr for point in row.points}
+        values = {
             "row": row.name,
             "run": row.name,
             "role": None if row.role == "patch" and row.own_attention is not False else row.role,
@@ -199,68 +208,25 @@ def flat(comparison: Comparison) -> list[dict[str, Any]]:
             "own_attention": row.own_attention,
             "training_tokens": row.tokens,
             "stages": " ".join(f"{stage.name}:{stage.results['tokens']}" for stage in row.stages) or None,
-            **_flat_training(row),
-            **_flat_perplexity(comparison, row),
-            **_flat_recall(comparison, row),
-            **{name: row.generation.get(name) for name in _GENERATION if _any(comparison, "generation")},
-            **_flat_cost(comparison, row),
-            **{name: row.state.get(name) for name in ("state_bytes", "bytes_per_token")},
-            **{f"{kind}_asked": _asked(comparison, row, kind) for kind in comparison.groups},
+            "fine_tuning_tokens": row.tokens or 0,
+            "fine_tuning_seconds": math.fsum(stage.results.get("seconds", 0) for stage in row.stages),
+            "validation_loss_before": before,
+            "validation_loss_after": after,
+            **{f"perplexity_{length}": row.perplexities.get(length) for length in lengths},
+            **{f"stderr_{length}": errors.get(length) for length in lengths},
+            **{f"ratio_to_{role}_{n}": comparison.ratio(row, role, n) for role in COMPARED for n in lengths},
+            "longest_over_shortest": row.longest_over_shortest,
         }
-        for row in comparison.rows
-    ]
-
-
-_GENERATION = ("agreement", "identical", "prompts", "kl", "kl_stderr", "top1", "repetition")
-
-
-def _any(comparison: Comparison, kind: str) -> bool:
-    return any(kind in row.groups for row in comparison.rows)
-
-
-def _asked(comparison: Comparison, row: ModelRow, kind: str) -> str | None:
-    """Return the letter of a row's group; `a` where there is one group."""
-    return None if kind not in row.groups else comparison.groups[kind].letter(row.groups[kind]) or "a"
-
-
-def _flat_training(row: ModelRow) -> dict[str, Any]:
-    before, after = row.validation_change or (None, None)
-    return {
-        "fine_tuning_tokens": row.tokens or 0,
-        "fine_tuning_seconds": math.fsum(stage.results.get("seconds", 0) for stage in row.stages),
-        "validation_loss_before": before,
-        "validation_loss_after": after,
-    }
-
-
-def _flat_perplexity(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    lengths = lengths_of(comparison)
-    errors = {point.length: point.stderr for point in row.points}
-    roles: tuple[Role, ...] = ("original", "control")
-    return {
-        **{f"perplexity_{length}": row.perplexities.get(length) for length in lengths},
-        **{f"stderr_{length}": errors.get(length) for length in lengths},
-        **{f"ratio_to_{role}_{n}": comparison.ratio(row, role, n) for role in roles for n in lengths},
-        "longest_over_shortest": row.longest_over_shortest,
-    }
-
-
-def _flat_recall(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    names = {"recall": "accuracy", "chance": "chance"}
-    return {
-        f"{name}_{task}": _mean_recall(row, task, column)
-        for task in _tasks(comparison)
-        for name, column in names.items()
-    }
-
-
-def _flat_cost(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    run = _cost_lengths(comparison, measured=True)
-    speeds = [f"{kind}_{name}" for kind in ("prefill", "decode") for name in ("tokens_per_second", "ratio")]
-    columns = {"cache_bytes": _cost_lengths(comparison, measured=False)}
-    columns |= dict.fromkeys(["peak_bytes", *speeds], run)
-    return {
-        f"{name}_{length}": _cost_at(row, length).get(name)
-        for name, lengths in columns.items()
-        for length in lengths
-    }
+        for task in tasks:
+            values[f"recall_{task}"] = _mean_recall(row, task, "accuracy")
+            values[f"chance_{task}"] = _mean_recall(row, task, "chance")
+        values |= {name: row.generation.get(name) for name in generation}
+        for name, places in cost.items():
+            values |= {f"{name}_{length}": _cost_at(row, length).get(name) for length in places}
+        values |= {name: row.state.get(name) for name in ("state_bytes", "bytes_per_token")}
+        for kind, groups in comparison.groups.items():
+            # `a` where there is one group
+            asked = kind in row.groups
+            values[f"{kind}_asked"] = (groups.letter(row.groups[kind]) or "a") if asked else None
+        rows.append(values)
+    return rows
