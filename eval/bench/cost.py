@@ -23,17 +23,15 @@ from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import size as size_text
 from ..common.formatting import text_table
-from ..common.models import ModelSpec, load_config, load_model
+from ..common.models import UNPATCHED, ModelSpec, load_config, load_model
 from ..common.nll import forward, scoring
 from ..common.results import ResumableRun, machine
 from . import caches
-from .caches import PATCHED, UNPATCHED
+from .caches import PATCHED
 from .plots import save_cost_plot
 from .timing import Clock, spread
 
 FORMAT = "hf_linattn.cost/1"
-PROBE = 8
-"""Tokens of the text from whose cache the bytes at other lengths are computed."""
 SPEEDS = ("prefill", "decode")
 SPEED, RATIO = ("tokens_per_second", "low", "high"), ("ratio", "ratio_low", "ratio_high")
 """Columns of each of them: median and range."""
@@ -178,7 +176,8 @@ def _name(side: str, label: str) -> str:
 
 def _compute(args: argparse.Namespace, model: Any, label: str, rows: list[dict[str, Any]]) -> list[str]:
     """Add rows of the lengths that were not run, bytes alone; return why some are missing."""
-    growths = caches.growth_by_side(model, caches.random_tokens(model, args.batch_size, PROBE, args.seed))
+    ids = caches.random_tokens(model, args.batch_size, caches.PROBE, args.seed)
+    growths = caches.growth_by_side(model, ids)
     notes, done = [], {row["length"] for row in rows}
     sizes: dict[tuple[str, int], int] = {}
     for side, layers in growths.items():

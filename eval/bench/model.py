@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from hf_linattn import is_patched
 from hf_linattn.errors import UnsupportedModelError
 
+from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
 from . import caches
 from .break_even import BreakEven
-from .caches import PATCHED, UNPATCHED, Growth
+from .caches import PATCHED, Growth
 from .candidates import put_back
 from .series import Entry, Limits, Row, Series
 from .timing import Timed
 
-PROBE = 8
-"""Tokens from whose cache its bytes at other lengths are computed."""
 LONGEST = 2**30
 
 
@@ -94,8 +93,7 @@ class ModelSeries(Series):
             out = forward(self.model, ids[:, length:], 1, past_key_values=cache, use_cache=True)
             references()
             numbers()
-            logits: Tensor = out.logits
-            return logits
+            return out.logits  # type: ignore[no-any-return]
 
         return step, size
 
@@ -115,7 +113,7 @@ def smaller_cache(model: nn.Module, batch: int, seed: int) -> BreakEven | None:
     """Compute from how many tokens on the patched cache is smaller; None where that is not known."""
     if not is_patched(model):
         return None
-    growths = caches.growth_by_side(model, caches.random_tokens(model, batch, PROBE, seed))
+    growths = caches.growth_by_side(model, caches.random_tokens(model, batch, caches.PROBE, seed))
     own, other = growths[PATCHED], growths[UNPATCHED]
     return None if own is None or other is None else first_smaller(own, other)
 

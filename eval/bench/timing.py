@@ -186,10 +186,11 @@ def measure(
     for name, own in samples.items():
         base = compared.get(first, []) if name != first else []
         speeds = [a / max(b, 1e-12) for a, b in zip(base, compared[name], strict=True)] if base else []
+        walls = [sample.wall for sample in own]
         cpus = [sample.cpu for sample in own if sample.cpu is not None]
         timings[name] = Timing(
             statistics.median(compared[name]),
-            *spread([sample.wall for sample in own]),  # type: ignore[arg-type]
+            *(statistics.median(walls), min(walls), max(walls)),
             statistics.median(cpus) if cpus else None,
             *spread(speeds),
             counts[name],
@@ -197,6 +198,6 @@ def measure(
     return timings, slow
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float] | tuple[None, None, None]:
+def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
     """Return median, lowest and highest value; None for all of them where there are none."""
     return (statistics.median(values), min(values), max(values)) if values else (None, None, None)

@@ -52,16 +52,9 @@ def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
     """Draw a figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
-        settings: Any = {
-            "svg.hashsalt": "hf_linattn",
-            "text.color": small,
-            "axes.labelcolor": small,
-            "axes.edgecolor": grid,
-            "xtick.color": small,
-            "ytick.color": small,
-            "grid.color": grid,
-            "font.size": 10,
-        }
+        settings: Any = {"svg.hashsalt": "hf_linattn", "font.size": 10}
+        settings |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), small)
+        settings |= dict.fromkeys(("axes.edgecolor", "grid.color"), grid)
         with rc_context(settings):
             figure = build(ink, grid)
             file = io.BytesIO()

@@ -61,7 +61,7 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str]]:
     """Return (value, text) of what all rows have in common, and in how many ways things were measured."""
     rows = comparison.rows
     tiles = [(str(len(rows) or len(comparison.diagnoses)), "models compared")]
-    common = {
+    common: dict[str, set[int | None]] = {
         "tokens of training each": {row.tokens for row in rows if row.tokens is not None},
         "tokens scored per length": {point.tokens for row in rows for point in row.points},
         "documents measured on": {curves.data.get("documents") for curves in comparison.curves},
