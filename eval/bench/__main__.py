@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from hf_linattn.cli.arguments import positive_number
 from hf_linattn.errors import OptionError
 
 from ..common.cli import (
     argparse_type,
     doubling_range,
+    names_of,
     parse_options,
     positive_int,
     positive_ints,
@@ -70,9 +71,6 @@ setting: the same command goes on where it stopped.
 """
 
 
-INTERRUPTED = "the same command goes on after the last finished setting"
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
     parser = argparse.ArgumentParser(
@@ -84,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="RUN", help="folders of finished runs, for --docs")
     patches_help = "patches to measure (default: elu1; with --cost at most one, default none)"
-    add("--patches", type=names, metavar="NAME,...", help=patches_help)
+    add("--patches", type=names_of((), "patch"), metavar="NAME,...", help=patches_help)
     add("--options", type=argparse_type(parse_options), help="options of the patches as JSON")
     lengths_help = "tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)"
     add("--lengths", type=doubling_range, metavar="N,...", help=lengths_help)
@@ -107,9 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, help="sequences side by side, of --model (default: 1)")
     add("--threads", type=positive_int, help="of torch (default: as many as it takes)")
     add("--rounds", "--repeats", type=positive_int, default=5, help="that count (default: %(default)s)")
-    add("--min-time", type=positive, metavar="MS", help="that a sample lasts (default: 5)")
+    add("--min-time", type=positive_number, metavar="MS", help="that a sample lasts (default: 5)")
     budget_help = "seconds of one call beyond which it is not run (default: 10)"
-    add("--budget", type=positive, metavar="S", help=budget_help)
+    add("--budget", type=positive_number, metavar="S", help=budget_help)
     cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"
     add("--cpp", action="store_true", help=cpp_help)
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
@@ -120,31 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def positive(text: str) -> float:
-    """Parse a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
-
-
-def names(text: str) -> list[str]:
-    """Parse names by comma, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise argparse.ArgumentTypeError(f"expected names by comma, got {text!r}")
-    return list(dict.fromkeys(parts))
-
-
-def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse what does not go together, and fill in defaults that depend on each other.
-
-    Raises:
-        OptionError: naming the option.
-    """
+def _check_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse what does not go together, and fill in defaults that depend on each other."""
     if args.explain:
         return args
     if bool(args.docs) != bool(args.folders):
@@ -158,23 +133,19 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     if args.cost:
         _check_cost(args)
         return args
-    for name in ("also", "new_tokens"):
-        if getattr(args, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} belongs to --cost")
+    _refuse(args, ("also", "new_tokens"), "belongs to --cost")
     args.min_time, args.budget = args.min_time or 5.0, args.budget or 10.0
     if "auto" in (args.dtypes or []):
         raise OptionError("--dtypes auto is the dtype that a --model was saved with, and stands alone")
     if args.model is None:
-        if args.batch_size is not None:
-            raise OptionError("--batch-size belongs to --model; a shape has its own")
+        _refuse(args, ["batch_size"], "belongs to --model; a shape has its own")
         args.patches = args.patches or ["elu1"]
         args.shapes = args.shapes or parse_shapes("1x8x64")
         args.dtypes = args.dtypes or ["float32"]
         args.lengths = args.lengths or doubling_range("256,...,4096")
     else:
-        for name in ("shapes", "bidirectional", "peers"):
-            if getattr(args, name):
-                raise OptionError(f"--{name} is of the attention alone and does not go with --model")
+        alone = ("shapes", "bidirectional", "peers")
+        _refuse(args, alone, "is of the attention alone and does not go with --model")
         if args.dtypes and len(args.dtypes) > 1:
             raise OptionError("--model takes one dtype at a time")
         args.batch_size = args.batch_size or 1
@@ -185,13 +156,18 @@ def check_arguments(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name):
+            raise OptionError(f"--{name.replace('_', '-')} {why}")
+
+
 def _check_cost(args: argparse.Namespace) -> None:
     """Refuse, of --cost, what belongs to the other ways to measure."""
     if args.model is None:
         raise OptionError("--cost is of a whole model: give --model")
-    for name in ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp"):
-        if getattr(args, name):
-            raise OptionError(f"--{name.replace('_', '-')} does not go with --cost")
+    others = ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp")
+    _refuse(args, others, "does not go with --cost")
     for name in ("patches", "dtypes"):
         if len(getattr(args, name) or []) > 1:
             raise OptionError(f"--cost takes one of --{name} at a time")
@@ -201,12 +177,13 @@ def _check_cost(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    interrupted = "the same command goes on after the last finished setting"
     return run_command(
-        build_parser(), work, argv, check=check_arguments, needs="all", interrupted=INTERRUPTED
+        build_parser(), _work, argv, check=_check_arguments, needs="all", interrupted=interrupted
     )
 
 
-def work(args: argparse.Namespace, command: str) -> str:
+def _work(args: argparse.Namespace, command: str) -> str:
     """Explain, write a page, or measure; return what is printed."""
     if args.explain:
         from hf_linattn.ops.dispatch import explain
@@ -223,8 +200,7 @@ def work(args: argparse.Namespace, command: str) -> str:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.cost:
-        arguments = cost.CostArguments(args.model, args.output_dir, **_cost_arguments(args))
-        return cost.summary(cost.run(arguments, command, run.device_of(args.device)), args.output_dir)
+        return cost.summary(cost.run(args, command, run.device_of(args.device)), args.output_dir)
     from hf_linattn.ops.cpp.build import CPP, asked
 
     if args.cpp:
@@ -232,22 +208,6 @@ def work(args: argparse.Namespace, command: str) -> str:
     elif asked():
         args.cpp, command = True, f"{command} --cpp"
     return run.text(run.BenchRun(args, command).work(), args.output_dir)
-
-
-def _cost_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a cost run that differ from the defaults."""
-    chosen = {
-        "patch": args.patches[0] if args.patches else None,
-        "options": args.options,
-        "lengths": sorted(set(args.lengths)) if args.lengths else None,
-        "also": args.also,
-        "new_tokens": args.new_tokens,
-        "batch_size": args.batch_size,
-        "repeats": args.rounds,
-        "dtype": args.dtypes[0] if args.dtypes else None,
-        "seed": args.seed,
-    }
-    return {name: value for name, value in chosen.items() if value is not None}
 
 
 if __name__ == "__main__":

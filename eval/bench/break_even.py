@@ -34,17 +34,14 @@ class BreakEven:
 
     def describe(self, what: str, better: str) -> str:
         """Return a phrase: `decode faster from 1,234 tokens on`."""
-        if self.first is None or self.last is None:
-            if self.tokens is None:
-                return f"{what} never {better}"
-            return f"{what} {better} " + (
-                "at every length" if self.everywhere else f"from {self.tokens:,} tokens on"
-            )
+        if self.tokens is None and self.first is None:
+            return f"{what} never {better}"
         if self.tokens is None:
             where = f"{self.first:,}" if self.first == self.last else f"{self.first:,} to {self.last:,}"
             return f"{what} never {better} within what was measured ({where} tokens)"
         if self.everywhere:
-            return f"{what} {better} at every length measured, from {self.first:,} tokens on"
+            measured = "" if self.first is None else f" measured, from {self.first:,} tokens on"
+            return f"{what} {better} at every length{measured}"
         return f"{what} {better} from {self.tokens:,} tokens on"
 
 
@@ -118,12 +115,7 @@ def smaller(own: Sequence[Row]) -> BreakEven | None:
 
 
 def summary(rows: Sequence[Row], caches: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return one sentence per candidate and group.
-
-    Args:
-        rows: of a run.
-        caches: candidate -> fields of a `BreakEven`: where its cache is the smaller one.
-    """
+    """Return a sentence per candidate and group; `caches` tells where a candidate's cache becomes smaller."""
     sentences = []
     several = len(groups(rows)) > 1
     for group in groups(rows):

@@ -16,9 +16,12 @@ from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.patching.cache_layers import self_attention_cache
 
+from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
 
-PATCHED, UNPATCHED = "patched", "unpatched"
+PATCHED = "patched"
+PROBE = 8
+"""Tokens of the text from whose cache the bytes at other lengths are computed."""
 
 
 @dataclass(frozen=True)

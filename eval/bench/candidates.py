@@ -192,30 +192,21 @@ def build_bare(
     return model
 
 
-def candidate(model: BareModel, name: str, config: BenchConfig, tensors: RandomInputs) -> Candidate:
-    """Make one call of a model a candidate.
-
-    Args:
-        model: from `build_bare`.
-        name: in tables.
-        config: sizes and kind of the call.
-        tensors: what it is called with.
-    """
-    linear = is_linear(model)
+def _candidate(model: BareModel, name: str, config: BenchConfig, tensors: RandomInputs) -> Candidate:
+    linear = _is_linear(model)
     if config.kind == "decode":
         step, around = _decoding(model, config, tensors)
         return Candidate(name, step, around, linear=linear, model=model)
     mask = model.mask(config.shape.batch, config.length, tensors.query)
-    query, key, value = tensors.query, tensors.key, tensors.value
+    three = [tensors.query, tensors.key, tensors.value]
+
+    def forward() -> Tensor:
+        return model.attention(*three, mask)  # type: ignore[no-any-return]
+
     if config.kind == "prefill":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return model.attention(query, key, value, mask)  # type: ignore[no-any-return]
-
-        return Candidate(name, forward, linear=linear, model=model)
-    leaves = [query, key, value, *model.parameters()]
-    step = trained(lambda: model.attention(query, key, value, mask), leaves, tensors.gradient)
+        step = torch.no_grad()(forward)
+    else:
+        step = trained(forward, [*three, *model.parameters()], tensors.gradient)
     return Candidate(name, step, linear=linear, model=model)
 
 
@@ -230,7 +221,7 @@ def trained(forward: Callable[[], Tensor], leaves: list[Tensor], gradient: Tenso
     return step
 
 
-def is_linear(model: BareModel) -> bool:
+def _is_linear(model: BareModel) -> bool:
     """Tell whether its state is of constant size."""
     child: Any = model.attention._modules.get("linattn")
     return child is not None and bool(child.keeps_state)
@@ -244,17 +235,17 @@ def _decoding(
     old = [x[:, :, :past] for x in (tensors.query, tensors.key, tensors.value)]
     new = [x[:, :, past:] for x in (tensors.query, tensors.key, tensors.value)]
     with torch.no_grad():
-        if is_linear(model):
+        if _is_linear(model):
             model.attention(*old, model.mask(batch, past, tensors.query, cache), cache)
         else:
             cache.update(old[1], old[2], 0)
         mask = model.mask(batch, 1, tensors.query, cache)
     references, numbers = put_back(cache)
 
+    @torch.no_grad()
     def step() -> Tensor:
-        with torch.no_grad():
-            output: Tensor = model.attention(*new, mask, cache)
-            references()
+        output: Tensor = model.attention(*new, mask, cache)
+        references()
         return output
 
     @contextmanager
@@ -285,16 +276,11 @@ def put_back(cache: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     return references, numbers
 
 
-def in_place(model: BareModel, config: BenchConfig, tensors: RandomInputs) -> Candidate:
+def _in_place(model: BareModel, config: BenchConfig, tensors: RandomInputs) -> Candidate:
     """Make SDPA over keys that are there already a candidate: a decoded token without what the cache does."""
     query = tensors.query[:, :, config.length :]
     key, value = tensors.key.contiguous(), tensors.value.contiguous()
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            return model.attention(query, key, value, None)  # type: ignore[no-any-return]
-
-    return Candidate(IN_PLACE, step)
+    return Candidate(IN_PLACE, torch.no_grad()(lambda: model.attention(query, key, value, None)))
 
 
 def build(
@@ -313,10 +299,10 @@ def build(
     """
     tensors = random_inputs(config, seed)
     reference = build_bare(config)
-    candidates = [candidate(reference, SDPA, config, tensors)]
+    candidates = [_candidate(reference, SDPA, config, tensors)]
     if config.kind == "decode":
-        candidates.append(in_place(reference, config, tensors))
+        candidates.append(_in_place(reference, config, tensors))
     for spec in specs:
         torch.manual_seed(seed)  # of maps that are drawn
-        candidates.append(candidate(build_bare(config, spec, options), spec, config, tensors))
+        candidates.append(_candidate(build_bare(config, spec, options), spec, config, tensors))
     return candidates

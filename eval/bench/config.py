@@ -38,7 +38,6 @@ class Shape:
     value_dim: int
 
     def __str__(self) -> str:
-        """Return the text of the command line: `1x32/8x128`."""
         heads = f"{self.heads}" if self.kv_heads == self.heads else f"{self.heads}/{self.kv_heads}"
         tail = "" if self.value_dim == self.head_dim else f"x{self.value_dim}"
         return f"{self.batch}x{heads}x{self.head_dim}{tail}"
@@ -63,12 +62,6 @@ class BenchConfig:
     causal: bool = True
     dtype: str = "float32"
     device: str = "cpu"
-
-    @property
-    def key(self) -> str:
-        """The name in results."""
-        way = "" if self.causal else ", both ways"
-        return f"{self.kind} {self.shape} {self.dtype}{way} {self.length}"
 
 
 def parse_shape(text: str) -> Shape:

@@ -5,10 +5,10 @@ python -m hf_linattn.bench --model DIR --cost --lengths 512,2048,8192 --output-d
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,58 +18,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import set_seed
 
-from hf_linattn.cli.files import replacing
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import size as size_text
 from ..common.formatting import text_table
-from ..common.models import ModelSpec, load_config, load_model
+from ..common.models import UNPATCHED, ModelSpec, load_config, load_model
 from ..common.nll import forward, scoring
-from ..common.results import ResumableRun, machine, recorded
+from ..common.results import ResumableRun, machine
 from . import caches
-from .caches import PATCHED, UNPATCHED
-from .timing import Clock
+from .caches import PATCHED
+from .plots import save_cost_plot
+from .timing import Clock, spread
 
 FORMAT = "hf_linattn.cost/1"
-PROBE = 8
-"""Tokens of the text from whose cache the bytes at other lengths are computed."""
 SPEEDS = ("prefill", "decode")
+SPEED, RATIO = ("tokens_per_second", "low", "high"), ("ratio", "ratio_low", "ratio_high")
+"""Columns of each of them: median and range."""
 COLUMNS = (
     *("model", "length", "measured", "cache_bytes", "bytes_ratio", "peak_bytes"),
-    *(f"{kind}_{name}" for kind in SPEEDS for name in ("tokens_per_second", "low", "high")),
-    *(f"{kind}_{name}" for kind in SPEEDS for name in ("ratio", "ratio_low", "ratio_high")),
+    *(f"{kind}_{name}" for names in (SPEED, RATIO) for kind in SPEEDS for name in names),
 )
-
-
-@dataclass(frozen=True)
-class CostArguments:
-    """What is measured.
-
-    Attributes:
-        model: folder or name of a causal language model, patched or not.
-        output_dir: folder for the results; the same arguments resume there.
-        patch, options: put on after loading.
-        lengths: tokens to read.
-        also: lengths whose bytes are computed, not run.
-        new_tokens: tokens of decode behind each length.
-        batch_size: sequences side by side.
-        repeats: counted rounds per length.
-        dtype: of the weights; "auto" as saved.
-        seed: of the random tokens.
-    """
-
-    model: str
-    output_dir: Path
-    patch: str | None = None
-    options: dict[str, Any] | None = None
-    lengths: list[int] = field(default_factory=lambda: [512, 2048, 8192])
-    also: list[int] = field(default_factory=lambda: [32768, 131072])
-    new_tokens: int = 16
-    batch_size: int = 1
-    repeats: int = 5
-    dtype: str = "auto"
-    seed: int = 0
 
 
 def measure_cost(
@@ -119,18 +88,11 @@ def measure_cost(
         row["peak_bytes"] = large
         for place, kind in enumerate(SPEEDS):
             own, unpatched = ([pair[place] for pair in speeds[side]] for side in (name, UNPATCHED))
-            ratios = None if name == UNPATCHED else [a / b for a, b in zip(own, unpatched, strict=True)]
-            row |= _spread(own, f"{kind}_tokens_per_second", f"{kind}_low", f"{kind}_high")
-            row |= _spread(ratios, f"{kind}_ratio", f"{kind}_ratio_low", f"{kind}_ratio_high")
+            ratios = [] if name == UNPATCHED else [a / b for a, b in zip(own, unpatched, strict=True)]
+            row |= zip([f"{kind}_{end}" for end in SPEED], spread(own), strict=True)
+            row |= zip([f"{kind}_{end}" for end in RATIO], spread(ratios), strict=True)
         costs[name] = row
     return costs
-
-
-def _spread(values: list[float] | None, *names: str) -> dict[str, float | None]:
-    """Name median, lowest and highest value; None for all of them where there are none."""
-    if values is None:
-        return dict.fromkeys(names)
-    return dict(zip(names, (statistics.median(values), min(values), max(values)), strict=True))
 
 
 def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int, int]:
@@ -151,20 +113,27 @@ def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int
     return prefill, decode, size, held
 
 
-def run(args: CostArguments, command: str, device: str = "cpu") -> dict[str, Any]:
+def run(options: argparse.Namespace, command: str, device: str) -> dict[str, Any]:
     """Measure what is missing and write all files; the content of results.json comes back.
-
-    Args:
-        args: what is measured.
-        command: as it was typed.
-        device: where the model is.
 
     Raises:
         UnsupportedModelError: an encoder, an encoder-decoder, or too few positions for a length.
         DataError: the folder holds another run.
         LinattnError: the model or the patch does not suit.
     """
-    session = ResumableRun(args.output_dir, recorded(args), FORMAT, command, device=torch.device(device))
+    args = argparse.Namespace(
+        model=options.model,
+        patch=options.patches[0] if options.patches else None,
+        options=options.options,
+        lengths=sorted(set(options.lengths or (512, 2048, 8192))),
+        also=options.also or [32768, 131072],
+        new_tokens=options.new_tokens or 16,
+        batch_size=options.batch_size or 1,
+        repeats=options.rounds,
+        dtype=options.dtypes[0] if options.dtypes else "auto",
+        seed=options.seed,
+    )
+    session = ResumableRun(options.output_dir, vars(args), FORMAT, command, device=torch.device(device))
     if session.complete:
         return session.results
     if load_config(args.model).is_encoder_decoder:
@@ -181,21 +150,14 @@ def run(args: CostArguments, command: str, device: str = "cpu") -> dict[str, Any
     _measure(args, model, label, session)
     session.results["notes"] = _compute(args, model, label, session.rows)
     session.rows.sort(key=lambda row: (row["model"] == UNPATCHED, row["length"]))
-    _save_plot(args.output_dir, session.rows)
+    save_cost_plot(options.output_dir / "cost.png", session.rows)
     session.finish("cost.csv", COLUMNS)
     return session.results
 
 
-def _save_plot(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    from .plots import save_cost_plot
-
-    with replacing(folder / "cost.png") as partial_path:
-        save_cost_plot(partial_path, rows)
-
-
-def _measure(args: CostArguments, model: Any, label: str, session: ResumableRun) -> None:
+def _measure(args: argparse.Namespace, model: Any, label: str, session: ResumableRun) -> None:
     done = {row["length"] for row in session.rows}
-    missing = [length for length in sorted(set(args.lengths)) if length not in done]
+    missing = [length for length in args.lengths if length not in done]
     rounds = len(caches.sides(model)) * (args.repeats + 1)
     with tqdm(total=sum(missing) * rounds, desc=label, unit="tok", unit_scale=True) as bar:
         for length in missing:
@@ -212,9 +174,10 @@ def _name(side: str, label: str) -> str:
     return label if side == PATCHED else UNPATCHED
 
 
-def _compute(args: CostArguments, model: Any, label: str, rows: list[dict[str, Any]]) -> list[str]:
+def _compute(args: argparse.Namespace, model: Any, label: str, rows: list[dict[str, Any]]) -> list[str]:
     """Add rows of the lengths that were not run, bytes alone; return why some are missing."""
-    growths = caches.growth_by_side(model, caches.random_tokens(model, args.batch_size, PROBE, args.seed))
+    ids = caches.random_tokens(model, args.batch_size, caches.PROBE, args.seed)
+    growths = caches.growth_by_side(model, ids)
     notes, done = [], {row["length"] for row in rows}
     sizes: dict[tuple[str, int], int] = {}
     for side, layers in growths.items():
@@ -231,7 +194,7 @@ def _compute(args: CostArguments, model: Any, label: str, rows: list[dict[str, A
     return notes
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as aligned text; bytes alone where a length was computed."""
     head = ["model", "tokens", "cache", "peak", "prefill tok/s", "ratio", "decode tok/s", "ratio"]
     lines = []
@@ -239,24 +202,23 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [row["model"], f"{row['length']:,}", size_text(row["cache_bytes"])]
         cells += [size_text(row["peak_bytes"]) if row["measured"] else "(computed)"]
         for kind in SPEEDS:
-            cells.append(_spread_text(row, kind, "tokens_per_second", "low", "high", ",.0f"))
-            cells.append(_spread_text(row, kind, "ratio", "ratio_low", "ratio_high", ".2f"))
+            cells += [_spread_text(row, kind, SPEED, ",.0f"), _spread_text(row, kind, RATIO, ".2f")]
         lines.append(cells)
     return text_table(head, lines)
 
 
-def _spread_text(row: Mapping[str, Any], kind: str, middle: str, low: str, high: str, form: str) -> str:
-    value = row[f"{kind}_{middle}"]
+def _spread_text(row: Mapping[str, Any], kind: str, names: Sequence[str], form: str) -> str:
+    value, low, high = (row[f"{kind}_{name}"] for name in names)
     if value is None:
         return "-" if row["measured"] else ""
-    return f"{value:{form}} ({row[f'{kind}_{low}']:{form}}-{row[f'{kind}_{high}']:{form}})"
+    return f"{value:{form}} ({low:{form}}-{high:{form}})"
 
 
 def summary(results: Mapping[str, Any], folder: Path) -> str:
     """Return what the command prints: the table, how it was measured, notes."""
     run_, args = results["run"], results["arguments"]
     lines = [
-        table(results["rows"]),
+        _table(results["rows"]),
         f"batch {args['batch_size']}, {run_['dtype']}, {run_['device']}, {run_['threads']} threads; median "
         f"and range of {args['repeats']} rounds; ratio: over unpatched in the same round",
         *(f"note: {note}" for note in results["notes"]),

@@ -25,14 +25,7 @@ PATHS = ("--model", "--output-dir")
 
 
 def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
-    """Write a page for each run, named after its `--output-dir`, over an earlier page of that name.
-
-    Args:
-        folder: of the pages; made if it is not there.
-        runs: folders of finished runs.
-
-    Returns:
-        The pages, in the order of the runs.
+    """Write a page for each finished run, named after its `--output-dir`, over an earlier one; return them.
 
     Raises:
         DataError: a run is not finished, two have one name, or a file of that name is no such page. Nothing
@@ -41,13 +34,13 @@ def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
     """
     pages: dict[Path, str] = {}
     for run in runs:
-        results = load(run)
+        results = _load(run)
         path = folder / f"{_name(results, run)}.md"
         if path in pages:
             raise DataError(f"two runs are called {path.stem}: write one of them into another folder")
         if path.exists() and MARK not in path.read_text(encoding="utf-8"):
             raise DataError(f"{path} was not written by this command and stays as it is: move it")
-        pages[path] = page(results)
+        pages[path] = _page(results)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for path, text in pages.items():
@@ -56,12 +49,7 @@ def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
     return list(pages)
 
 
-def load(folder: Path) -> dict[str, Any]:
-    """Read the results of a finished run.
-
-    Raises:
-        DataError: there are none.
-    """
+def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     try:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -80,8 +68,7 @@ def _name(results: dict[str, Any], run: Path) -> str:
     return Path(words[words.index("--output-dir") + 1]).name or run.resolve().name
 
 
-def page(results: dict[str, Any]) -> str:
-    """Return one run as a page of Markdown."""
+def _page(results: dict[str, Any]) -> str:
     rows, run = results["rows"], results["run"]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     parts = [f"# {title(results)}\n", f"{MARK}\n", INTRODUCTION]

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from hf_linattn import is_patched
 from hf_linattn.errors import UnsupportedModelError
 
+from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
 from . import caches
 from .break_even import BreakEven
-from .caches import PATCHED, UNPATCHED, Growth
+from .caches import PATCHED, Growth
 from .candidates import put_back
 from .series import Entry, Limits, Row, Series
 from .timing import Timed
 
-PROBE = 8
-"""Tokens from whose cache its bytes at other lengths are computed."""
 LONGEST = 2**30
 
 
@@ -43,36 +42,29 @@ class ModelSeries(Series):
         self, model: nn.Module, kind: str, label: str, name: str, *, batch: int, seed: int, limits: Limits
     ) -> None:
         first = next(model.parameters())
-        super().__init__(UNPATCHED, str(first.device), limits)
+        dtype = str(first.dtype).removeprefix("torch.")
+        head = {"kind": kind, "shape": name, "dtype": dtype, "causal": True, "beside": label}
+        super().__init__(UNPATCHED, str(first.device), limits, head)
         self.model: Any = model
-        self.kind, self.name, self.batch, self.seed = kind, name, batch, seed
+        self.kind, self.batch, self.seed = kind, batch, seed
         self.labels = {PATCHED: label, UNPATCHED: UNPATCHED}
-        self.dtype = str(first.dtype).removeprefix("torch.")
 
-    def entries(self, length: int) -> Iterator[Entry]:
+    def _entries(self, length: int) -> Iterator[Entry]:
         """Yield the model with its own attention, then patched."""
         contexts = caches.sides(self.model)
         for side in [name for name in (UNPATCHED, PATCHED) if name in contexts]:
-            yield Entry(self.labels[side], False, partial(self._timed, side, contexts[side], length))
+            yield self.labels[side], False, partial(self._timed, side, contexts[side], length)
 
-    def head(self, length: int, name: str) -> Row:
-        """Return what all rows of the model have in common."""
-        return {"kind": self.kind, "shape": self.name, "dtype": self.dtype, "causal": True}
-
-    def finish_row(self, row: Row, timed: Timed) -> None:
+    def _finish(self, row: Row, timed: Timed) -> None:
         """Add the tokens per second on the wall."""
         tokens = 1 if self.kind == "decode" else row["length"]
         row["tokens_per_second"] = self.batch * tokens / row["seconds"]
 
-    def failure(self, name: str, error: Exception) -> str:
-        """Also say what the model does not support, such as positions beyond its table.
-
-        Raises:
-            Exception: the error, if it is a mistake of ours.
-        """
+    def _failure(self, name: str, error: Exception) -> str:
+        """Also say what the model does not support, such as positions beyond its table."""
         if isinstance(error, UnsupportedModelError):
             return f"not run: {error}"
-        return super().failure(name, error)
+        return super()._failure(name, error)
 
     def _timed(
         self, side: str, context: Callable[[], AbstractContextManager[None]], length: int
@@ -101,8 +93,7 @@ class ModelSeries(Series):
             out = forward(self.model, ids[:, length:], 1, past_key_values=cache, use_cache=True)
             references()
             numbers()
-            logits: Tensor = out.logits
-            return logits
+            return out.logits  # type: ignore[no-any-return]
 
         return step, size
 
@@ -122,7 +113,7 @@ def smaller_cache(model: nn.Module, batch: int, seed: int) -> BreakEven | None:
     """Compute from how many tokens on the patched cache is smaller; None where that is not known."""
     if not is_patched(model):
         return None
-    growths = caches.growth_by_side(model, caches.random_tokens(model, batch, PROBE, seed))
+    growths = caches.growth_by_side(model, caches.random_tokens(model, batch, caches.PROBE, seed))
     own, other = growths[PATCHED], growths[UNPATCHED]
     return None if own is None or other is None else first_smaller(own, other)
 

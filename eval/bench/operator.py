@@ -40,11 +40,12 @@ class OperatorSeries(Series):
         peers: Sequence[str] = (),
         notes: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(SDPA, config.device, limits)
+        head = {"kind": config.kind, "shape": str(config.shape), "dtype": config.dtype}
+        super().__init__(SDPA, config.device, limits, head | {"causal": config.causal})
         self.config, self.specs, self.options, self.ceiling = config, list(specs), options, ceiling
         self.seed, self.peers, self.notes = seed, peers, {} if notes is None else notes
 
-    def entries(self, length: int) -> Iterator[Entry]:
+    def _entries(self, length: int) -> Iterator[Entry]:
         """Yield softmax, the patches and other implementations, all on the same tensors."""
         config = replace(self.config, length=length)
         candidates = build(config, self.specs, self.options, self.seed)
@@ -53,29 +54,17 @@ class OperatorSeries(Series):
             candidates += others
             self.notes.update(notes)
         for each in candidates:
-            yield Entry(each.name, each.linear, lambda each=each: (each, {}))  # type: ignore[misc]
+            yield each.name, each.linear, lambda each=each: (each, {})  # type: ignore[misc]
 
-    def head(self, length: int, name: str) -> Row:
-        """Return the config as a row says it."""
-        config = self.config
-        shape = str(config.shape)
-        return {"kind": config.kind, "shape": shape, "dtype": config.dtype, "causal": config.causal}
-
-    def finish_row(self, row: Row, timed: Timed) -> None:
+    def _finish(self, row: Row, timed: Timed) -> None:
         """Add the share of what the machine can do, where the work of a candidate is known."""
-        model = timed.model if isinstance(timed, Candidate) else None
-        if model is None:
-            return
-        count = count_operations(replace(self.config, length=row["length"]), model)
-        if count is not None:
-            row["share"], row["bound"] = share(count, row["time"], self.ceiling)
+        if isinstance(timed, Candidate) and timed.model is not None:
+            count = count_operations(replace(self.config, length=row["length"]), timed.model)
+            if count is not None:
+                row["share"], row["bound"] = share(count, row["time"], self.ceiling)
 
-    def failure(self, name: str, error: Exception) -> str:
-        """Also let other people's implementations fail.
-
-        Raises:
-            Exception: the error, if it is a mistake of ours.
-        """
+    def _failure(self, name: str, error: Exception) -> str:
+        """Also let other people's implementations fail."""
         if name in peers.PEERS and not is_out_of_memory(error):
             return f"failed: {peers.short(error)}"
-        return super().failure(name, error)
+        return super()._failure(name, error)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,23 +28,6 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 class Unavailable(Exception):
     """Raised where a peer cannot run; the text says why."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An implementation from elsewhere.
-
-    Attributes:
-        name: in tables.
-        package: what pip installs; "" for torch itself.
-        form: (setting) -> function of features and values, all `[B, H, N, D]`, to `[B, N, H, Dv]`.
-        multiple: the length must be one of this.
-    """
-
-    name: str
-    package: str
-    form: Callable[[BenchConfig], Form]
-    multiple: int = 1
 
 
 def _imported(module: str, package: str) -> Any:
@@ -73,20 +55,19 @@ def _fla(config: BenchConfig) -> Form:
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         tensors = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-        output: Tensor = function(*tensors, scale=1.0, normalize=True)[0]
-        return output
+        return function(*tensors, scale=1.0, normalize=True)[0]  # type: ignore[no-any-return]
 
     return form
 
 
 def _fla_naive(config: BenchConfig) -> Form:
     function = _imported("fla.ops.linear_attn.naive", "flash-linear-attention").naive_chunk_linear_attn
+    if config.length % CHUNK:
+        raise Unavailable(f"takes multiples of {CHUNK} tokens")
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output: Tensor = function(
-            *(x.transpose(1, 2) for x in (query, key, value)), scale=1.0, normalize=True
-        )
-        return output
+        tensors = (x.transpose(1, 2) for x in (query, key, value))
+        return function(*tensors, scale=1.0, normalize=True)  # type: ignore[no-any-return]
 
     return form
 
@@ -136,16 +117,14 @@ def _compiled(config: BenchConfig) -> Form:
     return form
 
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("fla", "flash-linear-attention", _fla),
-        Peer("fla-naive", "flash-linear-attention", _fla_naive, CHUNK),
-        Peer("fast-transformers", "pytorch-fast-transformers", _fast_transformers),
-        Peer("performer", "performer-pytorch", _performer),
-        Peer("torch.compile", "", _compiled),
-    )
+PEERS: dict[str, Callable[[BenchConfig], Form]] = {
+    "fla": _fla,
+    "fla-naive": _fla_naive,
+    "fast-transformers": _fast_transformers,
+    "performer": _performer,
+    "torch.compile": _compiled,
 }
+"""Name in tables -> its function of features and values, all `[B, H, N, D]`, to `[B, N, H, Dv]`."""
 
 
 def candidates(
@@ -158,12 +137,9 @@ def candidates(
         return ready, notes
     tensors = random_inputs(config, seed)
     for name in names:
-        peer = PEERS[name]
         try:
-            form = _features_first(peer.form(config))
-            if config.length % peer.multiple:
-                raise Unavailable(f"takes multiples of {peer.multiple} tokens")
-            difference = agreement(form, config, seed)
+            form = PEERS[name](config)
+            difference = _agreement(form, config, seed)
         except Unavailable as error:
             notes[name] = str(error)
             continue
@@ -176,36 +152,27 @@ def candidates(
     return ready, notes
 
 
-def _features_first(form: Form) -> Form:
-    """Put elu(x) + 1 in front, and repeat key heads where queries share them: no peer takes fewer."""
-
-    def elu1(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        times = query.shape[1] // key.shape[1]
-        if times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        return form(F.elu(query) + 1, F.elu(key) + 1, value)
-
-    return elu1
+def _features(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply elu(x) + 1, and repeat key heads where queries share them: no peer takes fewer."""
+    times = query.shape[1] // key.shape[1]
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    return F.elu(query) + 1, F.elu(key) + 1, value
 
 
 def _called(form: Form, config: BenchConfig, tensors: RandomInputs) -> Callable[[], Tensor]:
     three = (tensors.query, tensors.key, tensors.value)
     if config.kind == "train":
-        return trained(lambda: form(*three), list(three), tensors.gradient)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return form(*three)
-
-    return forward
+        return trained(lambda: form(*_features(*three)), list(three), tensors.gradient)
+    return torch.no_grad()(lambda: form(*_features(*three)))
 
 
-def agreement(form: Form, config: BenchConfig, seed: int) -> str:
+def _agreement(form: Form, config: BenchConfig, seed: int) -> str:
     """Return nothing where the output is elu1's within the tolerance, else in words what it is."""
     probe = BenchConfig(config.shape, "prefill", min(PROBE, config.length), True, config.dtype, config.device)
     tensors = random_inputs(probe, seed)
     with torch.no_grad():
-        output = form(tensors.query, tensors.key, tensors.value).double()
+        output = form(*_features(tensors.query, tensors.key, tensors.value)).double()
         numerator, total = _definition(tensors)
     tolerance = TOLERANCE[config.dtype]
     error = _distance(output, numerator / total)
@@ -221,10 +188,8 @@ def agreement(form: Form, config: BenchConfig, seed: int) -> str:
 
 def _definition(tensors: RandomInputs) -> tuple[Tensor, Tensor]:
     """Return numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64."""
-    times = tensors.query.shape[1] // tensors.key.shape[1]
-    query, key, value = tensors.query.double(), tensors.key.double(), tensors.value.double()
-    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    weights = ((F.elu(query) + 1) @ (F.elu(key) + 1).mT).tril()
+    query, key, value = _features(tensors.query.double(), tensors.key.double(), tensors.value.double())
+    weights = (query @ key.mT).tril()
     return (weights @ value).transpose(1, 2), weights.sum(-1, keepdim=True).transpose(1, 2)
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+from hf_linattn.cli.files import replacing
 
 from ..common.formatting import size
-from ..common.plotting import Picture, look, themed
+from ..common.plotting import Picture, log2_axis, look, themed
 from .break_even import REFERENCES, BreakEven, faster, groups, names, rows_of, smaller
 from .config import IN_PLACE
 
 KINDS = {"prefill": "prefill", "train": "forward and backward", "decode": "decode, one token"}
 Row = Mapping[str, Any]
+Panels = dict[str, dict[str, list[Row]]]
+"""Kind -> candidate -> its rows."""
 COST_PANELS = {
     "cache_bytes": "cache or state",
     "prefill_tokens_per_second": "prefill, tokens/s",
@@ -57,65 +61,46 @@ def tokens(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def style(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return colour, marker and line of a candidate, the same in all figures."""
-    if name == IN_PLACE:
-        return {**look(None), "linestyle": ":"}
-    return look(None if name in REFERENCES else names(rows).index(name))
+def _panels(
+    rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity
+) -> dict[str, dict[str, list[Row]]]:
+    """Return kind -> candidate -> its rows with a number, without what has none."""
+    panels = {}
+    for kind in KINDS:
+        own = {name: rows_of(rows, group, kind, name) for name in names(rows, references=True)}
+        curves = {name: [row for row in own[name] if row[quantity.column]] for name in own}
+        if any(curves.values()):
+            panels[kind] = {name: curve for name, curve in curves.items() if curve}
+    return panels
 
 
-def _kinds(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> list[str]:
-    """Return the kinds with any number."""
-    return [kind for kind in KINDS if any(_points(rows, group, kind, name, quantity) for name in _all(rows))]
-
-
-def _draw(figure: Figure, rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> None:
-    """Draw the panels of one shape on an empty figure."""
-    shown = _kinds(rows, group, quantity)
-    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+def _figure(rows: Sequence[Row], quantity: Quantity, panels: Panels) -> Figure:
+    figure = Figure(figsize=(1.0 + 4.3 * len(panels), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
     handles: dict[str, Any] = {}
-    for ax, kind in zip(axes, shown, strict=True):
-        _panel(ax, rows, group, kind, quantity)
-        lines, labels = ax.get_legend_handles_labels()
-        handles |= dict(zip(labels, lines, strict=True))
+    for ax, (kind, curves) in zip(axes, panels.items(), strict=True):
+        for name, own in curves.items():
+            points = [(row["length"], row[quantity.column]) for row in own]
+            # the same in all figures
+            looks = look(names(rows).index(name) if name in names(rows) else None)
+            looks |= {"linestyle": ":"} if name == IN_PLACE else {}
+            (handles[name],) = ax.plot(*zip(*points, strict=True), linewidth=1.8, markersize=4.5, **looks)
+            if name in names(rows):
+                _mark(ax, quantity.break_even(own), points, looks)
+        lengths = {row["length"] for own in curves.values() for row in own}
+        _log_axes(ax, lengths, quantity.unit, in_bytes=quantity.file == "memory")
+        ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
+        ax.set_xlabel("tokens before" if kind == "decode" else "tokens")
     figure.legend(
         list(handles.values()), list(handles), loc="outside lower center", frameon=False, ncols=5, fontsize=9
     )
-
-
-def _all(rows: Sequence[Row]) -> list[str]:
-    return names(rows, references=True)
-
-
-def _points(
-    rows: Sequence[Row], group: tuple[Any, ...], kind: str, name: str, quantity: Quantity
-) -> list[tuple[int, float]]:
-    measured = rows_of(rows, group, kind, name)
-    return [(row["length"], row[quantity.column]) for row in measured if row[quantity.column]]
-
-
-def _panel(ax: Axes, rows: Sequence[Row], group: tuple[Any, ...], kind: str, quantity: Quantity) -> None:
-    lengths: set[int] = set()
-    for name in _all(rows):
-        points = _points(rows, group, kind, name, quantity)
-        if not points:
-            continue
-        lengths |= {n for n, _ in points}
-        looks = style(rows, name)
-        ax.plot(*zip(*points, strict=True), label=name, linewidth=1.8, markersize=4.5, **looks)
-        if name not in (*REFERENCES, IN_PLACE):
-            _mark(ax, quantity.break_even(rows_of(rows, group, kind, name)), points, looks)
-    _log_axes(ax, lengths, quantity.unit, in_bytes=quantity.file == "memory")
-    ax.set_title(f"{KINDS[kind]}: {quantity.title}", fontsize=10)
-    ax.set_xlabel("tokens before" if kind == "decode" else "tokens")
+    return figure
 
 
 def _log_axes(ax: Axes, lengths: Collection[int], unit: Callable[[float], str], *, in_bytes: bool) -> None:
     """Make both axes logarithmic, name the lengths, and write values in their unit."""
-    ax.set_xscale("log", base=2)
+    log2_axis(ax, sorted(lengths))
     ax.set_yscale("log", base=2 if in_bytes else 10)
-    ax.xaxis.set_major_locator(FixedLocator(sorted(lengths)))
-    ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(value)))
     if in_bytes:
         ax.yaxis.set_major_locator(LogLocator(base=2, numticks=8))
@@ -152,60 +137,45 @@ def _interpolate(points: Sequence[tuple[int, float]], length: float) -> float:
     return points[-1][1]
 
 
-def _figure(rows: Sequence[Row], group: tuple[Any, ...], quantity: Quantity) -> Figure:
-    width = 1.0 + 4.3 * len(_kinds(rows, group, quantity))
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
-    _draw(figure, rows, group, quantity)
-    return figure
-
-
 def group_text(group: tuple[Any, ...]) -> str:
     """Name a group."""
     shape, dtype, causal = group
     return f"{shape}, {dtype}" + ("" if causal else ", both ways")
 
 
-def save_plots(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """Write PNG files, one per shape and quantity; return their names."""
-    from hf_linattn.cli.files import replacing
-
-    written = []
-    for group in groups(rows):
-        for quantity in QUANTITIES:
-            if not _kinds(rows, group, quantity):
-                continue
-            figure = _figure(rows, group, quantity)
+def save_plots(folder: Path, rows: Sequence[Row]) -> None:
+    """Write PNG files, one per shape and quantity."""
+    for group, quantity in product(groups(rows), QUANTITIES):
+        if panels := _panels(rows, group, quantity):
+            figure = _figure(rows, quantity, panels)
             figure.suptitle(group_text(group), fontsize=10)
             name = f"{quantity.file}-{group[0]}-{group[1]}.png".replace("/", "of")
             with replacing(folder / name) as partial:
                 figure.savefig(partial, format="png", dpi=130)
-            written.append(name)
-    return written
 
 
 def pictures(rows: Sequence[Row], group: tuple[Any, ...]) -> list[Picture]:
     """Return the same figures for a page, in both colour schemes."""
-    shown = []
-    for quantity in QUANTITIES:
-        if not _kinds(rows, group, quantity):
-            continue
-
-        def build(ink: str, grid: str, quantity: Quantity = quantity) -> Figure:
-            return _figure(rows, group, quantity)
-
-        shown.append(themed(build, f"{quantity.title} by length, {group_text(group)}"))
-    return shown
+    panels = {quantity: _panels(rows, group, quantity) for quantity in QUANTITIES}
+    return [
+        themed(
+            lambda ink, grid, quantity=quantity: _figure(rows, quantity, panels[quantity]),  # type: ignore[misc]
+            f"{quantity.title} by length, {group_text(group)}",
+        )
+        for quantity in QUANTITIES
+        if panels[quantity]
+    ]
 
 
 def save_cost_plot(path: Path, rows: Sequence[Row]) -> None:
     """Write a PNG with the curves of a cost run; hollow marks are computed."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
-    styles = {
-        name: look(None if name in REFERENCES else 0) for name in dict.fromkeys(row["model"] for row in rows)
-    }
-    curves = [(name, [r for r in rows if r["model"] == name], style) for name, style in styles.items()]
-    draw_cost(figure, curves)
-    figure.savefig(path, format="png", dpi=130)
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        models.setdefault(row["model"], []).append(row)
+    draw_cost(figure, [(name, own, look(None if name in REFERENCES else 0)) for name, own in models.items()])
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def draw_cost(figure: Figure, curves: Sequence[tuple[str, Sequence[Row], Mapping[str, Any]]]) -> None:

@@ -43,15 +43,14 @@ class Ceiling:
     bytes: float
 
 
-def count_operations(config: BenchConfig, model: BareModel | None) -> OperationCount | None:
+def count_operations(config: BenchConfig, model: BareModel) -> OperationCount | None:
     """Count the work of softmax or of a linear attention by feature map; None for any other attention."""
-    attention: Any = None if model is None else model.attention._modules.get("linattn")
+    attention: Any = model.attention._modules.get("linattn")
     if attention is None:
         return _softmax(config)
     if not isinstance(attention.attention, LinearAttention) or attention.modifiers:
         return None
-    features = attention.attention.features or config.shape.head_dim
-    return _linear(config, features)
+    return _linear(config, attention.attention.features or config.shape.head_dim)
 
 
 def _sizes(config: BenchConfig) -> tuple[float, float]:

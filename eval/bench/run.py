@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import platform
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from importlib import metadata
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,6 @@ UNRECORDED = ("output_dir", "explain", "docs", "folders", "cost", "also", "new_t
 PACKAGES = ("hf-linattn", "torch", "transformers", "triton", "flash-linear-attention", "fla-core")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that make the numbers, as far as they are there."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
-
-
 def device_of(wanted: str) -> str:
     """Return the device to measure on.
 
@@ -70,10 +58,6 @@ def device_of(wanted: str) -> str:
 
 class BenchRun:
     """One run of the command: what is to be done, what was done.
-
-    Args:
-        args: the command's.
-        command: as it was typed.
 
     Raises:
         DataError: the folder holds another run, or one begun on another machine.
@@ -107,7 +91,7 @@ class BenchRun:
             "complete": False,
             "command": command,
             "arguments": recorded,
-            "versions": versions(),
+            "versions": files.versions(PACKAGES),
             "run": here,
             "ceilings": {},
             "peers": {},
@@ -120,28 +104,22 @@ class BenchRun:
     def work(self) -> dict[str, Any]:
         """Measure what is missing and write all files; return the content of results.json."""
         if not self.results["complete"]:
-            if self.args.model is None:
-                self._measure_operator()
-            else:
-                self._measure_model()
+            (self._measure_operator if self.args.model is None else self._measure_model)()
             self.results["complete"] = True
         self.results["answers"] = summary(self.rows, self.results["caches"])
-        write(self.folder, self.results)
+        _write(self.folder, self.results)
         return self.results
 
     def _measure_operator(self) -> None:
         args, lengths = self.args, sorted(set(self.args.lengths))
         configs = [
             BenchConfig(shape, kind, lengths[0], not args.bidirectional, dtype, self.device)
-            for dtype in args.dtypes
-            for shape in args.shapes
-            for kind in args.kinds
+            for dtype, shape, kind in product(args.dtypes, args.shapes, args.kinds)
         ]
-        for spec in args.patches:
+        for spec in args.patches:  # everything that can be refused is, before anything is measured
             check(spec, args.options or {}, not args.bidirectional)
-        for config in configs:  # everything that can be refused is, before anything is measured
-            for spec in args.patches:
-                build_bare(config, spec, args.options)
+        for config, spec in product(configs, args.patches):
+            build_bare(config, spec, args.options)
         files.check_writable(self.folder)
         with tqdm(total=len(configs) * len(lengths), desc="bench", unit="setting") as bar:
             for config in configs:
@@ -151,21 +129,16 @@ class BenchRun:
                 if len(done) == len(lengths):
                     bar.update(len(done))
                     continue
-                ceiling = self._ceiling(config.dtype)
+                known = self.results["ceilings"]
+                if config.dtype not in known:
+                    known[config.dtype] = asdict(ceilings(config.dtype, self.device))
                 series = OperatorSeries(
-                    *(config, args.patches, args.options or {}, self.limits, ceiling),
+                    *(config, args.patches, args.options or {}, self.limits, Ceiling(**known[config.dtype])),
                     seed=args.seed,
                     peers=args.peers or [],
                     notes=self.results["peers"],
                 )
-                names = {length: replace(config, length=length).key for length in lengths}
-                self._measure_series(series, rows, done, names, bar)
-
-    def _ceiling(self, dtype: str) -> Ceiling:
-        known = self.results["ceilings"]
-        if dtype not in known:
-            known[dtype] = asdict(ceilings(dtype, self.device))
-        return Ceiling(**known[dtype])
+                self._measure_series(series, rows, done, bar)
 
     def _measure_model(self) -> None:
         args, lengths = self.args, sorted(set(self.args.lengths))
@@ -186,43 +159,21 @@ class BenchRun:
             with tqdm(total=len(args.kinds) * len(lengths), desc=label, unit="setting") as bar:
                 for kind in args.kinds:
                     rows = [row for row in self.rows if row["kind"] == kind and row["beside"] == label]
-                    series = ModelSeries(
-                        *(model, kind, label, name),
-                        batch=args.batch_size,
-                        seed=args.seed,
-                        limits=self.limits,
-                    )
-                    names = {length: f"{kind}, {length} tokens" for length in lengths}
-                    self._measure_series(series, rows, {row["length"] for row in rows}, names, bar, label)
+                    sizes = {"batch": args.batch_size, "seed": args.seed}
+                    series = ModelSeries(model, kind, label, name, **sizes, limits=self.limits)
+                    self._measure_series(series, rows, {row["length"] for row in rows}, bar)
 
-    def _measure_series(
-        self,
-        series: Series,
-        rows: list[Row],
-        done: set[int],
-        names: Mapping[int, str],
-        bar: Any,
-        label: str | None = None,
-    ) -> None:
-        """Measure the lengths that are not done, and save after each.
-
-        Args:
-            series: to measure.
-            rows: of an earlier run.
-            done: lengths that need no more work.
-            names: length -> what the bar says.
-            bar: of progress.
-            label: of the patched side of a model, noted in its rows.
-        """
+    def _measure_series(self, series: Series, rows: list[Row], done: set[int], bar: Any) -> None:
+        """Measure the lengths that are not done, and save after each; `rows` are of an earlier run."""
         series.known(rows)
         bar.update(len(done))
-        for length, name in names.items():
-            if length not in done:
-                bar.set_postfix_str(name)
-                noted = {} if label is None else {"beside": label}
-                self.rows += [row | noted for row in series.run(length)]
-                files.save(self.folder, self.results)
-                bar.update()
+        way = "" if series.head["causal"] else ", both ways"
+        name = " ".join(series.head[key] for key in ("kind", "shape", "dtype")) + way
+        for length in sorted({*self.args.lengths} - done):
+            bar.set_postfix_str(f"{name} {length}")
+            self.rows += series.run(length)
+            files.save(self.folder, self.results)
+            bar.update()
 
     def _specs(self, config: Any) -> list[str | None]:
         """Return the patches to try; None for a folder that is patched already, measured as it is."""
@@ -244,7 +195,7 @@ def _label(model: Any) -> str:
     return " and ".join(dict.fromkeys(row.patch for row in describe(model).rows if row.patch != "softmax"))
 
 
-def write(folder: Path, results: Mapping[str, Any]) -> None:
+def _write(folder: Path, results: Mapping[str, Any]) -> None:
     """Write everything that is read off the rows, each file in one step; results.json last."""
     rows = results["rows"]
     files.save_csv(folder / "bench.csv", rows, COLUMNS)

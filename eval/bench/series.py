@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from . import memory
 from .forecast import FIRST, PROBES, Forecast
-from .timing import Clock, Timed, Timing, measure
+from .timing import Clock, Timed, measure
 
 Row = dict[str, Any]
-EMPTY = dict.fromkeys(
-    (
-        *("time", "seconds", "low", "high", "cpu_seconds", "speed", "speed_low", "speed_high", "calls"),
-        *("peak_bytes", "memory_ratio", "share", "bound", "cache_bytes", "tokens_per_second", "beside"),
-    )
+Entry = tuple[str, bool, Callable[[], tuple[Timed, Row]]]
+"""A candidate before it is known whether it can be run: its name; whether its time is known to grow with the
+length, not with its square; what makes the call that is timed, and fields of its row."""
+COLUMNS = (
+    *("kind", "shape", "dtype", "causal", "length", "candidate", "measured"),
+    *("time", "seconds", "low", "high", "cpu_seconds", "speed", "speed_low", "speed_high", "calls"),
+    *("peak_bytes", "memory_ratio", "share", "bound", "cache_bytes", "tokens_per_second", "beside", "note"),
 )
-COLUMNS = ("kind", "shape", "dtype", "causal", "length", "candidate", "measured", *EMPTY, "note")
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,6 @@ class Limits:
     budget: float = 10.0
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A candidate before it is known whether it can be run.
-
-    Attributes:
-        name: in tables.
-        linear: its time is known to grow with the length, not with its square.
-        prepare: makes what is timed, and fields of its row.
-    """
-
-    name: str
-    linear: bool
-    prepare: Callable[[], tuple[Timed, Row]]
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that memory ran out; on CPUs it has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
@@ -61,36 +47,27 @@ def is_out_of_memory(error: Exception) -> bool:
 class Series:
     """All lengths of what else stays the same.
 
-    A subclass says which candidates there are (`entries`) and what their rows hold besides times and memory
-    (`head`, `finish_row`).
+    A subclass says which candidates there are at a length (`_entries`, the reference first), what follows
+    from a measured row (`_finish`), and why a candidate that failed has no numbers (`_failure`).
 
     Args:
         reference: name of the candidate that others are compared with.
         device: where they run.
         limits: how much is spent on a length.
+        head: what every row says.
     """
 
-    def __init__(self, reference: str, device: str, limits: Limits) -> None:
-        self.reference, self.device, self.limits = reference, device, limits
+    def __init__(self, reference: str, device: str, limits: Limits, head: Row) -> None:
+        self.reference, self.device, self.limits, self.head = reference, device, limits, head
         self.forecasts: dict[str, Forecast] = {}
 
-    def entries(self, length: int) -> Iterator[Entry]:
-        """Yield the candidates at a length, the reference first."""
+    def _entries(self, length: int) -> Iterator[Entry]:
         raise NotImplementedError
 
-    def head(self, length: int, name: str) -> Row:
-        """Return what a row says of the candidate before it was measured."""
+    def _finish(self, row: Row, timed: Timed) -> None:
         raise NotImplementedError
 
-    def finish_row(self, row: Row, timed: Timed) -> None:
-        """Add what follows from a measured row."""
-
-    def failure(self, name: str, error: Exception) -> str:
-        """Say why a candidate that failed has no numbers.
-
-        Raises:
-            Exception: the error, if it is a mistake of ours.
-        """
+    def _failure(self, name: str, error: Exception) -> str:
         if is_out_of_memory(error):
             return "not run: out of memory"
         raise error
@@ -99,11 +76,8 @@ class Series:
         """Learn from rows of an earlier run of the same series."""
         for row in sorted(rows, key=lambda row: row["length"]):
             if row["measured"]:
-                forecast = self._forecast(row["candidate"], False)
+                forecast = self.forecasts.setdefault(row["candidate"], Forecast())
                 forecast.add(row["length"], row["time"], row["peak_bytes"])
-
-    def _forecast(self, name: str, linear: bool) -> Forecast:
-        return self.forecasts.setdefault(name, Forecast(linear))
 
     def run(self, length: int) -> list[Row]:
         """Measure one length: a row per candidate, those that were not run with the reason."""
@@ -111,59 +85,46 @@ class Series:
             for probe in PROBES:
                 self._prepare(probe)
         ready, reasons = self._prepare(length)
-        timings: dict[str, Timing] = {}
-        if ready:
-            limits = self.limits
-            timings, slow = measure(
-                [timed for timed, _ in ready],
-                Clock(self.device),
-                rounds=limits.rounds,
-                least=limits.least,
-                budget=limits.budget,
-            )
-            for name, seconds in slow.items():
-                reasons[name] = f"not run: one call took {seconds:.3g} s (--budget {limits.budget:g})"
-        if self.reference not in timings:  # then what came first is no reference
-            timings = {
-                name: replace(timing, speed=None, speed_low=None, speed_high=None)
-                for name, timing in timings.items()
-            }
+        candidates = [timed for timed, _ in ready]
+        timings, slow = measure(candidates, Clock(self.device), reference=self.reference, **vars(self.limits))
         peaks = {timed.name: fields["peak_bytes"] for timed, fields in ready}
         rows = []
         for timed, fields in ready:
-            if (timing := timings.get(timed.name)) is None:
+            if timed.name in slow:
+                budget = self.limits.budget
+                reasons[timed.name] = f"not run: one call took {slow[timed.name]:.3g} s (--budget {budget:g})"
                 continue
-            own, reference = peaks[timed.name], peaks.get(self.reference)
+            timing, own, reference = timings[timed.name], peaks[timed.name], peaks.get(self.reference)
             self.forecasts[timed.name].points[-1] = (length, timing.time, own)
             row = self._empty(length, timed.name) | asdict(timing) | {"measured": True} | fields
-            row["memory_ratio"] = own / reference if own is not None and reference else None
-            self.finish_row(row, timed)
+            if own is not None and reference:
+                row["memory_ratio"] = own / reference
+            self._finish(row, timed)
             rows.append(row)
         return rows + [self._empty(length, name) | {"note": reason} for name, reason in reasons.items()]
 
     def _empty(self, length: int, name: str) -> Row:
-        head = self.head(length, name)
-        return {**head, "length": length, "candidate": name, "measured": False, **EMPTY, "note": ""}
+        own = {"length": length, "candidate": name, "measured": False, "note": ""}
+        return dict.fromkeys(COLUMNS) | self.head | own
 
     def _prepare(self, length: int) -> tuple[list[tuple[Timed, Row]], dict[str, str]]:
         """Call each candidate once for its memory; return those that can be timed, and why not the others."""
         ready: list[tuple[Timed, Row]] = []
         reasons: dict[str, str] = {}
-        for entry in self.entries(length):
-            forecast = self._forecast(entry.name, entry.linear)
-            reason = forecast.refusal(length, self.limits.budget, self.device)
-            if not reason:
-                try:
-                    timed, fields = entry.prepare()
-                    with timed.around():
-                        start = time.perf_counter()
-                        peak = memory.peak(timed.call, self.device)
-                        seconds = time.perf_counter() - start
-                except Exception as error:  # `failure` raises what is none of the reasons it knows
-                    reason = self.failure(entry.name, error)
-                else:
-                    forecast.add(length, seconds, peak)
-                    ready.append((timed, fields | {"peak_bytes": peak}))
-            if reason:
-                reasons[entry.name] = reason
+        for name, linear, prepare in self._entries(length):
+            forecast = self.forecasts.setdefault(name, Forecast(linear))
+            if reason := forecast.refusal(length, self.limits.budget, self.device):
+                reasons[name] = reason
+                continue
+            try:
+                timed, fields = prepare()
+                with timed.around():
+                    start = time.perf_counter()
+                    peak = memory.peak(timed.call, self.device)
+                    seconds = time.perf_counter() - start
+            except Exception as error:  # `_failure` raises what is none of the reasons it knows
+                reasons[name] = self._failure(name, error)
+                continue
+            forecast.add(length, seconds, peak)
+            ready.append((timed, fields | {"peak_bytes": peak}))
         return ready, reasons

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ..common.formatting import size, text_table
-from .break_even import GROUP, REFERENCES, BreakEven, faster, groups, names, rows_of
+from .break_even import GROUP, REFERENCES, faster, groups, names, rows_of
 from .config import IN_PLACE
 from .plots import KINDS, group_text, tokens
 
@@ -25,57 +26,69 @@ class Table:
 
 def speeds(rows: Sequence[Row], *, spread: bool = False) -> list[Table]:
     """Return times as fast as the reference by length, and from where on it is faster."""
-    tables = []
-    for group, kind in _parts(rows):
-        lengths = _lengths(rows, group, kind)
-        body = []
-        for name in [*_in_place(rows), *names(rows)]:
-            own = rows_of(rows, group, kind, name)
-            by_length = {row["length"]: row for row in own}
-            cells = [_speed(by_length.get(n), spread) for n in lengths]
-            if any(cell != "-" for cell in cells):
-                where = None if name == IN_PLACE else faster(own)
-                body.append([name, *cells, _where(where)])
-        if body:
-            heads = ["", *map(tokens, lengths), "faster from"]
-            tables.append(Table(f"{KINDS[kind]}, {group_text(group)}", heads, body))
-    return tables
+
+    def cell(row: Row) -> str:
+        text = f"{row['speed']:.3g}"
+        return f"{text} ({row['speed_low']:.3g} to {row['speed_high']:.3g})" if spread else text
+
+    return _tables(rows, "speed", cell, [IN_PLACE, *names(rows)], where=True)
 
 
 def memories(rows: Sequence[Row]) -> list[Table]:
     """Return peak memory above the inputs over the reference's, by length."""
-    return _plain(rows, "memory_ratio", lambda value: f"{value:.3g}")
+    others = [name for name in names(rows, references=True) if name not in REFERENCES]
+    return _tables(rows, "memory_ratio", lambda row: f"{row['memory_ratio']:.3g}", others)
 
 
 def shares(rows: Sequence[Row]) -> list[Table]:
     """Return the least time on this machine over the time that was needed, in percent."""
-    return _plain(rows, "share", lambda value: f"{100 * value:.0f} %", references=True)
+    return _tables(rows, "share", lambda row: f"{100 * row['share']:.0f} %")
 
 
 def tokens_per_second(rows: Sequence[Row]) -> list[Table]:
     """Return tokens per second of a whole model, by length."""
-    return _plain(rows, "tokens_per_second", lambda value: f"{value:,.0f}", references=True)
+    return _tables(rows, "tokens_per_second", lambda row: f"{row['tokens_per_second']:,.0f}")
 
 
 def caches(rows: Sequence[Row]) -> list[Table]:
     """Return bytes of the cache or state behind the prefill of a whole model."""
     own = [row for row in rows if row["kind"] == "prefill"]
-    return _plain(own, "cache_bytes", size, references=True)
+    return _tables(own, "cache_bytes", lambda row: size(row["cache_bytes"]))
 
 
-def _plain(rows: Sequence[Row], column: str, form: Any, *, references: bool = False) -> list[Table]:
+def _tables(
+    rows: Sequence[Row],
+    column: str,
+    cell: Callable[[Row], str],
+    shown: Sequence[str] | None = None,
+    *,
+    where: bool = False,
+) -> list[Table]:
+    """Make a table per group and kind: lengths across, a line per candidate with any number."""
     tables = []
-    for group, kind in _parts(rows):
-        lengths = _lengths(rows, group, kind)
+    for group, kind in product(groups(rows), KINDS):
+        measured = {name: rows_of(rows, group, kind, name) for name in names(rows, references=True)}
+        lengths = sorted({row["length"] for own in measured.values() for row in own})
         body = []
-        for name in [n for n in names(rows, references=True) if references or n not in REFERENCES]:
-            own = {row["length"]: row[column] for row in rows_of(rows, group, kind, name)}
-            cells = ["-" if own.get(n) is None else form(own[n]) for n in lengths]
-            if any(cell != "-" for cell in cells):
-                body.append([name, *cells])
+        for name in measured if shown is None else shown:
+            own = measured.get(name, [])
+            texts = {row["length"]: cell(row) for row in own if row[column] is not None}
+            if texts:
+                last = [_where(name, own)] if where else []
+                body.append([name, *(texts.get(length, "-") for length in lengths), *last])
         if body:
-            tables.append(Table(f"{KINDS[kind]}, {group_text(group)}", ["", *map(tokens, lengths)], body))
+            heads = ["", *map(tokens, lengths), *(["faster from"] if where else [])]
+            tables.append(Table(f"{KINDS[kind]}, {group_text(group)}", heads, body))
     return tables
+
+
+def _where(name: str, own: Sequence[Row]) -> str:
+    where = None if name == IN_PLACE else faster(own)
+    if where is None:
+        return ""
+    if where.tokens is None:
+        return "never"
+    return f"{where.tokens:,}" if not where.everywhere else f"{where.tokens:,} or below"
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
@@ -86,34 +99,6 @@ def refusals(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if not row["measured"]
     ]
-
-
-def _parts(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], str]]:
-    return [(group, kind) for group in groups(rows) for kind in KINDS]
-
-
-def _in_place(rows: Sequence[Row]) -> list[str]:
-    return [IN_PLACE] if any(row["candidate"] == IN_PLACE for row in rows) else []
-
-
-def _lengths(rows: Sequence[Row], group: tuple[Any, ...], kind: str) -> list[int]:
-    own = [row for row in rows if row["kind"] == kind and tuple(row[key] for key in GROUP) == group]
-    return sorted({row["length"] for row in own if row["measured"]})
-
-
-def _speed(row: Row | None, spread: bool) -> str:
-    if row is None or row["speed"] is None:
-        return "-"
-    text = f"{row['speed']:.3g}"
-    return f"{text} ({row['speed_low']:.3g} to {row['speed_high']:.3g})" if spread else text
-
-
-def _where(where: BreakEven | None) -> str:
-    if where is None:
-        return ""
-    if where.tokens is None:
-        return "never"
-    return f"{where.tokens:,}" if not where.everywhere else f"{where.tokens:,} or below"
 
 
 def aligned(table: Table) -> str:

@@ -133,7 +133,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def warm(call: Callable[[], Any], clock: Clock, least: float) -> tuple[int, float]:
+def _warm(call: Callable[[], Any], clock: Clock, least: float) -> tuple[int, float]:
     """Make calls that do not count; return how many make `least` seconds, and seconds of the fastest."""
     seconds = clock.compared(clock.sample(call))
     for _ in range(WARM - 1 if seconds < least else 0):
@@ -148,8 +148,9 @@ def measure(
     rounds: int = 5,
     least: float = 0.005,
     budget: float = math.inf,
+    reference: str | None = None,
 ) -> tuple[dict[str, Timing], dict[str, float]]:
-    """Time all candidates; the first is the reference.
+    """Time all candidates in turn.
 
     Args:
         timed: their names differ.
@@ -157,49 +158,46 @@ def measure(
         rounds: that count; a warm-up round comes first.
         least: seconds that one sample lasts; short calls are repeated inside it.
         budget: seconds of a warm-up call beyond which its candidate is left out of the rounds.
+        reference: name of the one that the others are compared with; None for the first.
 
     Returns:
         name -> timing of those within the budget; name -> seconds of one call of the others.
     """
     counts, slow = {}, {}
+    samples: dict[str, list[TimeSample]] = {}
     with _no_collection():
         for item in timed:
             with item.around():
-                counts[item.name], seconds = warm(item.call, clock, least)
+                counts[item.name], seconds = _warm(item.call, clock, least)
             if seconds > budget:
                 slow[item.name] = seconds
-    chosen = [item for item in timed if item.name not in slow]
-    samples: dict[str, list[TimeSample]] = {item.name: [] for item in chosen}
-    with _no_collection():
-        for index in range(rounds):
+            else:
+                samples[item.name] = []
+        chosen = [item for item in timed if item.name in samples]
+        for index in range(rounds if chosen else 0):
             # who goes first takes turns: the next one finds the machine as this one left it
-            turn = index % max(len(chosen), 1)
+            turn = index % len(chosen)
             for item in [*chosen[turn:], *chosen[:turn]]:
                 with item.around():
                     samples[item.name].append(clock.sample(item.call, counts[item.name]))
-    first = timed[0].name
-    reference = None if first in slow else [clock.compared(sample) for sample in samples[first]]
+    first = reference or timed[0].name
+    compared = {name: [clock.compared(sample) for sample in own] for name, own in samples.items()}
     timings = {}
     for name, own in samples.items():
-        compared = [clock.compared(sample) for sample in own]
-        timings[name] = _timing(own, compared, None if name == first else reference, counts[name])
+        base = compared.get(first, []) if name != first else []
+        speeds = [a / max(b, 1e-12) for a, b in zip(base, compared[name], strict=True)] if base else []
+        walls = [sample.wall for sample in own]
+        cpus = [sample.cpu for sample in own if sample.cpu is not None]
+        timings[name] = Timing(
+            statistics.median(compared[name]),
+            *(statistics.median(walls), min(walls), max(walls)),
+            statistics.median(cpus) if cpus else None,
+            *spread(speeds),
+            counts[name],
+        )
     return timings, slow
 
 
-def _timing(own: list[TimeSample], seconds: list[float], reference: list[float] | None, count: int) -> Timing:
-    walls = [sample.wall for sample in own]
-    cpus = [sample.cpu for sample in own if sample.cpu is not None]
-    speeds = (
-        None if reference is None else [a / max(b, 1e-12) for a, b in zip(reference, seconds, strict=True)]
-    )
-    return Timing(
-        statistics.median(seconds),
-        statistics.median(walls),
-        min(walls),
-        max(walls),
-        statistics.median(cpus) if cpus else None,
-        None if speeds is None else statistics.median(speeds),
-        None if speeds is None else min(speeds),
-        None if speeds is None else max(speeds),
-        count,
-    )
+def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Return median, lowest and highest value; None for all of them where there are none."""
+    return (statistics.median(values), min(values), max(values)) if values else (None, None, None)

@@ -12,12 +12,7 @@ from . import formatting
 
 
 def render(template: Path, **values: Any) -> str:
-    """Render a template that may extend `base.html.j2` of this folder.
-
-    Args:
-        template: file of the template.
-        values: what it shows. Text is escaped.
-    """
+    """Render a file that may extend `base.html.j2` of this folder; text among the values is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,

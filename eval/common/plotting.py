@@ -21,20 +21,12 @@ COLOURS = (
     *("#2a3fd6", "#66b81a", "#882233", "#e01fd0"),
 )
 """The first eight are distinct also for the colour-blind (Okabe and Ito); the 13th curve has another line."""
-
-
 MARKERS = "sD^vP*Xo<>hp"
-
-
 LINES = ("-", "-.", ":")
-
-
 GREY = "#8a93a1"
 MAP = "viridis"
 WORDY = 120
 """Cells up to which a heatmap also shows its numbers."""
-
-
 THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
 """Ink, grid lines, small text."""
 
@@ -60,16 +52,9 @@ def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
     """Draw a figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
     uris = {}
     for theme, (ink, grid, small) in THEMES.items():
-        settings: Any = {
-            "svg.hashsalt": "hf_linattn",
-            "text.color": small,
-            "axes.labelcolor": small,
-            "axes.edgecolor": grid,
-            "xtick.color": small,
-            "ytick.color": small,
-            "grid.color": grid,
-            "font.size": 10,
-        }
+        settings: Any = {"svg.hashsalt": "hf_linattn", "font.size": 10}
+        settings |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), small)
+        settings |= dict.fromkeys(("axes.edgecolor", "grid.color"), grid)
         with rc_context(settings):
             figure = build(ink, grid)
             file = io.BytesIO()

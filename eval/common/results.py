@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,13 @@ from hf_linattn.errors import DataError
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
-def versions() -> dict[str, str]:
-    """Name versions of Python and of the packages that make the numbers."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Name versions of Python and of the packages that make the numbers, as far as they are installed."""
+    installed = {"python": platform.python_version()}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def machine() -> str:

@@ -65,12 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, command: str) -> str:
-    """Read, render and write; return what is printed.
-
-    Raises:
-        DataError: results are missing, damaged, unfinished or not comparable.
-    """
+def _run(args: argparse.Namespace, command: str) -> str:
+    """Read, render and write; return what is printed."""
     from hf_linattn.cli.files import replacing
 
     from .discover import discover
@@ -102,7 +98,7 @@ def run(args: argparse.Namespace, command: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    return run_command(build_parser(), run, argv, needs="plots")
+    return run_command(build_parser(), _run, argv, needs="plots")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 
 from hf_linattn.errors import DataError
 
-from ..common.plotting import Picture
 from ..diagnose.outputs import read
 from ..diagnose.plot import FIGURES, picture
 from ..diagnose.results import Diagnosis
@@ -36,33 +34,13 @@ TITLES = {
 """What the pictures show."""
 
 
-@dataclass(frozen=True)
-class DiagnosisSection:
-    """One diagnosis on the page.
-
-    Attributes:
-        label: its name in the table.
-        command: what made it.
-        numbers: of `COLUMNS`, with a None where nothing was measured; then the largest kurtosis and norm.
-        sentence: what it means.
-        pictures: by the names of `FIGURES`.
-        windows, length: of the text.
-    """
-
-    label: str
-    command: str
-    numbers: list[float | None]
-    sentence: str
-    pictures: dict[str, Picture]
-    windows: int
-    length: int
-
-
-def collect(folders: Sequence[Path]) -> list[DiagnosisSection]:
+def collect(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Read and draw diagnoses; models with their own attention in every layer come first.
 
-    Args:
-        folders: each of the diagnose command.
+    Returns:
+        What the page shows of each: `label`, `command`, `windows` and `length` of the text; `numbers` of
+        `COLUMNS`, None where nothing was measured, then the largest kurtosis and norm; the `sentence` that
+        says what they mean; `pictures` by the names of `FIGURES`.
 
     Raises:
         DataError: one of them cannot be read, or they are of different texts.
@@ -73,15 +51,21 @@ def collect(folders: Sequence[Path]) -> list[DiagnosisSection]:
     sections = []
     for label, (folder, (content, diagnosis, matrices)) in zip(labels, contents.items(), strict=True):
         name = label if labels.count(label) == 1 else f"{label} ({folder.name})"
+        largest = [_largest(diagnosis, "kurtosis"), _largest(diagnosis, "inf_norm")]
         pictures = {
             key: picture(draw, diagnosis, matrices, f"{TITLES[key]}, {name}. {_described(diagnosis, key)}")
             for key, draw in FIGURES.items()
         }
-        numbers = [_mean(diagnosis, number) for number in COLUMNS]
-        numbers += [_largest(diagnosis, "kurtosis"), _largest(diagnosis, "inf_norm")]
+        section = {
+            "label": name,
+            "command": content["command"],
+            "windows": diagnosis.windows,
+            "length": diagnosis.length,
+            "numbers": [_mean(diagnosis, number) for number in COLUMNS] + largest,
+            "sentence": _sentence(diagnosis),
+            "pictures": pictures,
+        }
         patched = any(layer.attention != "softmax" for layer in diagnosis.layers)
-        size = (diagnosis.windows, diagnosis.length)
-        section = DiagnosisSection(name, content["command"], numbers, sentence(diagnosis), pictures, *size)
         sections.append((patched, section))
     return [section for _, section in sorted(sections, key=lambda pair: pair[0])]
 
@@ -122,12 +106,11 @@ def _described(diagnosis: Diagnosis, key: str) -> str:
     return f"Mean entropy over log n by layer: {', '.join(rows)}"
 
 
-def sentence(diagnosis: Diagnosis) -> str:
-    """Return what the numbers mean."""
+def _sentence(diagnosis: Diagnosis) -> str:
     share, relative = _mean(diagnosis, "effective_share"), _mean(diagnosis, "relative_entropy")
     text = ""
     if share is not None and relative is not None:
-        text += (
+        text = (
             f"On average a query spreads its attention over {100 * share:.0f} % of the keys it sees (entropy "
             f"{relative:.2f} log n). "
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.cli.files import read_json
 from hf_linattn.errors import DataError
 
 KINDS = {
@@ -120,11 +120,7 @@ def _below(folder: Path, levels: int) -> Iterator[Path]:
 
 
 def _kind(folder: Path) -> str | None:
-    """Return one of `KINDS`, or the command of another known format, or None where there are no results.
-
-    Raises:
-        DataError: a training run without its results, or a file that cannot be read or is not known.
-    """
+    """Return one of `KINDS`, or the command of another known format, or None where there are no results."""
     if (folder / "diagnose.json").is_file():
         return "diagnose"
     if (folder / "plan.json").is_file():
@@ -147,32 +143,18 @@ def _kind(folder: Path) -> str | None:
     raise DataError(f"{path} is no file of this package: its format is {form!r}; known: {', '.join(FORMATS)}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        DataError: the file is not there, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object")
-    return content
-
-
 def _read(kind: str, folder: Path) -> ResultFolder:
     if kind == "diagnose":  # read where it is drawn
         return ResultFolder(kind, folder, read_json(folder / "diagnose.json"))
     if kind == "convert":
         plan = _checked(kind, folder / "plan.json")
-        names = [name for name in plan["stages"] if not (folder / name / "results.json").is_file()]
         path = folder / "validation.json"
         validation = read_json(path) if path.is_file() else {}
-        if names:
+        missing = [name for name in plan["stages"] if not (folder / name / "results.json").is_file()]
+        if missing:
+            names = ", ".join(missing)
             raise DataError(
-                f"{folder} is a conversion that is not finished: no results.json of stage {', '.join(names)}"
+                f"{folder} is a conversion that is not finished: no results.json of stage {names}"
             )
         stages = [_stage(folder / name) for name in plan["stages"]]
         return ResultFolder(kind, folder, plan, stages, validation)

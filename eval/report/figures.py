@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ..bench.plots import draw_cost
 from ..common.models import UNPATCHED
-from ..common.plotting import Picture, look, themed
+from ..common.plotting import Picture, log2_axis, look, themed
 from ..recall import plot as recall_plot
 from .rows import Comparison, Curves, ModelRow
 
@@ -21,42 +23,37 @@ OLDER = "loss"
 PANELS_IN_A_ROW = 2
 
 
-def places(comparison: Comparison) -> dict[str, int | None]:
-    """Return row -> index of its colour in every figure; None for the original and the control."""
-    others = [row.name for row in comparison.rows if row.role == "patch"]
-    return {row.name: others.index(row.name) if row.name in others else None for row in comparison.rows}
-
-
 def style(comparison: Comparison, row: ModelRow, ink: str) -> dict[str, Any]:
     """Return colour, marker and line of a row, the same in all figures."""
     if row.role == "control":
         return {"color": ink, "marker": "o", "linestyle": "-"}
-    return look(places(comparison)[row.name])
+    others = [each.name for each in comparison.rows if each.role == "patch"]
+    return look(others.index(row.name) if row.role == "patch" else None)
 
 
 def length_curves(comparison: Comparison, curves: Curves) -> Picture:
     """Draw perplexity over tokens of context, both logarithmic."""
 
-    def draw(axes: Axes, ink: str) -> None:
-        ends = []
-        for row in curves.rows:
-            look_ = style(comparison, row, ink)
-            lengths = [point.length for point in row.points]
-            values = [point.perplexity for point in row.points]
-            errors = [point.stderr or 0.0 for point in row.points]
-            axes.errorbar(
-                lengths, values, errors, **look_, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
-            )
-            ends.append((row.name, lengths[-1], values[-1], str(look_["color"])))
-        _log_axes(axes, curves.lengths, curves.train_length)
-        axes.set(xlabel="tokens of context", ylabel="perplexity per token (lower is better)")
-        _label_ends(axes, ends)
+    def draw(axes: Axes, row: ModelRow, looks: dict[str, Any]) -> tuple[float, float]:
+        lengths = [point.length for point in row.points]
+        values = [point.perplexity for point in row.points]
+        errors = [point.stderr or 0.0 for point in row.points]
+        axes.errorbar(
+            lengths, values, errors, **looks, linewidth=2, markersize=5.5, capsize=2.5, elinewidth=1
+        )
+        return lengths[-1], values[-1]
 
     shown = "; ".join(
         f"{row.name}: " + ", ".join(f"{p.perplexity:.4g} at {p.length:,}" for p in row.points)
         for row in curves.rows
     )
-    return _picture(draw, f"Perplexity against context length. {shown}.", (9.6, 5.2))
+
+    def finish(axes: Axes) -> None:
+        _log_axes(axes, curves.lengths, curves.train_length)
+        axes.set(xlabel="tokens of context", ylabel="perplexity per token (lower is better)")
+
+    build = partial(_curves, comparison, curves.rows, draw, finish, 5.2)
+    return themed(build, f"Perplexity against context length. {shown}.")
 
 
 def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
@@ -65,28 +62,51 @@ def bucket_curves(comparison: Comparison, curves: Curves) -> Picture | None:
     if not rows:
         return None
 
-    def draw(axes: Axes, ink: str) -> None:
-        ends = []
-        for row in rows:
-            look_ = style(comparison, row, ink)
-            buckets = row.points[-1].buckets
-            positions = [math.sqrt(max(b["start"], 1) * b["end"]) for b in buckets]
-            values = [b["perplexity"] for b in buckets]
-            axes.plot(positions, values, **look_, linewidth=2, markersize=5)
-            ends.append((row.name, positions[-1], values[-1], str(look_["color"])))
-        _log_axes(axes, [b["end"] for b in rows[0].points[-1].buckets], curves.train_length)
-        axes.set(xlabel="position in the window", ylabel="perplexity per token")
-        _label_ends(axes, ends)
+    def draw(axes: Axes, row: ModelRow, looks: dict[str, Any]) -> tuple[float, float]:
+        buckets = row.points[-1].buckets
+        positions = [math.sqrt(max(bucket["start"], 1) * bucket["end"]) for bucket in buckets]
+        values = [bucket["perplexity"] for bucket in buckets]
+        axes.plot(positions, values, **looks, linewidth=2, markersize=5)
+        return positions[-1], values[-1]
 
-    return _picture(draw, "Perplexity by the position of a token in the longest window.", (9.6, 4.6))
+    def finish(axes: Axes) -> None:
+        _log_axes(axes, [bucket["end"] for bucket in rows[0].points[-1].buckets], curves.train_length)
+        axes.set(xlabel="position in the window", ylabel="perplexity per token")
+
+    build = partial(_curves, comparison, rows, draw, finish, 4.6)
+    return themed(build, "Perplexity by the position of a token in the longest window.")
+
+
+def _curves(
+    comparison: Comparison,
+    rows: Sequence[ModelRow],
+    draw: Callable[[Axes, ModelRow, dict[str, Any]], tuple[float, float]],
+    finish: Callable[[Axes], None],
+    height: float,
+    ink: str,
+    grid: str,
+) -> Figure:
+    """Draw a curve per row, its name at its end; `draw` returns where that is."""
+    figure = Figure(figsize=(9.6, height))
+    figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(length=3)
+    axes.grid(linewidth=0.7)
+    axes.set_axisbelow(True)
+    ends = []
+    for row in rows:
+        looks = style(comparison, row, ink)
+        ends.append((row.name, *draw(axes, row, looks), str(looks["color"])))
+    finish(axes)
+    _label_ends(axes, ends)
+    return figure
 
 
 def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
     """Return (task, letter of its group, heatmap with the rows side by side), one per task and group."""
     pictures = []
-    groups = comparison.groups["recall"]
-    for group in range(len(groups.settings)):
-        rows = [row for row in comparison.rows if row.groups.get("recall") == group]
+    for letter, rows in comparison.grouped("recall"):
         for task in dict.fromkeys(line["task"] for row in rows for line in row.recall):
             lines = [{**ln, "model": row.name} for row in rows for ln in row.recall if ln["task"] == task]
             verdict = comparison.verdicts.get(task)
@@ -95,16 +115,16 @@ def recall_maps(comparison: Comparison) -> list[tuple[str, str, Picture]]:
                 lambda ink, grid, lines=lines, verdict=verdict: recall_plot.heatmap(lines, verdict),  # type: ignore[misc]
                 f"Recall of {task} by length and depth. {shown}.",
             )
-            pictures.append((task, groups.letter(group), picture))
+            pictures.append((task, letter, picture))
     return pictures
 
 
 def _accuracies(row: ModelRow, task: str) -> str:
-    lengths = sorted({line["length"] for line in row.recall if line["task"] == task})
-    means = []
-    for length in lengths:
-        own = [ln["accuracy"] for ln in row.recall if ln["task"] == task and ln["length"] == length]
-        means.append(f"{100 * math.fsum(own) / len(own):.1f} % at {length:,}")
+    by_length: dict[int, list[float]] = {}
+    for line in row.recall:
+        if line["task"] == task:
+            by_length.setdefault(line["length"], []).append(line["accuracy"])
+    means = [f"{100 * fmean(own):.1f} % at {length:,}" for length, own in sorted(by_length.items())]
     return ", ".join(means) or "not asked"
 
 
@@ -160,9 +180,7 @@ def _column(losses: Sequence[Mapping[str, str]], name: str) -> tuple[list[int], 
 def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
     """Return (letter of its group, figure), the unpatched model of each run pale next to its row."""
     pictures = []
-    groups = comparison.groups["cost"]
-    for group in range(len(groups.settings)):
-        rows = [row for row in comparison.rows if row.groups.get("cost") == group]
+    for letter, rows in comparison.grouped("cost"):
 
         def build(ink: str, grid: str, rows: list[ModelRow] = rows) -> Figure:
             figure = Figure(figsize=(11.5, 3.9 + 0.2 * (len(rows) // 2)), layout="constrained")
@@ -182,17 +200,14 @@ def cost_curves(comparison: Comparison) -> list[tuple[str, Picture]]:
             for row in rows
         )
         alt = f"Bytes of the cache and tokens per second by length. {shown}."
-        pictures.append((groups.letter(group), themed(build, alt)))
+        pictures.append((letter, themed(build, alt)))
     return pictures
 
 
 def _log_axes(axes: Axes, lengths: Sequence[int], train_length: int | None) -> None:
     """Make both axes logarithmic, name the lengths, and mark the length that the model was trained at."""
-    axes.set_xscale("log", base=2)
+    log2_axis(axes, lengths, "{:,.0f}")
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     low, high = axes.get_ylim()
     # few decades want more numbers on the axis than the powers of ten
     subs: tuple[float, ...] = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
@@ -205,20 +220,13 @@ def _log_axes(axes: Axes, lengths: Sequence[int], train_length: int | None) -> N
     if train_length:
         colour = axes.xaxis.label.get_color()
         axes.axvline(train_length, color=colour, linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(
-            f"trained at {train_length:,}",
-            (train_length, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(5, -12),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        place: Any = {"xycoords": ("data", "axes fraction"), "xytext": (5, -12)}
+        text = f"trained at {train_length:,}"
+        axes.annotate(text, (train_length, 1.0), **place, textcoords="offset points", fontsize=9)
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Write names at the ends of the lines, moved apart where they would overlap."""
-    if not ends:
-        return
     axes.get_ylim()  # settles the limits, on which the transformation rests
     height = float(axes.get_window_extent().height) * 72 / float(axes.figure.dpi)  # points
     places = []
@@ -234,28 +242,5 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, float, float, str]]) -> No
     # down again by half of what the uppermost was moved up, so that the names stay around their lines
     excess = (spots[-1] - places[-1][0]) / 2
     for spot, (place, name, x, y, colour) in zip(spots, places, strict=True):
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=(12, spot - place - excess),
-            textcoords="offset points",
-            color=colour,
-            va="center",
-            fontsize=10,
-            annotation_clip=False,
-        )
-
-
-def _picture(draw: Callable[[Axes, str], None], alt: str, size: tuple[float, float]) -> Picture:
-    def build(ink: str, grid: str) -> Figure:
-        figure = Figure(figsize=size)
-        figure.subplots_adjust(left=0.08, right=0.76, bottom=0.12, top=0.97)
-        axes = figure.subplots()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=3)
-        axes.grid(linewidth=0.7)
-        axes.set_axisbelow(True)
-        draw(axes, ink)
-        return figure
-
-    return themed(build, alt)
+        offset: Any = {"xytext": (12, spot - place - excess), "textcoords": "offset points"}
+        axes.annotate(name, (x, y), **offset, color=colour, va="center", fontsize=10, annotation_clip=False)

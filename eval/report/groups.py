@@ -29,27 +29,26 @@ class Groups:
 
     def letter(self, group: int | None) -> str:
         """Return the letter of a group where there are several, else nothing."""
-        return "" if group is None or len(self.settings) < 2 else group_letter(group)
+        return "" if group is None or len(self.settings) < 2 else _letter(group)
 
     def describe(self) -> list[tuple[str, str]]:
         """Return (letter, text): the first with all its settings, others by what differs from it."""
-        first = self.settings[0] if self.settings else {}
         lines = []
         for group, settings in enumerate(self.settings):
+            first = self.settings[0]
             if group == 0:
-                pairs = [f"{name} {_value(value)}" for name, value in settings.items() if value is not None]
-                lines.append((group_letter(0), ", ".join(pairs)))
-                continue
-            others = [
-                f"{name} {_value(settings.get(name))} where {group_letter(0)} has {_value(first.get(name))}"
-                for name in dict.fromkeys([*first, *settings])
-                if settings.get(name) != first.get(name)
-            ]
-            lines.append((group_letter(group), ", ".join(others)))
+                texts = [f"{name} {_value(value)}" for name, value in first.items() if value is not None]
+            else:
+                texts = [
+                    f"{name} {_value(settings.get(name))} where {_letter(0)} has {_value(first.get(name))}"
+                    for name in first | settings
+                    if settings.get(name) != first.get(name)
+                ]
+            lines.append((_letter(group), ", ".join(texts)))
         return lines
 
 
-def group_letter(group: int) -> str:
+def _letter(group: int) -> str:
     """Return `a`, `b`, ..., `z`, `a2`, ..."""
     again, place = divmod(group, len(LETTERS))
     return LETTERS[place] + (str(again + 1) if again else "")
@@ -62,12 +61,7 @@ def _value(value: Any) -> str:
 
 
 def settings_of(folder: ResultFolder, original: str | None = None) -> dict[str, Any]:
-    """Return how something was measured, apart from the model.
-
-    Args:
-        folder: results of perplexity, recall, generation or cost.
-        original: name of the model that a generation was compared with.
-    """
+    """Return how something was measured, apart from the model; `original` is what a generation is of."""
     content, arguments = folder.content, folder.content["arguments"]
     if folder.kind == "perplexity":
         facts = content.get("data", {})
@@ -83,8 +77,8 @@ def settings_of(folder: ResultFolder, original: str | None = None) -> dict[str, 
             **{name: arguments.get(name) for name in names},
         }
     if folder.kind == "recall":
-        plain = ("lengths", "depths", "samples", "bos", "seed", "cases")
-        return {name: arguments.get(name) for name in plain}
+        names = ["lengths", "depths", "samples", "bos", "seed", "cases"]
+        return {name: arguments.get(name) for name in names}
     if folder.kind == "generation":
         text = hashlib.sha256(json.dumps(content.get("prompts")).encode()).hexdigest()[:8]
         return {

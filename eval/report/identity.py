@@ -44,9 +44,6 @@ class Models:
 
     A source that is a folder is that folder; one that a training run recorded as its output folder is that
     run; else the only model known by the same folder name; else its own text.
-
-    Args:
-        folders: all results on the page.
     """
 
     def __init__(self, folders: Sequence[ResultFolder]) -> None:
@@ -62,9 +59,8 @@ class Models:
                 last = item.folder if item.kind == "finetune" else item.folder / item.stages[-1].name
                 key = str(last.resolve())
                 self.shown[key] = item.folder
-                texts = [item.content["arguments"].get("output_dir"), str(item.folder.resolve())]
-                texts += [item.stages[-1].results["arguments"].get("output_dir")]
-                for text in texts:
+                arguments = (item.content["arguments"], item.stages[-1].results["arguments"])
+                for text in (item.folder.resolve(), *(known.get("output_dir") for known in arguments)):
                     self._recorded[str(text)].add(key)
         self._known: dict[str, set[str]] = defaultdict(set)  # folder name -> keys that are there
         sources = [(source, item) for item in folders for source in _sources(item)]
@@ -84,26 +80,22 @@ class Models:
 
     def key(self, source: str, near: Path) -> str:
         """Return the key of a source that is named by results in the folder `near`."""
-        there = self._there(source, near)
-        if there is not None:
+        if there := self._there(source, near):
             return there
         name = Path(source).name
         same = self._known.get(name, set())
-        if len(same) == 1:
-            return next(iter(same))
-        return source if same else self._lost.get(name, [source])[0]
+        return _only(same) or (source if same else self._lost.get(name, [source])[0])
 
     def _there(self, source: str, near: Path) -> str | None:
-        recorded = self._recorded.get(source, set())
-        if len(recorded) == 1:
-            return next(iter(recorded))
-        path = Path(source).expanduser()
-        places = [path] if path.is_absolute() else [Path.cwd() / path, *_above(near, path)]
+        if recorded := _only(self._recorded.get(source, set())):
+            return recorded
+        path, near = Path(source).expanduser(), near.resolve()
+        above = [near, *near.parents][: UP + 1]
+        places = [path] if path.is_absolute() else [folder / path for folder in (Path.cwd(), *above)]
         for place in places:
             if (place / "config.json").is_file() or (place / "plan.json").is_file():
                 text = str(place.resolve())
-                again = self._recorded.get(text, {text})
-                return next(iter(again)) if len(again) == 1 else text
+                return _only(self._recorded.get(text, set())) or text
         return None
 
     def folder(self, key: str) -> Path:
@@ -119,8 +111,9 @@ class Models:
         return NAME in config
 
 
-def _above(near: Path, path: Path) -> list[Path]:
-    return [folder / path for folder in [near.resolve(), *near.resolve().parents][: UP + 1]]
+def _only(keys: set[str]) -> str | None:
+    """Return the key of a set that has just one."""
+    return next(iter(keys)) if len(keys) == 1 else None
 
 
 def _sources(item: ResultFolder) -> Iterable[str]:
@@ -174,7 +167,7 @@ def _variant(curve: Mapping[str, Any], patched: bool | None, as_is: bool) -> str
     if patch in (UNPATCHED, "softmax") and not curve.get("options") and not scaling:
         both = patched or (patched is None and as_is)
         return UNPATCHED if both else AS_IT_IS
-    pairs = [f"{k}={json.dumps(v)}" for k, v in sorted((curve.get("options") or {}).items())]
+    pairs = [f"{name}={json.dumps(value)}" for name, value in sorted((curve.get("options") or {}).items())]
     return ":".join([str(patch), *pairs]) + at
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_linattn.errors import DataError
 
@@ -17,13 +16,7 @@ PROMPT_SHOWN = 420
 
 
 def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
-    """Return the page as HTML: one file without any address in it.
-
-    Args:
-        comparison: the models and what was measured of them.
-        title: heading of the page.
-        notes: sentences of the user's, shown below the heading.
-    """
+    """Return the page as HTML, one file without any address in it; `notes` stand below its `title`."""
     from ..common import pages
     from . import diagnosis, figures, findings
     from .table import columns
@@ -38,6 +31,7 @@ def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
         for each in comparison.curves
     ]
     diagnoses = diagnosis.collect([item.folder for item in comparison.diagnoses])
+    stages = [stage for row in comparison.rows for stage in row.stages]
     return pages.render(
         TEMPLATE,
         title=title,
@@ -45,7 +39,7 @@ def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
         tiles=_tiles(comparison),
         comparison=comparison,
         rows=comparison.rows,
-        colours=_colours(comparison),
+        colours={row.name: figures.style(comparison, row, "var(--ink)")["color"] for row in comparison.rows},
         columns=columns(comparison),
         curves=curves,
         recall=figures.recall_maps(comparison),
@@ -58,25 +52,24 @@ def render(comparison: Comparison, *, title: str, notes: Sequence[str]) -> str:
         diagnoses=diagnoses,
         diagnosis_columns=diagnosis.COLUMNS.values(),
         cautions=list(map(pages.markup, findings.cautions(comparison))),
-        seeds=_values(comparison, "seed"),
+        seeds=sorted({seed for stage in stages if (seed := stage.results.get("seed")) is not None}),
         machine=machine(),
     )
 
 
 def _tiles(comparison: Comparison) -> list[tuple[str, str]]:
     """Return (value, text) of what all rows have in common, and in how many ways things were measured."""
-    tiles = [(str(len(comparison.rows) or len(comparison.diagnoses)), "models compared")]
-    tokens = {row.tokens for row in comparison.rows if row.tokens is not None}
-    if len(tokens) == 1:
-        tiles.append((f"{tokens.pop():,}", "tokens of training each"))
-    scored = {point.tokens for row in comparison.rows for point in row.points}
-    if len(scored) == 1:
-        tiles.append((f"{scored.pop():,}", "tokens scored per length"))
-    documents = {curves.data.get("documents") for curves in comparison.curves}
-    if len(documents) == 1 and (count := documents.pop()) is not None:
-        tiles.append((f"{count:,}", "documents measured on"))
-    if comparison.train_length is not None:
-        tiles.append((f"{comparison.train_length:,}", "tokens: the model's training length"))
+    rows = comparison.rows
+    tiles = [(str(len(rows) or len(comparison.diagnoses)), "models compared")]
+    common: dict[str, set[int | None]] = {
+        "tokens of training each": {row.tokens for row in rows if row.tokens is not None},
+        "tokens scored per length": {point.tokens for row in rows for point in row.points},
+        "documents measured on": {curves.data.get("documents") for curves in comparison.curves},
+        "tokens: the model's training length": {comparison.train_length},
+    }
+    for text, values in common.items():
+        if len(values) == 1 and (value := values.pop()) is not None:
+            tiles.append((f"{value:,}", text))
     ways = {
         "perplexity": "perplexity was measured",
         "recall": "recall was asked",
@@ -87,19 +80,6 @@ def _tiles(comparison: Comparison) -> list[tuple[str, str]]:
         if len(groups.settings) > 1:
             tiles.append((str(len(groups.settings)), f"different ways in which {ways[kind]}"))
     return tiles
-
-
-def _values(comparison: Comparison, name: str) -> list[Any]:
-    """Return the different values of an entry of the trainings' results."""
-    stages = [stage for row in comparison.rows for stage in row.stages]
-    return sorted({stage.results[name] for stage in stages if stage.results.get(name) is not None})
-
-
-def _colours(comparison: Comparison) -> dict[str, str]:
-    """Return row -> its colour in the figures, as CSS."""
-    from .figures import style
-
-    return {row.name: str(style(comparison, row, "var(--ink)")["color"]) for row in comparison.rows}
 
 
 def write_results(path: Path, comparison: Comparison) -> None:

@@ -10,10 +10,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_linattn.cli.files import read_json
 from hf_linattn.errors import DataError
 
 from ..common.models import UNPATCHED
-from .discover import KINDS, Discovery, ResultFolder, Stage, read_json, reading
+from .discover import KINDS, Discovery, ResultFolder, Stage, reading
 from .groups import Groups, settings_of, training_of
 from .identity import AS_IT_IS, ModelResult, Models, model_results, names
 
@@ -194,15 +195,22 @@ class Comparison:
         own, others = row.perplexities.get(length), other.perplexities.get(length)
         return None if own is None or others is None else own / others
 
+    def grouped(self, kind: str) -> list[tuple[str, list[ModelRow]]]:
+        """Return (letter, rows) of those whose results of a kind were measured alike."""
+        groups = self.groups[kind]
+        return [
+            (groups.letter(group), [row for row in self.rows if row.groups.get(kind) == group])
+            for group in range(len(groups.settings))
+        ]
+
     @property
     def curves(self) -> list[Curves]:
         """The length curves, one group a figure."""
-        groups, curves = self.groups["perplexity"], []
-        for group in range(len(groups.settings)):
-            rows = [row for row in self.rows if row.groups.get("perplexity") == group]
+        curves = []
+        for letter, rows in self.grouped("perplexity"):
             content = rows[0].results["perplexity"].content
             facts = (content.get("train_length"), content["arguments"], content.get("data", {}))
-            curves.append(Curves(rows, groups.letter(group), *facts))
+            curves.append(Curves(rows, letter, *facts))
         return curves
 
 
@@ -348,11 +356,10 @@ def _points(rows: Sequence[dict[str, Any]]) -> list[Point]:
 
 def _per_sequence(lines: Sequence[Mapping[str, Any]], batch: int) -> list[dict[str, Any]]:
     """Return rows of `bench --cost` with the bytes of one sequence."""
-    divided = []
-    for line in lines:
-        sizes = {name: line[name] for name in ("cache_bytes", "peak_bytes") if line[name] is not None}
-        divided.append({**line, **{name: size // batch for name, size in sizes.items()}})
-    return divided
+    sizes = ("cache_bytes", "peak_bytes")
+    return [
+        {**line, **{name: line[name] // batch for name in sizes if line[name] is not None}} for line in lines
+    ]
 
 
 def _versions(folders: Sequence[ResultFolder]) -> dict[str, str]:
@@ -434,10 +441,9 @@ def _set_roles(rows: Sequence[ModelRow], original: str | None, control: str | No
 
 
 def _row_named(rows: Sequence[ModelRow], name: str, role: str) -> ModelRow:
-    for row in rows:
-        if row.name == name:
-            return row
-    known = [row.name for row in rows]
+    known = {row.name: row for row in rows}
+    if name in known:
+        return known[name]
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise DataError(f"--{role}: no row is called {name!r}.{hint} There are {', '.join(known)}.")
@@ -447,28 +453,23 @@ def _training_notes(rows: Sequence[ModelRow], models: Models) -> list[str]:
     """Say where models were not trained alike, so that a difference need not be the attention's."""
     trained = [row for row in rows if row.training]
     first = next((row for row in trained if row.role == "control"), trained[0] if trained else None)
-    notes = _base_notes(trained, rows, models)
+    original = next((row for row in rows if row.role == "original"), None)
+    known = {row.key for row in trained}
+    notes = [
+        f"{row.name} was trained from {models.folder(str(row.base))}, and the original is {original.name}."
+        for row in trained
+        if original is not None and row.base not in (original.key, *known)
+    ]
     for row in trained:
         if first is None or row is first:
             continue
-        names = dict.fromkeys([*first.training, *row.training])
-        pairs = [(n, row.training.get(n), first.training.get(n)) for n in names]
+        names = [*(first.training | row.training)]
         if row.training["command"] != first.training["command"]:
-            pairs = [pair for pair in pairs if pair[0] in ("command", "model", "data")]
+            names = ["command", "model", "data"]
+        pairs = [(name, row.training.get(name), first.training.get(name)) for name in names]
         different = [f"{name} {own} where {first.name} has {its}" for name, own, its in pairs if own != its]
         if row.tokens != first.tokens and not any(text.startswith("tokens") for text in different):
             different.append(f"{row.tokens:,} tokens where {first.name} has {first.tokens:,}")
         if different:
             notes.append(f"{row.name} was trained otherwise than {first.name}: {'; '.join(different)}.")
     return notes
-
-
-def _base_notes(trained: Sequence[ModelRow], rows: Sequence[ModelRow], models: Models) -> list[str]:
-    """Name trained models that came from another folder than the original on the page."""
-    original = next((row for row in rows if row.role == "original"), None)
-    known = {row.key for row in trained}
-    return [
-        f"{row.name} was trained from {models.folder(str(row.base))}, and the original is {original.name}."
-        for row in trained
-        if original is not None and row.base not in (original.key, *known)
-    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from .rows import Comparison, ModelRow, Role
 NONE = "-"
 """What was not measured."""
 TIMES = "\u00d7"
+COMPARED: tuple[Role, ...] = ("original", "control")
+_GENERATION = ("agreement", "identical", "prompts", "kl", "kl_stderr", "top1", "repetition")
 
 
 @dataclass(frozen=True)
@@ -40,28 +42,25 @@ def lengths_of(comparison: Comparison) -> list[int]:
     return sorted({length for row in comparison.rows for length in row.perplexities})
 
 
-def tasks_of(comparison: Comparison) -> list[str]:
-    """Return every task of recall, in the order of the results."""
+def _tasks(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(line["task"] for row in comparison.rows for line in row.recall))
 
 
-def cost_lengths(comparison: Comparison, *, measured: bool) -> list[int]:
+def _cost_lengths(comparison: Comparison, *, measured: bool) -> list[int]:
     """Return every length with bytes, or just those that were run."""
     lines = [line for row in comparison.rows for line in row.cost]
     return sorted({line["length"] for line in lines if line["measured"] or not measured})
 
 
-def mean_recall(row: ModelRow, task: str) -> tuple[float, float] | None:
-    """Return accuracy and chance, means over all lengths and depths; None if the task was not asked."""
-    lines = [line for line in row.recall if line["task"] == task]
-    if not lines:
-        return None
-    return tuple(math.fsum(line[name] for line in lines) / len(lines) for name in ("accuracy", "chance"))  # type: ignore[return-value]
+def _mean_recall(row: ModelRow, task: str, name: str) -> float | None:
+    """Return the mean of a number over all lengths and depths; None if the task was not asked."""
+    values = [line[name] for line in row.recall if line["task"] == task]
+    return math.fsum(values) / len(values) if values else None
 
 
-def cost_at(row: ModelRow, length: int) -> dict[str, Any] | None:
-    """Return the row of `bench --cost` at a length."""
-    return next((line for line in row.cost if line["length"] == length), None)
+def _cost_at(row: ModelRow, length: int) -> dict[str, Any]:
+    """Return the row of `bench --cost` at a length; an empty one where there is none."""
+    return next((line for line in row.cost if line["length"] == length), {})
 
 
 def columns(comparison: Comparison) -> list[Column]:
@@ -87,17 +86,17 @@ def columns(comparison: Comparison) -> list[Column]:
     if len(lengths) > 1:
         first, last = lengths[0], lengths[-1]
         column(f"{last:,}", f"over {first:,}", partial(_last_over_first, first, last))
-    for task in tasks_of(comparison):
+    for task in _tasks(comparison):
         column("recall", task, partial(_recall, task), "recall")
     column("agreement", "tokens", _agreement, "generation")
     column("KL", "nats per token", _kl, "generation")
     column("training", "tokens", _training)
     column("validation", "swapped to trained", _validation)
     column("memory", "of a sequence", partial(_state, lengths[-1] if lengths else None))
-    every = cost_lengths(comparison, measured=False)
+    every = _cost_lengths(comparison, measured=False)
     for length in dict.fromkeys(every[:1] + every[-1:]):
         column("state", f"at {length:,}", partial(_bytes, length), "cost")
-    for length in cost_lengths(comparison, measured=True)[-1:]:
+    for length in _cost_lengths(comparison, measured=True)[-1:]:
         for kind in ("prefill", "decode"):
             column(f"{kind}, tokens/s", f"at {length:,}", partial(_speed, kind, length), "cost")
     return shown
@@ -108,8 +107,7 @@ def _perplexity(comparison: Comparison, length: int, row: ModelRow) -> Cell | No
     if point is None:
         return None
     small = [] if point.stderr is None else [f"\u00b1 {number(point.stderr)}"]
-    roles: tuple[Role, ...] = ("original", "control")
-    for role in roles:
+    for role in COMPARED:
         ratio = comparison.ratio(row, role, length)
         small += [] if ratio is None else [f"{ratio:.3g} {TIMES} {role}"]
     group = [r for r in comparison.rows if r.groups.get("perplexity") == row.groups["perplexity"]]
@@ -125,8 +123,10 @@ def _last_over_first(first: int, last: int, row: ModelRow) -> Cell | None:
 
 
 def _recall(task: str, row: ModelRow) -> Cell | None:
-    mean = mean_recall(row, task)
-    return None if mean is None else Cell(f"{100 * mean[0]:.1f} %", [f"chance {100 * mean[1]:.2g} %"])
+    accuracy, chance = (_mean_recall(row, task, name) for name in ("accuracy", "chance"))
+    if accuracy is None or chance is None:
+        return None
+    return Cell(f"{100 * accuracy:.1f} %", [f"chance {100 * chance:.2g} %"])
 
 
 def _agreement(row: ModelRow) -> Cell | None:
@@ -171,17 +171,16 @@ def _state(longest: int | None, row: ModelRow) -> Cell | None:
 
 
 def _bytes(length: int, row: ModelRow) -> Cell | None:
-    line = cost_at(row, length)
-    if line is None:
+    line = _cost_at(row, length)
+    if not line:
         return None
-    return Cell(
-        size(line["cache_bytes"]), _ratio(line["bytes_ratio"]) + ["computed"] * (not line["measured"])
-    )
+    small = _ratio(line["bytes_ratio"]) + ([] if line["measured"] else ["computed"])
+    return Cell(size(line["cache_bytes"]), small)
 
 
 def _speed(kind: str, length: int, row: ModelRow) -> Cell | None:
-    line = cost_at(row, length)
-    if line is None or not line["measured"]:
+    line = _cost_at(row, length)
+    if not line or not line["measured"]:
         return None
     return Cell(f"{line[f'{kind}_tokens_per_second']:,.0f}", _ratio(line[f"{kind}_ratio"]))
 
@@ -192,8 +191,16 @@ def _ratio(ratio: float | None) -> list[str]:
 
 def flat(comparison: Comparison) -> list[dict[str, Any]]:
     """Return one dictionary per row with the same names in all; None for what is missing."""
-    return [
-        {
+    lengths, tasks = lengths_of(comparison), _tasks(comparison)
+    cost = {"cache_bytes": _cost_lengths(comparison, measured=False)}
+    speeds = [f"{kind}_{name}" for kind in ("prefill", "decode") for name in ("tokens_per_second", "ratio")]
+    cost |= dict.fromkeys(["peak_bytes", *speeds], _cost_lengths(comparison, measured=True))
+    generation = _GENERATION if any("generation" in row.groups for row in comparison.rows) else ()
+    rows = []
+    for row in comparison.rows:
+        before, after = row.validation_change or (None, None)
+        errors = {point.length: point.stderr for point in row.points}
+        values = {
             "row": row.name,
             "run": row.name,
             "role": None if row.role == "patch" and row.own_attention is not False else row.role,
@@ -201,76 +208,25 @@ def flat(comparison: Comparison) -> list[dict[str, Any]]:
             "own_attention": row.own_attention,
             "training_tokens": row.tokens,
             "stages": " ".join(f"{stage.name}:{stage.results['tokens']}" for stage in row.stages) or None,
-            **_flat_training(row),
-            **_flat_perplexity(comparison, row),
-            **_flat_recall(comparison, row),
-            **{name: row.generation.get(name) for name in _GENERATION if _any(comparison, "generation")},
-            **_flat_cost(comparison, row),
-            **{name: row.state.get(name) for name in ("state_bytes", "bytes_per_token")},
-            **{f"{kind}_asked": _asked(comparison, row, kind) for kind in comparison.groups},
+            "fine_tuning_tokens": row.tokens or 0,
+            "fine_tuning_seconds": math.fsum(stage.results.get("seconds", 0) for stage in row.stages),
+            "validation_loss_before": before,
+            "validation_loss_after": after,
+            **{f"perplexity_{length}": row.perplexities.get(length) for length in lengths},
+            **{f"stderr_{length}": errors.get(length) for length in lengths},
+            **{f"ratio_to_{role}_{n}": comparison.ratio(row, role, n) for role in COMPARED for n in lengths},
+            "longest_over_shortest": row.longest_over_shortest,
         }
-        for row in comparison.rows
-    ]
-
-
-_GENERATION = ("agreement", "identical", "prompts", "kl", "kl_stderr", "top1", "repetition")
-
-
-def _any(comparison: Comparison, kind: str) -> bool:
-    return any(kind in row.groups for row in comparison.rows)
-
-
-def _asked(comparison: Comparison, row: ModelRow, kind: str) -> str | None:
-    """Return the letter of a row's group; `a` where there is one group."""
-    return None if kind not in row.groups else comparison.groups[kind].letter(row.groups[kind]) or "a"
-
-
-def _by(lengths: Sequence[int], value: Callable[[int], Any], name: str) -> dict[str, Any]:
-    return {f"{name}_{length}": value(length) for length in lengths}
-
-
-def _flat_training(row: ModelRow) -> dict[str, Any]:
-    before, after = row.validation_change or (None, None)
-    return {
-        "fine_tuning_tokens": row.tokens or 0,
-        "fine_tuning_seconds": math.fsum(stage.results.get("seconds", 0) for stage in row.stages),
-        "validation_loss_before": before,
-        "validation_loss_after": after,
-    }
-
-
-def _flat_perplexity(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    lengths = lengths_of(comparison)
-    errors = {point.length: point.stderr for point in row.points}
-    return {
-        **_by(lengths, row.perplexities.get, "perplexity"),
-        **_by(lengths, errors.get, "stderr"),
-        **_by(lengths, lambda n: comparison.ratio(row, "original", n), "ratio_to_original"),
-        **_by(lengths, lambda n: comparison.ratio(row, "control", n), "ratio_to_control"),
-        "longest_over_shortest": row.longest_over_shortest,
-    }
-
-
-def _flat_recall(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    values: dict[str, float | None] = {}
-    for task in tasks_of(comparison):
-        mean = mean_recall(row, task)
-        values[f"recall_{task}"], values[f"chance_{task}"] = mean or (None, None)
-    return values
-
-
-def _flat_cost(comparison: Comparison, row: ModelRow) -> dict[str, Any]:
-    every, run = cost_lengths(comparison, measured=False), cost_lengths(comparison, measured=True)
-    lines = {line["length"]: line for line in row.cost}
-
-    def value(name: str) -> Callable[[int], Any]:
-        return lambda length: lines.get(length, {}).get(name)
-
-    values = {
-        **_by(every, value("cache_bytes"), "cache_bytes"),
-        **_by(run, value("peak_bytes"), "peak_bytes"),
-    }
-    for kind in ("prefill", "decode"):
-        values |= _by(run, value(f"{kind}_tokens_per_second"), f"{kind}_tokens_per_second")
-        values |= _by(run, value(f"{kind}_ratio"), f"{kind}_ratio")
-    return values
+        for task in tasks:
+            values[f"recall_{task}"] = _mean_recall(row, task, "accuracy")
+            values[f"chance_{task}"] = _mean_recall(row, task, "chance")
+        values |= {name: row.generation.get(name) for name in generation}
+        for name, places in cost.items():
+            values |= {f"{name}_{length}": _cost_at(row, length).get(name) for length in places}
+        values |= {name: row.state.get(name) for name in ("state_bytes", "bytes_per_token")}
+        for kind, groups in comparison.groups.items():
+            # `a` where there is one group
+            asked = kind in row.groups
+            values[f"{kind}_asked"] = (groups.letter(row.groups[kind]) or "a") if asked else None
+        rows.append(values)
+    return rows
