@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import set_seed
 
 from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
 
 from .cli import argparse_type, parse_rope_scaling
-from .models import UNPATCHED, ModelSpec, load_model, scaled_rotaries
+from .models import UNPATCHED, ModelSpec, load_model, scaled_rotaries, set_seed
 
 FORM = "PATCH[:OPTION=VALUE...][@KIND:FACTOR]"
 PROBE = 8

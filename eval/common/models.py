@@ -42,6 +42,13 @@ class ModelSpec:
     rope_scaling: str | None = None
 
 
+def set_seed(seed: int) -> None:
+    """Seed Python, NumPy and torch, as transformers does, whose module for it loads peft."""
+    from transformers import set_seed
+
+    set_seed(seed)
+
+
 def load_model(curve: ModelSpec, *, dtype: str = "auto", device: torch.device | str = "cpu") -> nn.Module:
     """Load, patch and move a model.
 

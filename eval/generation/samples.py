@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
 
 from hf_linattn import describe
 from hf_linattn.cli.files import write_json
 from hf_linattn.errors import DataError, LinattnError
 
-from ..common.models import ModelSpec, load_model, load_tokenizer
+from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
 from ..common.nll import scoring
 from ..common.results import versions
 

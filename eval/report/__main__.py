@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     folder_help = "folder with results of any of the commands below, or a folder of such folders"
     add("folders", nargs="*", type=Path, metavar="FOLDER", help=folder_help)
-    add("--original", metavar="NAME", help="row of the model as it came (default: derived)")
+    add("--original", metavar="NAME", help="row of the pretrained model (default: derived)")
     add("--control", metavar="NAME", help="row fine-tuned with its own attention (default: derived)")
     for name in OTHER_NAMES:
         other_help = "another name of FOLDER, for this release"

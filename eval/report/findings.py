@@ -42,7 +42,7 @@ def _shape(row: ModelRow) -> str:
 def _original(row: ModelRow, curves: Curves) -> str:
     if len(row.points) < 2:
         return ""
-    text = f"<b>{row.name}</b>, the model as it came, has perplexity {_shape(row)}."
+    text = f"<b>{row.name}</b>, the pretrained model, has perplexity {_shape(row)}."
     values, trained = row.perplexities, curves.train_length
     beyond = [length for length in sorted(values) if trained and length > trained]
     inside = [length for length in sorted(values) if trained and length <= trained]
@@ -63,7 +63,7 @@ def _control(comparison: Comparison, row: ModelRow) -> str:
     text += f"has perplexity {_shape(row)}."
     length = min(row.perplexities)
     if (ratio := comparison.ratio(row, "original", length)) is not None:
-        text += f" Against the model as it came that is {change(ratio)} at {length:,} tokens"
+        text += f" Against the pretrained model that is {change(ratio)} at {length:,} tokens"
         text += ": what the fine-tuning alone does to the model on this text."
     return text
 
