@@ -17,8 +17,8 @@ from hf_linattn.errors import OptionError
 from ..common.cli import (
     argparse_type,
     doubling_range,
+    json_object,
     names_of,
-    parse_options,
     positive_int,
     positive_ints,
     run_command,
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("folders", nargs="*", type=Path, metavar="RUN", help="folders of finished runs, for --docs")
     patches_help = "patches to measure (default: elu1; with --cost at most one, default none)"
     add("--patches", type=names_of((), "patch"), metavar="NAME,...", help=patches_help)
-    add("--options", type=argparse_type(parse_options), help="options of the patches as JSON")
+    add("--options", type=argparse_type(json_object), help="options of the patches as JSON")
     lengths_help = "tokens (default: 256,...,4096; a model: 1024,...,131072; --cost: 512,2048,8192)"
     add("--lengths", type=doubling_range, metavar="N,...", help=lengths_help)
     shapes_help = "BATCHxHEADS[/KEY_HEADS]xHEAD_DIM[xVALUE_DIM] (default: 1x8x64)"

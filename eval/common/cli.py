@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -11,6 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_linattn.cli.arguments import argparse_type as argparse_type
+from hf_linattn.cli.arguments import json_object as json_object
+from hf_linattn.cli.arguments import positive_int as positive_int
+from hf_linattn.cli.arguments import positive_ints as positive_ints
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import OptionError
 
@@ -59,7 +62,7 @@ def add_model_arguments(
         add("--tokenizer", help=f"folder or name of the tokenizer (default: {tokenizer})")
     if patch is not None:
         add("--patch", help=patch)
-        add("--options", type=argparse_type(parse_options), help="options of --patch as JSON")
+        add("--options", type=argparse_type(json_object), help="options of --patch as JSON")
     default = "as saved" if dtype == "auto" else "%(default)s"
     add("--dtype", choices=dtypes, default=dtype, help=f"of the model's weights (default: {default})")
     add("--seed", type=int, default=default_seed, help=f"{seed} (default: %(default)s)")
@@ -186,49 +189,9 @@ def parse_float(text: str) -> float:
         return float("nan")
 
 
-def parse_options(text: str) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        OptionError: it is something else.
-    """
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise OptionError(f"options must be JSON, as in '{{\"train_length\": 512}}': {error}") from error
-    if not isinstance(options, dict):
-        raise OptionError(f"options must be a JSON object, as in '{{\"train_length\": 512}}', got {text}")
-    return options
-
-
-def argparse_type(parse: Callable[[str], Any], keep: bool = False) -> Callable[[str], Any]:
-    """Make a parser of ours a type of argparse; with `keep` the text stays what it is."""
-
-    def convert(text: str) -> Any:
-        try:
-            value = parse(text)
-        except OptionError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        return text if keep else value
-
-    return convert
-
-
-def positive_int(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def natural_int(text: str) -> int:
     """Parse a whole number of at least 0."""
     return 0 if text.strip() == "0" else positive_int(text)
-
-
-def positive_ints(text: str) -> list[int]:
-    """Parse whole numbers by comma, each once, in order."""
-    return sorted({positive_int(part) for part in text.split(",")})
 
 
 def token_budget(text: str) -> int | Literal["all"]:

@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         seed="for patches with random parameters, few-shot examples and sampling",
         default_seed=1234,
     )
-    add, an_object = parser.add_argument, cli.argparse_type(cli.parse_options)
+    add, an_object = parser.add_argument, cli.argparse_type(cli.json_object)
     tasks_help = "tasks or groups of lm_eval by name (`lm_eval ls tasks` lists them), or a task's .yaml"
     add("--tasks", required=True, nargs="+", metavar="TASK", help=tasks_help)
     add("--include-path", type=Path, metavar="DIR", help="folder with more tasks (.yaml)")

@@ -23,7 +23,7 @@ from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.loading import explain_missing
 
-from ..common.cli import parse_options
+from ..common.cli import json_object
 from ..common.models import UNPATCHED
 
 NAME = "hf_linattn"
@@ -73,7 +73,7 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         if patch is not None and not isinstance(pretrained, str):
             raise OptionError("patch= is for folders: a model in memory is patched with patch_model before")
         self.patch = patch
-        self.options = parse_options(options) if isinstance(options, str) else dict(options or {})
+        self.options = json_object(options) if isinstance(options, str) else dict(options or {})
         device = _accelerator() if device is None else _checked_device(device)
         super().__init__(pretrained, device=device, softmax_dtype=softmax_dtype, **kwargs)
         if self.prefix_token_id is None:

@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--stream", action="store_true", help="read documents whole, carrying the state of linear attention")
     add("--segment", type=cli.positive_int, help="tokens per step of --stream (default: 4096)")
     rope_help = "linear, dynamic or yarn, as transformers has them; not for baselines"
-    rope_type = cli.argparse_type(cli.parse_rope_scaling, keep=True)
+    rope_type = cli.argparse_type(cli.parse_rope_scaling, keep_text=True)
     add("--rope-scaling", type=rope_type, metavar="KIND:FACTOR", help=rope_help)
     add_compare_argument(parser, "curves of this one model")
     branches_help = f"parts of a hybrid, each by itself (see below; without names {','.join(BRANCHES)})"
