@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_linattn import describe, is_linear, patch_model
 from hf_linattn.attention import Tokens
-from hf_linattn.attention.site import AttentionSite, Source
+from hf_linattn.attention.site import AttentionSite, ForwardInfo
 from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.ops.eager import gated as gates
 from hf_linattn.ops.eager import linear
@@ -194,7 +194,7 @@ class TestGated:
 SITE = AttentionSite(
     name="alone",
     module=torch.nn.Module(),
-    source=Source(1, (), "self", True, None, ()),
+    forward_info=ForwardInfo(1, (), "self", True, None, ()),
     layer_idx=0,
     window=None,
     head_dim=8,
