@@ -16,8 +16,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.checkpoint import MARKS, check_entry, from_pretrained, load_weights, patching_class
-from hf_linattn.patching.config import GUARD
+from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_weights, patching_class
+from hf_linattn.patching.config import GUARD, unmark
 from hf_linattn.patching.installation import INSTALLATION
 from hf_linattn.patching.interface import NAME
 
@@ -43,8 +43,8 @@ def _unmarked(config: PreTrainedConfig, implementation: str | None) -> PreTraine
     """
     plain = copy.deepcopy(config)
     for part in _nested(plain):
-        for key in (*MARKS, "to_dict"):
-            part.__dict__.pop(key, None)
+        unmark(part)
+        part.__dict__.pop("transformers_weights", None)  # read from a folder; a model's own config has none
         if part._attn_implementation == NAME:
             part._attn_implementation = None
     if implementation not in (None, NAME):

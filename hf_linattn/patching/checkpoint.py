@@ -61,7 +61,6 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
         raise OptionError(
             f"{where} holds a patched model: pass attributes of its config by name, not config="
         )
-    check_entry(raw[NAME], where)
     weights = {key: kwargs.pop(key) for key in WEIGHTS if key in kwargs}
     implementation = kwargs.pop("attn_implementation", None)
     config, kwargs = _config(raw, where, kwargs)
