@@ -12,21 +12,21 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hf_linattn.errors import DataError, TrainingError
+from hf_linattn.errors import DataError, LinattnError, TrainingError
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, kind: type[LinattnError] = TrainingError) -> Iterator[None]:
     """Turn a full disk or a read-only folder into one clear error about `path`.
 
     Raises:
-        TrainingError: the block failed to write.
+        LinattnError: of that kind; the block failed to write.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise TrainingError(f"cannot write {path}: {reason}") from error
+        raise kind(f"cannot write {path}: {reason}") from error
 
 
 @contextmanager
@@ -76,15 +76,22 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def filling(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write to; its files then replace those of `folder`, each in one step."""
+def filling(folder: Path, kind: type[LinattnError] = TrainingError) -> Iterator[Path]:
+    """Yield an empty folder to write to; its files then replace those of `folder`, each in one step.
+
+    The config, without which nothing loads, comes last.
+
+    Raises:
+        LinattnError: of that kind; the block failed to write.
+    """
     partial = folder / "saving.partial"
-    with writing(folder):
+    with writing(folder, kind):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
             yield partial
-            for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+            written = [path for path in partial.rglob("*") if path.is_file()]
+            for path in sorted(written, key=lambda path: (path.name == "config.json", path)):
                 target = folder / path.relative_to(partial)
                 target.parent.mkdir(exist_ok=True, parents=True)
                 flush_to_disk(path)

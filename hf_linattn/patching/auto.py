@@ -2,20 +2,25 @@
 
 `AutoModelForCausalLM.from_pretrained`, `pipeline`, trainers and evaluation harnesses all end in two class
 methods of `PreTrainedModel`. Once this package is imported, they load a patched folder as
-`hf_linattn.from_pretrained` does, and make a patched model of a patched model's config. Everything else goes
-through as before.
+`hf_linattn.from_pretrained` does, and make a patched model of a patched model's config. `save_pretrained`
+writes a patched model as a whole or not at all. Everything else goes through as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import os
 from collections.abc import Iterator
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.cli.files import filling, writing
+from hf_linattn.errors import CheckpointError, UnsupportedModelError
 from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_weights, patching_class
 from hf_linattn.patching.config import GUARD, unmark
 from hf_linattn.patching.installation import INSTALLATION
@@ -63,9 +68,47 @@ def _refuse_unpatched(model: Any, where: str) -> None:
         )
 
 
+def _refuse_unnamed_quantisation(model: Any, folder: Path) -> None:
+    """Refuse weights that torchao's `quantize_` changed; transformers would fail with half of them written."""
+    changed = (name for name, p in model.named_parameters() if type(p).__module__.startswith("torchao."))
+    name = next(changed, None)
+    if name is not None and getattr(model, "hf_quantizer", None) is None:
+        raise CheckpointError(
+            f"{folder}: nothing was saved: {name} was quantised by torchao's quantize_, which config.json does "
+            "not know of. Save the model before that, or quantise while loading: "
+            "from_pretrained(..., quantization_config=TorchAoConfig(...))"
+        )
+
+
 def install() -> None:
-    """Put both methods in place, once a process."""
+    """Put the three methods in place, once a process."""
     load, make = (vars(PreTrainedModel)[name].__func__ for name in ("from_pretrained", "_from_config"))
+    save = PreTrainedModel.save_pretrained
+    names = signature(save)
+
+    def save_as_a_whole(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save a model; a patched one replaces what is in the folder once all of it is written."""
+        given = names.bind(self, save_directory, *args, **kwargs).arguments
+        alone = getattr(self, "should_save_on_this_rank", bool)(given.get("is_main_process", True))
+        elsewhere = given.get("push_to_hub") or given.get("distributed_checkpoint")
+        if INSTALLATION not in self.__dict__ or not alone or elsewhere:
+            save(self, save_directory, *args, **kwargs)
+            return
+        folder = Path(save_directory)
+        _refuse_unnamed_quantisation(self, folder)
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            with writing(folder, CheckpointError):
+                folder.mkdir(parents=True, exist_ok=True)
+            with filling(folder, CheckpointError) as partial:
+                save(self, partial, *args, **kwargs)
+                if (partial / "config.json").exists():  # never an old entry beside new weights
+                    (folder / "config.json").unlink(missing_ok=True)
+        except BaseException:
+            for path in new:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
 
     def load_patched_too(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load a model, patched as it was saved if it was; see transformers' `from_pretrained`."""
@@ -96,5 +139,6 @@ def install() -> None:
         model.__class__ = cls
         return model
 
+    PreTrainedModel.save_pretrained = functools.update_wrapper(save_as_a_whole, save)
     for method, original in ((load_patched_too, load), (make_patched_too, make)):
         setattr(PreTrainedModel, original.__name__, classmethod(functools.update_wrapper(method, original)))

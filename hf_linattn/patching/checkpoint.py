@@ -227,6 +227,8 @@ def patching_class(base: Any, groups: list[dict[str, Any]], sliding: Any, where:
         try:
             plan = _plan(self, groups)
             patch_model(self, lambda name, _: plan.get(name), sliding=sliding)
+            if getattr(config, "quantization_config", None) is not None:  # quantisers pass these modules over
+                self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), rf".+\.{NAME}\..+"}
         except LinattnError as error:
             raise CheckpointError(
                 f"{where}: the {NAME!r} entry does not fit {base.__name__}: {error}"

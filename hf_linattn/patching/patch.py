@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -64,7 +65,8 @@ def patch_model(
     sites = sites_of(inside)
     _check_alone(model, inside, sites)
     earlier = installation_of(inside)
-    checked = _check(sites, resolve(patch, sites, options), sliding, earlier)
+    dtype = next((p.dtype for p in inside.parameters() if p.is_floating_point()), None)
+    checked = _check(sites, resolve(patch, sites, options), sliding, earlier, dtype)
     if earlier is not None:
         earlier.undo()
     _install(inside, checked, sliding)
@@ -145,10 +147,14 @@ class _Checked:
 
 
 def _check(
-    sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding, earlier: Installation | None
+    sites: list[AttentionSite],
+    recipes: dict[str, Recipe],
+    sliding: Sliding,
+    earlier: Installation | None,
+    dtype: torch.dtype | None,
 ) -> _Checked:
     """Build what will be attached, and refuse what cannot work, before anything is touched."""
-    children, notes = _build_children(sites, recipes, sliding)
+    children, notes = _build_children(sites, recipes, sliding, dtype)
     native = {
         site.name: native_implementation(site.module, earlier)
         for site in (sites if children else [])
@@ -161,9 +167,12 @@ def _check(
 
 
 def _build_children(
-    sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding
+    sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding, dtype: torch.dtype | None
 ) -> tuple[dict[str, PatchedAttention], dict[str, str]]:
-    """Build the children of all chosen sites, none attached yet, and say what becomes of their windows."""
+    """Build the children of all chosen sites, none attached yet, and say what becomes of their windows.
+
+    They get the dtype of the module's weights, or `dtype` where those are integers (quantised).
+    """
     children: dict[str, PatchedAttention] = {}
     notes: dict[str, str] = {}
     for site in sites:
@@ -177,7 +186,7 @@ def _build_children(
         if site.window is not None and (sliding == "global" or not recipe.windowed):
             notes[site.name] = f"{site.window} window {'dropped' if sliding == 'global' else 'kept'}"
         if sliding == "global" or site.name not in notes:
-            children[site.name] = _build_child(recipe, site, keep_window=sliding != "global")
+            children[site.name] = _build_child(recipe, site, dtype, keep_window=sliding != "global")
     if notes and not children:
         raise PlanError(
             f"every attention layer that the plan names ({', '.join(notes)}) has a window and keeps it. Pass "
@@ -186,7 +195,9 @@ def _build_children(
     return children, notes
 
 
-def _build_child(recipe: Recipe, site: AttentionSite, *, keep_window: bool) -> PatchedAttention:
+def _build_child(
+    recipe: Recipe, site: AttentionSite, dtype: torch.dtype | None, *, keep_window: bool
+) -> PatchedAttention:
     child = PatchedAttention(recipe, site, keep_window=keep_window)
     parameter = next(site.module.parameters(), None)
     if parameter is not None:
@@ -200,7 +211,7 @@ def _build_child(recipe: Recipe, site: AttentionSite, *, keep_window: bool) -> P
                 f"{site.name} is offloaded, and {recipe.spec!r} adds weights to it: patch before offloading, "
                 "or save the patched model and load it with hf_linattn.from_pretrained(device_map=...)"
             )
-        child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else None)
+        child.to(device=parameter.device, dtype=parameter.dtype if parameter.is_floating_point() else dtype)
     return child.train(site.module.training)
 
 
