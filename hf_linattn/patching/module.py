@@ -282,7 +282,8 @@ class PatchedAttention(nn.Module):
             raise UnsupportedCallError(
                 f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no "
                 "weights to drop. Load the model with it off, e.g. from_pretrained(..., "
-                "attention_dropout=0.0) (attn_pdrop for GPT-2); finetune has --no-dropout."
+                "attention_dropout=0.0) (attn_pdrop for GPT-2, attention_probs_dropout_prob for BERT); "
+                "finetune has --no-dropout."
             )
         if attention.linear and extras.get("output_attentions"):
             raise UnsupportedCallError(
