@@ -69,13 +69,13 @@ def _refuse_unpatched(model: Any, where: str) -> None:
 
 
 def _refuse_unnamed_quantisation(model: Any, folder: Path) -> None:
-    """Refuse weights that torchao's `quantize_` changed; transformers would fail with half of them written."""
+    """Refuse weights that torchao's `quantize_` changed: no config.json could say how to read them."""
     changed = (name for name, p in model.named_parameters() if type(p).__module__.startswith("torchao."))
     name = next(changed, None)
     if name is not None and getattr(model, "hf_quantizer", None) is None:
         raise CheckpointError(
-            f"{folder}: nothing was saved: {name} was quantised by torchao's quantize_, which config.json does "
-            "not know of. Save the model before that, or quantise while loading: "
+            f"{folder}: nothing was saved: {name} was quantised by torchao's quantize_, which config.json "
+            "does not know of. Save the model before that, or quantise while loading: "
             "from_pretrained(..., quantization_config=TorchAoConfig(...))"
         )
 

@@ -20,6 +20,8 @@ PLANS = {
     "sdpa, elu1": {"1": "elu1"},
     "elu1, softmax1+logn": {"0": "elu1", "1": "softmax1+logn"},
     "elu1, eager": {"0": "elu1"},
+    "gated": "gated",
+    "window+hedgehog": ("window+hedgehog", {"size": 8, "sinks": 2}),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS)
 

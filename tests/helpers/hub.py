@@ -1,7 +1,7 @@
 """A small stand-in of the Hugging Face hub: repositories of files in memory, over HTTP on this machine.
 
-It answers what huggingface_hub asks to create a repository, to upload (small files in the commit, large ones by
-LFS), and to download. Nothing else of the hub is there.
+It answers what huggingface_hub asks to create a repository, to upload (small files in the commit, large ones
+by LFS), and to download. Nothing else of the hub is there.
 """
 
 import base64
@@ -32,7 +32,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, content=None, status=200, **headers):
-        body = content if isinstance(content, bytes) else json.dumps({} if content is None else content).encode()
+        body = (
+            content if isinstance(content, bytes) else json.dumps({} if content is None else content).encode()
+        )
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -62,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         if rest.startswith("preupload/"):
             return self.answer({"files": [self.mode(file) for file in json.loads(body)["files"]]})
         if rest == "info/lfs/objects/batch":
-            return self.answer({"transfer": "basic", "objects": [self.place(o) for o in json.loads(body)["objects"]]})
+            return self.answer(
+                {"transfer": "basic", "objects": [self.place(o) for o in json.loads(body)["objects"]]}
+            )
         if rest.startswith("commit/"):
             if name.endswith("/locked"):
                 return self.answer({"error": "this repository is locked"}, 403)
@@ -105,7 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         if rest.startswith("revision/"):
             return self.answer({"id": name, "sha": SHA})
         if rest.startswith("tree/"):
-            return self.answer([{"type": "file", "path": path, "size": len(files[path]), "oid": SHA} for path in files])
+            return self.answer(
+                [{"type": "file", "path": path, "size": len(files[path]), "oid": SHA} for path in files]
+            )
         return self.answer({"error": self.path}, 404)
 
     do_HEAD = do_GET

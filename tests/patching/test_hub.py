@@ -1,4 +1,4 @@
-"""Uploading and downloading a patched model through huggingface_hub's own client, to a stand-in of the hub."""
+"""Uploading and downloading a patched model by huggingface_hub's own client, to a stand-in of the hub."""
 
 import json
 import os
@@ -48,7 +48,11 @@ def test_what_is_pushed_is_what_is_saved_and_comes_back(tmp_path):
     model = patch_model(tiny_models.llama(2, dtype=torch.float32), {"0": "hedgehog", "1": "softmax1"})
     model.save_pretrained(tmp_path / "saved")
     env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-    env |= {"HF_TOKEN": "hf_of_nobody", "HF_HUB_DISABLE_TELEMETRY": "1", "DISABLE_SAFETENSORS_CONVERSION": "1"}
+    env |= {
+        "HF_TOKEN": "hf_of_nobody",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DISABLE_SAFETENSORS_CONVERSION": "1",
+    }
     with hub.running() as server:
         done = subprocess.run(
             [sys.executable, "-c", CLIENT, tmp_path / "saved", tmp_path],

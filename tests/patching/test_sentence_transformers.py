@@ -1,4 +1,4 @@
-"""sentence-transformers on a folder with a patched encoder: embeddings, saving, a short run of its trainer."""
+"""sentence-transformers on a folder with a patched encoder: embeddings, saving, a short training run."""
 
 import subprocess
 import sys
@@ -103,5 +103,7 @@ assert "hf_linattn" not in sys.modules
 
 def test_without_the_package_it_stops(tmp_path):
     patch_model(BertModel(bert_config()), "elu1").save_pretrained(tmp_path)
-    run = subprocess.run([sys.executable, "-c", WITHOUT, tmp_path], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, tmp_path], capture_output=True, text=True, check=True
+    )
     assert run.stdout.split() == ["True", "True"], run.stdout
