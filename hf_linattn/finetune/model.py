@@ -101,6 +101,7 @@ def _patches_with_parameters(model: nn.Module) -> list[str]:
 def _add_lora(
     model: PreTrainedModel, arguments: FinetuneArguments, objective: Objective, *, with_patch: bool
 ) -> nn.Module:
+    import jinja2  # noqa: F401 - peft saves with it: to be missed before training, not after
     import peft  # takes seconds, and few runs need it
 
     in_a_patch = rf".*\.{NAME}(\..*)?"

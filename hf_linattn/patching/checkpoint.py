@@ -10,8 +10,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hf_linattn.errors import CheckpointError, LinattnError, OptionError
+from hf_linattn.cli.files import read_json
+from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionError
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
@@ -91,6 +93,7 @@ def load_weights(
     wanted = bool(kwargs.pop("output_loading_info", False))
     lenient = bool(kwargs.pop("ignore_mismatched_sizes", False))
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    _check_index(Path(where, SAFE_WEIGHTS_INDEX_NAME))
     try:
         model, info = subclass.from_pretrained(where, config=config, **kwargs)
     except (OSError, SafetensorError) as error:
@@ -112,6 +115,17 @@ def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained" if adapter else ""
         raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
     return raw
+
+
+def _check_index(path: Path) -> None:
+    """Refuse a list of shards that was not written to its end, which transformers reads without a check."""
+    if path.is_file():
+        try:
+            whole = isinstance(read_json(path).get("weight_map"), dict)
+        except DataError as error:
+            raise CheckpointError(f"{path.parent}: the weights cannot be read: {error}") from error
+        if not whole:
+            raise CheckpointError(f"{path.parent}: the weights cannot be read: {path.name} lists no shards")
 
 
 def _check_weights(info: dict[str, Any], where: str, *, same_class: bool, lenient: bool) -> None:

@@ -233,6 +233,16 @@ def test_wrong_usage_exits_with_2(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["peft", "jinja2"])
+def test_what_lora_needs_is_missed_before_training(name, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    assert main([*BASE, "--max-steps", "1", "--lora", "2", "--output-dir", "never"]) == 1
+    assert capsys.readouterr().err.endswith(
+        f"error: {name} is not installed; pip install 'hf-linattn[train]'\n"
+    )
+    assert not Path("never/train.csv").exists()
+
+
 def test_python_call_checks_as_the_command_does():
     with pytest.raises(OptionError, match="--block-size must be at least 2, not 1"):
         FinetuneArguments(model="m", data="d", output_dir="o", block_size=1)
