@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.kinds import DECODERS, KINDS
 from helpers.learned_patches import logits
 from helpers.paths import BASE
 from transformers import (
@@ -90,8 +91,10 @@ def test_an_ordinary_folder_with_the_name_of_our_attention_is_refused(tmp_path):
             auto.from_pretrained(tmp_path, attn_implementation="linattn")
 
 
-def test_a_pipeline_by_the_name_of_the_folder(tmp_path):
-    model = patch_model(AutoModelForCausalLM.from_pretrained(BASE), "elu1")
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_pipeline_by_the_name_of_the_folder(kind, tmp_path):
+    patch, options = KINDS[kind]
+    model = patch_model(AutoModelForCausalLM.from_pretrained(BASE), patch, options=options)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import learned_patches, tiny_models
+from helpers.kinds import KINDS, patched_model
 from helpers.learned_patches import logits, patched_llama
 from transformers import (
     AutoModel,
@@ -152,20 +153,24 @@ def test_plain_loaders_give_the_patched_model_with_the_package_imported(folder, 
 
 
 PLAIN = """
-import sys, transformers
-for name in ("AutoModel", "AutoModelForCausalLM", "LlamaForCausalLM"):
-    for given in ({}, {"attn_implementation": "sdpa"}):
-        try:
-            getattr(transformers, name).from_pretrained(sys.argv[1], **given)
-        except (ValueError, OSError) as error:
-            print(name, given, "linattn" in str(error))
+import itertools, sys, transformers
+names = ("AutoModel", "AutoModelForCausalLM")
+calls = [("LlamaForCausalLM", sys.argv[1]), *itertools.product(names, sys.argv[1:])]
+for (name, folder), given in itertools.product(calls, ({}, {"attn_implementation": "sdpa"})):
+    try:
+        getattr(transformers, name).from_pretrained(folder, **given)
+    except (ValueError, OSError) as error:
+        print(name, folder, given, "linattn" in str(error))
 assert "hf_linattn" not in sys.modules
 """
 
 
-def test_plain_loaders_fail_without_the_package(folder):
-    run = subprocess.run([sys.executable, "-c", PLAIN, folder], capture_output=True, text=True, check=True)
-    assert run.stdout.count("True") == 6, run.stdout
+def test_plain_loaders_fail_without_the_package(folder, tmp_path):
+    for kind in KINDS:
+        patched_model(kind).save_pretrained(tmp_path / kind)
+    folders = [folder, *(tmp_path / kind for kind in KINDS)]
+    run = subprocess.run([sys.executable, "-c", PLAIN, *folders], capture_output=True, text=True, check=True)
+    assert run.stdout.count("True") == 2 + 4 * len(folders), run.stdout
 
 
 def test_a_new_model_from_the_config_of_a_patched_one_is_loud(model):

@@ -45,7 +45,8 @@ assert is_patched(model) and torch.equal(model(ids).logits, want)
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_what_is_pushed_is_what_is_saved_and_comes_back(tmp_path):
-    model = patch_model(tiny_models.llama(2, dtype=torch.float32), {"0": "hedgehog", "1": "softmax1"})
+    plan = {"0": "hedgehog", "1": "softmax1", "2": "gated", "3": ("window+elu1", {"size": 8})}
+    model = patch_model(tiny_models.llama(4, dtype=torch.float32), plan)
     model.save_pretrained(tmp_path / "saved")
     env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
     env |= {

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.fixtures_finetune import make_workplace
+from helpers.kinds import DECODERS, KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 from hf_linattn import describe, is_patched, patch_model
@@ -120,6 +121,14 @@ def test_sft_by_the_name_of_the_folder_and_with_joined_rows(place, tokenizer, tm
         for start, stop in zip(rows, [*rows[1:], joined.shape[0]], strict=True):
             alone = fresh(batch["input_ids"][:, start:stop], use_cache=False).logits[0]
             assert torch.allclose(joined[start:stop], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind != "linear"])
+def test_sft_of_other_patches(place, tokenizer, tmp_path, kind):
+    patch, options = KINDS[kind]
+    model = AutoModelForCausalLM.from_pretrained(place / "model", attention_dropout=0.0)
+    found = losses(sft(patch_model(model, patch, options=options), tokenizer, tmp_path, max_length=48))
+    assert found[-1] < found[0]
 
 
 def test_sft_with_lora_trains_the_adapter_alone(model, tokenizer, tmp_path):

@@ -119,7 +119,7 @@ def test_the_plain_class_gives_a_patched_folder_as_it_was_saved(lm_class, patche
         assert torch.equal(plain(ids).logits, own(ids).logits)
 
 
-@pytest.mark.parametrize("patch", [None, "elu1", "window+elu1", "logn"])
+@pytest.mark.parametrize("patch", [None, "elu1", "window+elu1", "logn", "gated"])
 def test_generation_under_left_padding(lm_class, folder, tokenizer, patch):
     """Batches of prompts of different lengths: the text of each alone, by generate and without any cache."""
     lm = lm_class(str(folder), patch=patch, batch_size=4)
