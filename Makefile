@@ -42,6 +42,7 @@ types: $(VENV)/.installed  ## mypy --strict on the installed package
 
 docs: $(VENV)/.installed  ## make the tables in docs/ again (about an hour)
 	$(OFFLINE) $(QUIET) $(BIN)/python tests/families.py --write docs/families.md
+	$(OFFLINE) $(BIN)/python -m tests.helpers.compatibility
 	$(OFFLINE) $(BIN)/python -m tools.catalogue --model '$(HF_LINATTN_DATA)/models/stories260k' \
 		--data '$(HF_LINATTN_DATA)/text/tinystories' --work-dir build/catalogue --jobs $(JOBS) --output docs/patches
 	$(OFFLINE) $(QUIET) $(BIN)/python studies/compare_docs.py --work-dir build/compare

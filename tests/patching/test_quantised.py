@@ -118,8 +118,9 @@ def test_lora_on_a_quantised_base(base, kind, patch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "place" not in kind])
-def test_saved_and_loaded(base, kind, dtype, tmp_path):
-    model = patch_model(load(kind, base, dtype), "window+hedgehog", options={"size": 8})
+@pytest.mark.parametrize("patch", PATCHES)
+def test_saved_and_loaded(base, kind, dtype, patch, tmp_path):
+    model = patch_model(load(kind, base, dtype), patch, options=PATCHES[patch])
     assert in_float(model, dtype)
     want = logits(model, IDS)
     model.save_pretrained(tmp_path)
