@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -25,6 +26,9 @@ from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_we
 from hf_linattn.patching.config import GUARD, unmark
 from hf_linattn.patching.installation import INSTALLATION
 from hf_linattn.patching.interface import NAME
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Files that transformers writes a model's weights to."""
 
 
 def _nested(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -80,6 +84,14 @@ def _refuse_unnamed_quantisation(model: Any, folder: Path) -> None:
         )
 
 
+def _clear(folder: Path) -> None:
+    """Delete a model that is about to be replaced, its entry first: nothing loads half of each."""
+    (folder / "config.json").unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if WEIGHTS.fullmatch(path.name):
+            path.unlink()
+
+
 def install() -> None:
     """Put the three methods in place, once a process."""
     load, make = (vars(PreTrainedModel)[name].__func__ for name in ("from_pretrained", "_from_config"))
@@ -102,8 +114,8 @@ def install() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             with filling(folder, CheckpointError) as partial:
                 save(self, partial, *args, **kwargs)
-                if (partial / "config.json").exists():  # never an old entry beside new weights
-                    (folder / "config.json").unlink(missing_ok=True)
+                if (partial / "config.json").exists() and not given.get("variant"):
+                    _clear(folder)
         except BaseException:
             for path in new:
                 with contextlib.suppress(OSError):
@@ -139,6 +151,6 @@ def install() -> None:
         model.__class__ = cls
         return model
 
-    PreTrainedModel.save_pretrained = functools.update_wrapper(save_as_a_whole, save)
+    setattr(PreTrainedModel, save.__name__, functools.update_wrapper(save_as_a_whole, save))
     for method, original in ((load_patched_too, load), (make_patched_too, make)):
         setattr(PreTrainedModel, original.__name__, classmethod(functools.update_wrapper(method, original)))

@@ -50,7 +50,7 @@ COPIES = "patching/test_copies.py::test_"
 QUANTISED = "patching/test_quantised.py::test_"
 NO_ENCODER = nothing("encoder")
 
-# A column that no entry of a row names is "not tried". A new client, or a new answer, changes these rows alone.
+# A column that no entry of a row names is "not tried". A new client or answer changes these rows alone.
 ROWS: dict[str, list[Shown]] = {
     "left and right padding": [works(ALL, f"{INVARIANT}padding_changes_nothing")],
     "packed rows (`position_ids`)": [

@@ -87,14 +87,21 @@ def test_a_full_disk_leaves_the_folder_as_it_was(there, tmp_path, monkeypatch):
 
 
 def test_the_folder_of_a_run_has_no_old_entry_beside_new_weights(tmp_path):
-    for kind, spec in (("hybrid", "window+hedgehog"), ("linear", "elu1")):
+    shards = {"max_shard_size": "10KB"}
+    for kind, options in (("hybrid", {}), ("linear", shards), ("gated", shards), ("scores", {})):
         model = patched_model(kind)
-        model.save_pretrained(tmp_path)
-        assert {row.patch for row in describe(from_pretrained(tmp_path))} == {spec}
-    model.save_pretrained(
-        str(tmp_path), True, model.state_dict(), False, "10KB"
-    )  # positional, as some trainers
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 + len(kind))  # other weights under the same names
+        model.save_pretrained(tmp_path, **options)
+        loaded = from_pretrained(tmp_path)
+        assert str(describe(loaded)) == str(describe(model))
+        assert torch.equal(logits(loaded, IDS), logits(model, IDS))
+        assert (tmp_path / INDEX).exists() == bool(options)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    model.save_pretrained(str(tmp_path), True, model.state_dict(), False, "10KB")  # by position
     assert (tmp_path / INDEX).exists()
+    for stale in tmp_path.glob("model*"):
+        stale.unlink()
     plain_model("linear").save_pretrained(tmp_path)
     assert not is_patched(from_pretrained(tmp_path))
     (tmp_path / "file").write_text("")
