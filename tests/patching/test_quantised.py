@@ -150,6 +150,19 @@ def test_a_patched_folder_is_quantised_at_load_and_its_maps_are_not(base, kind, 
         assert tiny_models.distance(logits(loaded, IDS), logits(same, IDS)) < bound
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "place" not in kind])
+def test_without_the_library_the_folder_says_what_to_install(base, kind, tmp_path, monkeypatch):
+    patch_model(load(kind, base), "elu1").save_pretrained(tmp_path)
+    library, _, bits = kind.partition(" ")
+    module = "torchao" if library == "torchao" else f"bnb_{bits}bit"
+    monkeypatch.setattr(
+        f"transformers.quantizers.quantizer_{module}.is_{library}_available", lambda *_: False
+    )
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ImportError, match=f"requires {library}.*pip install|pip install.*{library}"):
+            loader(tmp_path)
+
+
 def test_what_cannot_be_saved_says_so_and_leaves_the_folder(base, tmp_path):
     pytest.importorskip("torchao")
     model = patch_model(load("torchao in place", base), "elu1")
