@@ -91,11 +91,12 @@ ROWS: dict[str, list[Shown]] = {
     ],
     "TRL: SFT": [
         works("linear", "training/test_trl.py::test_sft_is_a_plain_loop"),
-        works("scores gated hybrid", "training/test_trl.py::test_sft_of_other_patches"),
+        works("scores gated hybrid", "training/test_trl.py::test_sft_of_other_patches_without_padding"),
         NO_ENCODER,
     ],
     "TRL: packing, padding-free": [
         works("linear", "training/test_trl.py::test_sft_by_the_name_of_the_folder_and_with_joined_rows"),
+        works("scores gated hybrid", "training/test_trl.py::test_sft_of_other_patches_without_padding"),
         NO_ENCODER,
     ],
     "TRL: DPO": [works("linear", "training/test_trl.py::test_dpo_has_a_patched_reference"), NO_ENCODER],
