@@ -79,7 +79,8 @@ ROWS: dict[str, list[Shown]] = {
         works(DECODERS, "attention/test_threads.py::test_threads_generate_what_one_thread_does")
     ],
     "`pipeline` by the folder's name": [
-        works(DECODERS, "patching/test_auto.py::test_a_pipeline_by_the_name_of_the_folder")
+        works(DECODERS, "patching/test_auto.py::test_a_pipeline_by_the_name_of_the_folder"),
+        works("encoder", "patching/test_auto.py::test_a_pipeline_of_an_encoder"),
     ],
     "`Trainer`": [works(ALL, f"{COPIES}the_trainer_learns_and_its_checkpoint_loads")],
     "accelerate: `Accelerator`": [

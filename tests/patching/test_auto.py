@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.fixtures_masked_lm import MASK, bert_config, save_tokenizer
 from helpers.kinds import DECODERS, KINDS
 from helpers.learned_patches import logits
 from helpers.paths import BASE
@@ -11,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertForMaskedLM,
     LlamaForCausalLM,
     pipeline,
 )
@@ -104,3 +106,17 @@ def test_a_pipeline_by_the_name_of_the_folder(kind, tmp_path):
     prompt = tokenizer("def main(", return_tensors="pt")
     want = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert text == tokenizer.decode(want[0], skip_special_tokens=True)
+
+
+def test_a_pipeline_of_an_encoder(tmp_path):
+    torch.manual_seed(0)
+    model = patch_model(BertForMaskedLM(bert_config(initializer_range=0.2)).eval(), "hedgehog")
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    made = pipeline("fill-mask", model=str(tmp_path), device="cpu")
+    assert is_patched(made.model)
+    batch = made.tokenizer("the c[MASK]t", return_tensors="pt")
+    want = logits(model, batch["input_ids"])[batch["input_ids"] == MASK].softmax(-1)
+    found = made("the c[MASK]t", top_k=3)
+    assert [row["token"] for row in found] == want.topk(3).indices[0].tolist()
+    assert [row["score"] for row in found] == pytest.approx(want.topk(3).values[0].tolist(), rel=1e-4)
