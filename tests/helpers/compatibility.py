@@ -83,9 +83,7 @@ ROWS: dict[str, list[Shown]] = {
         works("encoder", "patching/test_auto.py::test_a_pipeline_of_an_encoder"),
     ],
     "`Trainer`": [works(ALL, f"{COPIES}the_trainer_learns_and_its_checkpoint_loads")],
-    "accelerate: `Accelerator`": [
-        works("scores linear", "patching/test_training_tools.py::test_accelerator")
-    ],
+    "accelerate: `Accelerator`": [works(ALL, "patching/test_training_tools.py::test_accelerator")],
     "accelerate: FSDP 2": [
         works("linear", "training/test_fsdp.py::test_finetuning_gives_the_result_of_one_process"),
         works("hybrid", "training/test_fsdp.py::test_lora_with_the_teacher_inside_and_a_window_dropped"),
