@@ -33,8 +33,8 @@ class Window(StatefulAttention):
     o_i = sum_{j in W(i)} exp(s_ij) v_j / sum_{j in W(i)} exp(s_ij)
     W(i): i - size < j <= i, and the first `sinks` tokens; |i - j| < size in encoders
 
-    i and j count visible tokens. As "window+<linear>" the tokens outside W(i) are not lost, but summed up with
-    the features of that attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
+    i and j count visible tokens. As "window+<linear>" the tokens outside W(i) are not lost, but summed up
+    with the features of that attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
     o_i = (sum_W exp(s_ij) v_j + sum_rest f_ij v_j) / (sum_W exp(s_ij) + sum_rest f_ij); "learned" has two:
     o_i = g_h o_window + (1 - g_h) o_rest, g_h = 0.95 at the start, and 1 while there is no rest. The cache
     holds `sinks + size` keys and the state: memory stays flat.
