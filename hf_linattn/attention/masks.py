@@ -74,9 +74,13 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
         documents = [part.documents for part in parts if part.documents is not None]
         overlays = [part.overlay for part in parts if part.overlay is not None]
         places = [part.places for part in parts if part.places is not None]
-        found = (documents, overlays, places)
-        if len(kinds) == 1 and all(len(each) < 2 for each in found):
-            return Pattern(kinds.pop(), *(next(iter(each), None) for each in found))
+        if len(kinds) == 1 and max(len(documents), len(overlays), len(places)) < 2:
+            document, overlay, place = (
+                next(iter(documents), None),
+                next(iter(overlays), None),
+                next(iter(places), None),
+            )
+            return Pattern(kinds.pop(), document, overlay, place)
     elif name == "packed_sequence_mask_function":
         return Pattern("any", documents=_closure(function, "packed_sequence_mask"))
     elif name == "remap_positions_for_packed_sequence":

@@ -38,7 +38,8 @@ def attention(window: Window, other: ScaledSums | None) -> Tensor:
     """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen."""
     if not fits(window.query, window.key, window.value, None, 0.0):
         sums = accumulator_dtype(*window[:3])
-        wide = Window(*(x.to(sums) for x in window[:3]), *window[3:])
+        query, key, value = (x.to(sums) for x in window[:3])
+        wide = window._replace(query=query, key=key, value=value)
         return window_blocks.attention(wide, other).to(window.query.dtype)
     arguments = (*window[:4], *(other or (None, None, None)), window.span, window.scaling)
     if torch.compiler.is_compiling():

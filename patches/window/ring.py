@@ -32,7 +32,8 @@ class KeyValues(NamedTuple):
         if index.ndim == 1:
             key, value = (x.index_select(2, index) for x in self[:2])
             return KeyValues(key, value, self.valid.index_select(1, index))
-        return KeyValues(*(x.gather(2, spread(index, x)) for x in self[:2]), self.valid.gather(1, index))
+        key, value = (x.gather(2, spread(index, x)) for x in self[:2])
+        return KeyValues(key, value, self.valid.gather(1, index))
 
     def put(self, index: Tensor, new: KeyValues, in_place: bool) -> KeyValues:
         """Replace those at these columns, `[B, K]`."""
@@ -302,8 +303,8 @@ def push_one(tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed
         gone = old.valid if tokens.valid is None else old.valid & tokens.valid
         evicted = _as_tokens(old._replace(valid=gone), tokens)
     if tokens.valid is not None:
-        count = tokens.valid[:, :, None, None]
-        key, value = (torch.where(count, x, y) for x, y in zip(new[:2], old[:2], strict=True))
+        counts = tokens.valid[:, :, None, None]
+        key, value = (torch.where(counts, x, y) for x, y in zip(new[:2], old[:2], strict=True))
         new = KeyValues(key, value, torch.where(tokens.valid, new.valid, old.valid))
     window = before.window.put(index, new, tokens.in_place)
     oldest = (before.oldest + step) % before.valid.shape[1]
