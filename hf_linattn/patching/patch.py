@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_linattn.attention.masks import DENSE_MASKS, WHOLE_MASKS
+from hf_linattn.attention.masks import ADDITIVE_MASKS, DENSE_MASKS, UNREAD_MASKS, WHOLE_MASKS
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
+from hf_linattn.patching.adapters import masks_of
 from hf_linattn.patching.installation import Installation, installation_of, native_implementation
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
@@ -150,7 +151,7 @@ def _check(
     """Build what will be attached, and refuse what cannot work, before anything is touched."""
     children, notes = _build_children(sites, recipes, sliding)
     native = {
-        site.name: native_implementation(site.module, earlier)
+        site.name: native_implementation(site, earlier)
         for site in (sites if children else [])
         if site.name not in children
     }
@@ -212,6 +213,7 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
             return
         installation.use_own_configs(_config_entry(recipes, sliding), _mask_flags(checked.sites, children))
         for site in checked.sites:
+            installation.adapt(site)
             if site.name in children:
                 installation.attach(site, children[site.name])
             else:
@@ -238,7 +240,14 @@ def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any
 
 def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
     """Name what masks must be, beyond the compact form for the window of each layer."""
-    dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
+    forms = {masks_of(site) for site in sites}
+    dense = "boolean" in forms or any("attention_mask" in site.extras for site in sites)
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
-    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept)
+    flags = {
+        DENSE_MASKS: dense,  # a module, or the model around it, computes with the mask itself
+        ADDITIVE_MASKS: "additive" in forms,
+        WHOLE_MASKS: dropped and kept,
+        UNREAD_MASKS: forms == {"compact"},
+    }
+    return tuple(flag for flag, wanted in flags.items() if wanted)

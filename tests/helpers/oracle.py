@@ -28,12 +28,15 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
+
+from hf_linattn.patching.adapters import adapt, adapter_of, attributes_of
 
 
 @dataclass
@@ -244,6 +247,9 @@ def _inputs(
     visible = visible_keys(module, query, key, attention_mask, is_causal)
     if kwargs.get("indices") is not None:
         visible = visible & selected_keys(kwargs["indices"], key.shape[2])
+    if kwargs.get("window") is not None and _RUNS[-1].windows:
+        distance = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None] - torch.arange(key.shape[2])
+        visible = visible & (distance < kwargs["window"])
     bias = kwargs.get("position_bias")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         bias = attention_mask if bias is None else attention_mask + bias
@@ -290,6 +296,8 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
         forward = bool(kwargs["mask_function"](zero, zero, zero, zero + 1))  # query 0 sees key 1
         kwargs["mask_function"] = bidirectional_mask_function if forward else causal_mask_function
         kwargs["local_size"] = None
+    if kwargs["config"].model_type == "mpt":  # computes with additive masks
+        return eager_mask(*args, **kwargs)
     return sdpa_mask(*args, **kwargs)
 
 
@@ -314,6 +322,17 @@ def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
     return output[0] * 0 + 1, output[1] * 0
 
 
+def _route(model: nn.Module) -> list[Callable[[], Any]]:
+    """Let modules with attention code of their own call the interface; the oracle's softmax must equal them."""
+    undo: list[Callable[[], Any]] = []
+    for name, module in model.named_modules():
+        if adapter_of(module) is not None:
+            new = {k: v for k, v in attributes_of(model, name).items() if k not in module.__dict__}
+            module.__dict__.update(new)
+            undo += [*(partial(module.__dict__.pop, key) for key in new), adapt(module)]
+    return undo
+
+
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
@@ -327,6 +346,7 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     rotary = [m for m in model.modules() if hasattr(m, "rope_type")] if STILL & set(patch.split("+")) else []
     hooks = [module.register_forward_hook(_still) for module in rotary]
+    undo = _route(model)
     _RUNS.append(run)
     try:
         for config, _ in before:
@@ -336,6 +356,8 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
         for hook in hooks:
             hook.remove()
         _RUNS.remove(run)
+        for step in reversed(undo):
+            step()
         for config, implementation in before:
             config._attn_implementation_internal = implementation
 
