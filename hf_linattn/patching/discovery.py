@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -256,8 +257,33 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
     return sites
 
 
-def attention_classes(model: nn.Module) -> list[str]:
-    """Name classes that look like attention but do not route, for messages."""
-    names = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
-    routed = {type(site.module).__name__ for site in find_sites(model)}
-    return sorted(names - routed)
+@cache
+def _weighs(cls: type[nn.Module]) -> bool:
+    """Tell whether a class is called attention and weighs values by softmax (a linear attention does not)."""
+    if "Attention" not in cls.__name__ or issubclass(cls, nn.MultiheadAttention):
+        return "Attention" in cls.__name__
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return True
+    return any(word in source for word in ("softmax", "logsumexp", "scaled_dot_product_attention"))
+
+
+def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
+    """List attention modules that keep attention code of their own: dotted name -> name of the class.
+
+    Only the innermost ones, and none that holds or belongs to one of the sites.
+    """
+    found = {name: type(module).__name__ for name, module in model.named_modules() if _weighs(type(module))}
+    names = [f"{name}." for name in (*found, *(site.name for site in sites))]
+    return {
+        name: cls
+        for name, cls in found.items()
+        if not any(other.startswith(f"{name}.") for other in names if other != f"{name}.")
+        and not any(f"{name}.".startswith(f"{site.name}.") for site in sites)
+    }
+
+
+def counted(modules: dict[str, str]) -> str:
+    """Write classes with the number of their modules: "GitSelfAttention (6)"."""
+    return ", ".join(f"{cls} ({count})" for cls, count in sorted(Counter(modules.values()).items()))

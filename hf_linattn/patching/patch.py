@@ -17,7 +17,7 @@ from hf_linattn.patching.adapters import masks_of
 from hf_linattn.patching.installation import Installation, installation_of, native_implementation
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
-from hf_linattn.patching.plan import Plan, resolve, sites_of, transformers_model
+from hf_linattn.patching.plan import Plan, report_unrouted, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,6 +51,9 @@ def patch_model(
     Raises:
         LinattnError: one of its kinds, before anything was touched.
 
+    Warns:
+        UserWarning: a patch for all modules does not reach some, whose attention code is their own.
+
     Example:
         >>> from transformers import AutoModelForCausalLM
         >>> from hf_linattn import describe, patch_model
@@ -66,6 +69,8 @@ def patch_model(
     _check_alone(model, inside, sites)
     earlier = installation_of(inside)
     checked = _check(sites, resolve(patch, sites, options), sliding, earlier)
+    if isinstance(patch, str) and checked.children:
+        report_unrouted(inside, sites)
     if earlier is not None:
         earlier.undo()
     _install(inside, checked, sliding)

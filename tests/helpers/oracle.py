@@ -34,7 +34,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
 
 from hf_linattn.patching.adapters import adapt, adapter_of, attributes_of
 
@@ -248,8 +253,8 @@ def _inputs(
     if kwargs.get("indices") is not None:
         visible = visible & selected_keys(kwargs["indices"], key.shape[2])
     if kwargs.get("window") is not None and _RUNS[-1].windows:
-        distance = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None] - torch.arange(key.shape[2])
-        visible = visible & (distance < kwargs["window"])
+        own = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+        visible = visible & (torch.arange(key.shape[2]) > own - kwargs["window"])
     bias = kwargs.get("position_bias")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         bias = attention_mask if bias is None else attention_mask + bias
@@ -323,7 +328,7 @@ def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
 
 
 def _route(model: nn.Module) -> list[Callable[[], Any]]:
-    """Let modules with attention code of their own call the interface; the oracle's softmax must equal them."""
+    """Let modules with attention code of their own call the interface; the suites hold softmax to that code."""
     undo: list[Callable[[], Any]] = []
     for name, module in model.named_modules():
         if adapter_of(module) is not None:

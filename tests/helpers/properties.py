@@ -47,7 +47,7 @@ ADAPTED = {
 }
 """Families with attention code of their own, which adapters route; see `tests/patching/test_adapters.py`."""
 SHAPED = {
-    **dict.fromkeys(ADAPTED, {"num_key_value_heads": None, "head_dim": None}),
+    **{family: {"num_key_value_heads": None, "head_dim": None} for family in ADAPTED},
     "gpt2": {},
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
     "stablelm": {"head_dim": None},

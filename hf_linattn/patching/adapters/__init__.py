@@ -1,4 +1,4 @@
-"""Adapters: attention modules that keep attention code of their own call the interface while they are patched.
+"""Adapters: attention modules with attention code of their own call the interface while they are patched.
 
 One file per family. Each holds a forward that does what the module's own does (projections, rotary embedding,
 head layout, cache), and calls `attention_interface` where that one computes softmax.

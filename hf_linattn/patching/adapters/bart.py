@@ -1,4 +1,4 @@
-"""Decoders and encoder-decoders after BART's plan: XGLM, MVP and TrOCR."""
+"""Decoders and encoder-decoders on BART's plan: XGLM, MVP and TrOCR."""
 
 from __future__ import annotations
 

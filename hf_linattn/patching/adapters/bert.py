@@ -1,4 +1,4 @@
-"""Encoders and decoders after BERT's plan: RemBERT, Megatron-BERT, RoFormer, GIT and BigBird in full attention."""
+"""Encoders and decoders on BERT's plan: RemBERT, Megatron-BERT, RoFormer, GIT, full attention of BigBird."""
 
 from __future__ import annotations
 
