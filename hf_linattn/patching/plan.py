@@ -77,8 +77,8 @@ def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
     what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
     if model.can_generate() and all(site.causal is False for site in sites):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its text decoder has modules {what}. To patch the others alone, name them, "
-            f"e.g. patch_model(model, {{{sites[0].name!r}: ...}})"
+            f"{type(model).__name__}: its text decoder has modules {what}. To patch the others alone, "
+            f"name them, e.g. patch_model(model, {{{sites[0].name!r}: ...}})"
         )
     warnings.warn(f"{type(model).__name__}: modules stay as they are {what}", stacklevel=3)
 

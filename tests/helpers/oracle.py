@@ -328,7 +328,7 @@ def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
 
 
 def _route(model: nn.Module) -> list[Callable[[], Any]]:
-    """Let modules with attention code of their own call the interface; the suites hold softmax to that code."""
+    """Let modules with code of their own call the interface; the suites hold softmax to that code."""
     undo: list[Callable[[], Any]] = []
     for name, module in model.named_modules():
         if adapter_of(module) is not None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from helpers import properties, tiny_models
 from helpers.family_checks import check, check_causal
-from helpers.family_models import causal_model
+from helpers.family_models import causal_model, prepare
 from helpers.oracle import as_oracle
 
 from hf_linattn import bypassed, describe, patch_model, patched, unpatch_model
@@ -67,10 +67,32 @@ class TestProperties:
         properties.check_save(family, case, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["xglm", "trocr", "mvp", "megatron-bert", "big_bird"])
+@pytest.mark.parametrize("name", ["xglm", "trocr", "mvp", "megatron-bert", "big_bird", "openai-gpt", "xlm"])
 def test_other_types_equal_the_oracle(name):
     result = check_causal(name, ("elu1", "softmax1"))
     assert result.status == "right", f"{result.reason} {result.patches}"
+
+
+def test_both_streams_of_xlnet_equal_the_oracle():
+    config = transformers.XLNetConfig(vocab_size=97, d_model=32, n_layer=2, n_head=4, d_inner=64, mem_len=8)
+    model = prepare(transformers.XLNetLMHeadModel(config), torch.float32)
+    hidden = torch.rand(2, 20, 20, generator=torch.Generator().manual_seed(1)) > 0.5
+    hidden[:, :, 0] = False  # every target sees something
+    inputs = {
+        "input_ids": tiny_models.tokens(2, 20),
+        "perm_mask": hidden.float(),
+        "target_mapping": torch.eye(20)[None, [7, 11, 19]].repeat(2, 1, 1),
+        "token_type_ids": (torch.arange(20) > 9).long()[None].repeat(2, 1),
+    }
+    with torch.no_grad():
+        base = model(**inputs)
+        for patch in ("softmax", "softmax1"):
+            with as_oracle(model, patch) as seen:
+                want = model(**inputs, mems=base.mems).logits
+            assert len(seen.calls) == 4
+            with patched(model, patch):
+                properties.close(model(**inputs, mems=base.mems).logits, want, 1e-5)
+        assert torch.equal(model(**inputs).logits, base.logits)
 
 
 def test_an_image_encoder_with_fewer_keys_equals_the_oracle():

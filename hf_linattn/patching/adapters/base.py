@@ -157,6 +157,11 @@ def dropout_of(module: Any, layer: nn.Dropout | float) -> float:
     return float(probability) if module.training else 0.0
 
 
+def index_of(name: str) -> int:
+    """Read the index of a layer from a module's dotted name."""
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
 def heads_of(x: Tensor, size: int) -> Tensor:
     """Split the last dimension into heads: `[B, N, H * D]` -> `[B, H, N, D]`."""
     return x.view(*x.shape[:-1], -1, size).transpose(1, 2)
