@@ -14,6 +14,7 @@ from helpers.oracle import as_oracle
 
 from hf_linattn import bypassed, describe, patch_model, patched, unpatch_model
 from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.eval.diagnose.attention_weights import watching
 from hf_linattn.patching import adapters
 from hf_linattn.patching.adapters.base import ADAPTERS
 
@@ -189,6 +190,26 @@ def test_alibi_is_handed_on_as_a_distance(family):
     for keys, bias in seen:
         live = (whole[:, :, None] * whole[:, None])[:, None].bool() & torch.ones(keys, keys).tril().bool()
         assert float((bias - want).masked_fill(~live, 0).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["falcon, alibi", "gpt_neo"])
+def test_weights_of_an_unpatched_model_can_be_asked_for(family):
+    model = properties.model_of(family, torch.float32)
+    inputs = {key: batch()[key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        want = model(**inputs, use_cache=False, output_attentions=True).attentions
+        calls = []
+        with watching(model, calls.append):
+            model(**inputs, use_cache=False)
+    live = inputs["attention_mask"].bool()
+    if family == "gpt_neo":  # falcon's eager form, which gives weights, adds ALiBi twice
+        for call, weights in zip(calls, want, strict=True):
+            got, weights = (x.transpose(1, 2)[live] for x in (call.weights, weights))
+            properties.close(got, weights, 1e-5)
+    assert len(calls) == 2
+    patch_model(model, {0: "softmax1"})
+    with pytest.raises(UnsupportedModelError, match="patch all layers, or none"), watching(model, print):
+        pass
 
 
 def test_a_plain_model_is_left_alone():
