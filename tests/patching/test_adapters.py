@@ -9,7 +9,8 @@ import torch
 import transformers
 from helpers import properties, tiny_models
 from helpers.family_checks import check, check_causal
-from helpers.family_models import causal_model, prepare
+from helpers.family_configs import TINY, fields
+from helpers.family_models import causal_model, prepare, token_batch
 from helpers.oracle import as_oracle
 
 from hf_linattn import bypassed, describe, patch_model, patched, unpatch_model
@@ -72,6 +73,23 @@ class TestProperties:
 def test_other_types_equal_the_oracle(name):
     result = check_causal(name, ("elu1", "softmax1"))
     assert result.status == "right", f"{result.reason} {result.patches}"
+
+
+@pytest.mark.parametrize("name", ["MPNetModel", "FlaubertModel", "RoFormerModel"])
+def test_encoders_equal_the_oracle(name):
+    cls = getattr(transformers, name)
+    known = {name: value for name, value in TINY.items() if name in {*fields(cls.config_class)}}
+    sizes = {**known, "is_decoder": False, "emb_dim": 32, "pad_token_id": 1}
+    config = cls.config_class(**sizes)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = prepare(cls(config), torch.float64)
+    patches = ("softmax1",) if name == "MPNetModel" else ("elu1", "softmax1")
+    result = check(name, model, token_batch(), patches, cached=False)
+    assert result.status == "right", f"{result.reason} {result.patches}"
+    if name == "MPNetModel":
+        with pytest.raises(UnsupportedModelError, match="position bias"):
+            patch_model(model, "elu1")
 
 
 def test_both_streams_of_xlnet_equal_the_oracle():

@@ -1,4 +1,4 @@
-"""XLM: a mask of the keys, or of queries and keys where the model is causal."""
+"""XLM and FlauBERT: a mask of the keys, or of queries and keys where the model is causal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _attributes(module: Any, config: Any, name: str) -> dict[str, Any]:
     return {"is_causal": bool(config.causal), "layer_idx": module.layer_id}
 
 
-@adapts("xlm.MultiHeadAttention", attributes=_attributes)
+@adapts("xlm.MultiHeadAttention", "flaubert.MultiHeadAttention", attributes=_attributes)
 def forward(
     self: Any,
     input: Tensor,
@@ -29,8 +29,8 @@ def forward(
     past = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if kv is not None or (past is not None and past.get_seq_length(self.layer_idx)):
         raise UnsupportedCallError(
-            f"{type(self).__name__} of XLM: a patched one takes no states of another text, and no cache that "
-            "holds tokens"
+            f"{type(self).__module__}.{type(self).__name__}: a patched one takes no states of another text, "
+            "and no cache that holds tokens"
         )
     query, key, value = (
         heads_of(project(input), self.head_dim) for project in (self.q_lin, self.k_lin, self.v_lin)
