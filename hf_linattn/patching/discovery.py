@@ -26,7 +26,7 @@ from hf_linattn.attention.site import (
     ForwardInfo,
     ModuleView,
 )
-from hf_linattn.patching.adapters import adapter_of, attributes_of
+from hf_linattn.patching.adapters import REASONS, adapter_of, attributes_of
 
 
 def _is_interface_call(node: ast.AST) -> bool:
@@ -285,5 +285,7 @@ def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
 
 
 def counted(modules: dict[str, str]) -> str:
-    """Write classes with the number of their modules: "GitSelfAttention (6)"."""
-    return ", ".join(f"{cls} ({count})" for cls, count in sorted(Counter(modules.values()).items()))
+    """Write classes with the number of their modules, and why no adapter serves them where that is known."""
+    count = sorted(Counter(modules.values()).items())
+    reasons = {cls: f": {REASONS[cls]}" if cls in REASONS else "" for cls, _ in count}
+    return ", ".join(f"{cls} ({number}{reasons[cls]})" for cls, number in count)

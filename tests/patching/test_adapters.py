@@ -261,6 +261,14 @@ def test_text_and_image_of_git_are_both_patched(monkeypatch):
     patch_model(model, {names[0]: "softmax1"})  # what is named is patched
 
 
+def test_longformer_is_refused_with_the_reason():
+    config = transformers.LongformerConfig(
+        vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    with pytest.raises(UnsupportedModelError, match=r"LongformerSelfAttention \(1: a band of keys"):
+        patch_model(transformers.LongformerModel(config), "softmax1")
+
+
 def test_every_adapter_names_a_class():
     for key in ADAPTERS:
         folder, name = key.split(".")

@@ -8,8 +8,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hf_linattn.patching.adapters.base import adapt, adapter_of, attributes_of, masks_of
+from hf_linattn.patching.adapters.refused import REASONS
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["adapt", "adapter_of", "attributes_of", "masks_of"]
+__all__ = ["REASONS", "adapt", "adapter_of", "attributes_of", "masks_of"]
