@@ -258,7 +258,7 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 @cache
-def _weighs(cls: type[nn.Module]) -> bool:
+def _weighs(cls: Any) -> bool:
     """Tell whether a class is called attention and weighs values by softmax (a linear attention does not)."""
     if "Attention" not in cls.__name__ or issubclass(cls, nn.MultiheadAttention):
         return "Attention" in cls.__name__

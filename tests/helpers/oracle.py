@@ -54,6 +54,7 @@ class Run:
         windows: False drops sliding and chunked windows: plain masks are put in their place.
         learned: parameters and buffers of the patch, module -> name -> tensor.
         calls: the attention modules in the order in which they called.
+        shared: what the layers of a forward hand on.
     """
 
     options: dict[str, Any]
@@ -61,6 +62,7 @@ class Run:
     windows: bool = True
     learned: dict[nn.Module, dict[str, Tensor]] = field(default_factory=dict)
     calls: list[nn.Module] = field(default_factory=list)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Inputs:
         options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
         bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
         parts: the names in the composition.
+        first: no other module called before it in this forward.
+        shared: what the layers of a forward hand on.
     """
 
     query: Tensor
@@ -91,6 +95,8 @@ class Inputs:
     softcap: float | None = None
     sink: Tensor | None = None
     parts: tuple[str, ...] = ()
+    first: bool = True
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def scores(self) -> Tensor:
         """s_ij `[B, H, N, S]`, capped and biased; whatever is there where the key is not visible."""
@@ -284,6 +290,7 @@ def _oracle(
     x = _inputs(module, query, key, value, attention_mask, kwargs)
     name = module.config._attn_implementation.removeprefix("oracle_")
     names = tuple(name.split("+")) if run.where is None or run.where(module) else ("softmax",)
+    x.first, x.shared = module is run.calls[0], run.shared
     x.parts, x.options, x.learned = names, run.options, run.learned.get(module, {})
     for part in names:
         if part in MODIFIERS:

@@ -62,7 +62,7 @@ def adapts(
 
 def adapter_of(module: nn.Module) -> Adapter | None:
     """Find the adapter of a module; None for one that needs none, or whose forward somebody replaced."""
-    cls = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    cls: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     path = cls.__module__.split(".")
     if path[:2] != ["transformers", "models"]:
         return None
@@ -129,8 +129,11 @@ def _own_forward(
     own.__dict__.update(module.__dict__, config=config)
     bound = inspect.signature(type(module).forward).bind(own, *args, **kwargs)
     mask, hidden = bound.arguments.get("attention_mask"), list(bound.arguments.values())[1]
-    plain = isinstance(mask, Tensor) and (is_compact(mask) or mask.dtype == torch.bool)
-    if plain and adapter.masks(config) == "compact":
+    if (
+        isinstance(mask, Tensor)
+        and (is_compact(mask) or mask.dtype == torch.bool)
+        and adapter.masks(config) == "compact"
+    ):
         visible = read_visibility(mask, hidden.shape[1], mask.shape[-1], True).mask(mask.device)
         visible = visible.expand(hidden.shape[0], *visible.shape[1:])
         bound.arguments["attention_mask"] = (

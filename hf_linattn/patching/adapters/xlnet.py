@@ -26,7 +26,8 @@ def _bias(self: Any, query: Tensor, place: Tensor, segments: Tensor | None, keys
     if segments is not None:
         own = torch.einsum("ibnd,snd->ibns", query + self.r_s_bias, self.seg_embed)
         bias = bias + torch.einsum("ijbs,ibns->bnij", segments, own)
-    return bias * self.scale
+    scaled: Tensor = bias * self.scale
+    return scaled
 
 
 @adapts("xlnet.XLNetRelativeAttention", attributes=_attributes)
