@@ -26,8 +26,8 @@ class Power(ScoreAttention):
     T_0 are all tokens beside padding, a^h_ij the weights of head h in layer l, and the first token of a row
     always stays: heads read from it. What a token that stays becomes is what it would be if the others had
     been taken out of the text. Their places in the hidden states remain, with values that mean nothing: read
-    the first token, not a mean. So this shows what dropping costs in quality, and saves no time: the saving of
-    the paper comes from taking the tokens out, which changes the model around attention.
+    the first token, not a mean. So this shows what dropping costs in quality, and saves no time: the saving
+    of the paper comes from taking the tokens out, which changes the model around attention.
 
     A schedule is a plan by layer, from layer 0 on without a gap: {0: ("power", {"keep": 0.8}), 1: ...}.
     keep=1.0 drops none. Layers behind the last one of the plan would see the dropped tokens again. The choice

@@ -274,7 +274,8 @@ def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
 
     Only the innermost ones, and none that holds or belongs to one of the sites.
     """
-    found = {name: type(module).__name__ for name, module in model.named_modules() if _weighs(type(module))}
+    classes: list[tuple[str, Any]] = [(name, type(module)) for name, module in model.named_modules()]
+    found = {name: cls.__name__ for name, cls in classes if _weighs(cls)}
     names = [f"{name}." for name in (*found, *(site.name for site in sites))]
     return {
         name: cls

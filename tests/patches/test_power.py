@@ -20,7 +20,7 @@ def bert():
 
 
 def taken_out(model, ids, counts):
-    """The last states `[1, kept, M]` of a model that runs its layers on what is left, and the places of that."""
+    """The last states `[1, kept, M]` of a model that runs its layers on what is left, and its places."""
     states, places = model.embeddings(input_ids=ids), torch.arange(ids.shape[1])
     for layer, count in zip(model.encoder.layer, counts, strict=True):
         weights = layer.attention.self(states)[1]
