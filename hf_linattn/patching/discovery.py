@@ -266,7 +266,10 @@ def _weighs(cls: Any) -> bool:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return True
-    return any(word in source for word in ("softmax", "logsumexp", "scaled_dot_product_attention"))
+    return any(
+        word in source
+        for word in ("softmax", "logsumexp", "scaled_dot_product_attention", "_flash_attention")
+    )
 
 
 def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:

@@ -60,7 +60,7 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
         why = f"no adapter knows {own}" if own else "it has none"
         raise UnsupportedModelError(
             f"{type(model).__name__}: no attention module goes through transformers' attention interface; "
-            f"{why}. Such models (reformer, prophetnet, state-space families) cannot be patched."
+            f"{why}"
         )
     return sites
 

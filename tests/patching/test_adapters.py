@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,7 +270,9 @@ def test_longformer_is_refused_with_the_reason():
         patch_model(transformers.LongformerModel(config), "softmax1")
 
 
-def test_every_adapter_names_a_class():
+def test_every_adapter_is_short_and_names_a_class():
+    for path in Path(adapters.__file__).parent.glob("*.py"):
+        assert path.stem == "base" or len(path.read_text().splitlines()) <= 80, path.name
     for key in ADAPTERS:
         folder, name = key.split(".")
         module = __import__(f"transformers.models.{folder}.modeling_{folder}", fromlist=[name])

@@ -54,5 +54,6 @@ def forward(
         scaling=self.scaling,
         dropout=dropout_of(self, self.dropout),
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.out_proj(output.flatten(2)), weights

@@ -63,5 +63,6 @@ def forward(
         scaling=size**-0.5,
         dropout=dropout_of(self, self.dropout),
         output_attentions=output_attentions,
+        **kwargs,
     )
     return output.flatten(2), weights

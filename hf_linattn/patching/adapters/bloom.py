@@ -42,6 +42,7 @@ def forward(
         dropout=dropout_of(self, self.attention_dropout),
         position_bias=relative_bias(alibi, attention_mask, query.shape[2]),
         output_attentions=output_attentions,
+        **kwargs,
     )
     output = output.flatten(2)
     if self.pretraining_tp > 1 and self.slow_but_exact:  # sums slices, and leaves the bias out

@@ -41,5 +41,6 @@ def forward(
         dropout=0.0 if self.dropout is None else dropout_of(self, self.dropout),
         position_bias=position_bias,
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.attention_out(output.flatten(2)), weights

@@ -65,5 +65,6 @@ def forward(
         dropout=0.0 if alibi is None else dropout_of(self, self.attention_dropout),
         position_bias=bias,
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.dense(output.flatten(2)), weights

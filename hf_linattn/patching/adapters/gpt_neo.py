@@ -41,5 +41,6 @@ def forward(
         dropout=dropout_of(self, self.attn_dropout),
         window=self.sliding_window,
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.resid_dropout(self.out_proj(output.flatten(2))), weights

@@ -41,5 +41,6 @@ def forward(
         scaling=1 / self.norm_factor,
         dropout=dropout_of(self, self.attention_dropout),
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.dense(output.flatten(2)), weights, self.dense_bias

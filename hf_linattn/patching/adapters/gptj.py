@@ -58,5 +58,6 @@ def forward(
         scaling=1 / self.scale_attn,
         dropout=dropout_of(self, self.attn_dropout),
         output_attentions=output_attentions,
+        **kwargs,
     )
     return self.resid_dropout(self.out_proj(output.flatten(2))), weights

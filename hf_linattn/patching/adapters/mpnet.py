@@ -31,6 +31,7 @@ def forward(
         dropout=dropout_of(self, self.dropout),
         position_bias=position_bias,
         output_attentions=output_attentions,
+        **kwargs,
     )
     output = self.o(output.flatten(2))
     return (output, weights) if output_attentions and weights is not None else (output,)

@@ -49,6 +49,6 @@ def forward(
         scaling=self.softmax_scale,
         dropout=dropout_of(self, self.attn_dropout_p),
         position_bias=relative_bias(_alibi(position_bias, keys), visible, query.shape[2]),
-        output_attentions=kwargs.get("output_attentions"),
+        **kwargs,
     )
     return self.out_proj(output.flatten(2)), weights

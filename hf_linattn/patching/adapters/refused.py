@@ -1,6 +1,8 @@
 """Attention that no adapter serves, and why."""
 
+FLASH = "load the model with attn_implementation='eager'"
 REASONS = {
+    **dict.fromkeys(("FalconFlashAttention2", "GPTJFlashAttention2", "GPTNeoFlashAttention2"), FLASH),
     "LongformerSelfAttention": "a band of keys, beside global tokens with projections of their own",
     "LEDEncoderSelfAttention": "a band of keys, beside global tokens with projections of their own",
     "BigBirdBlockSparseAttention": "blocks of keys, some at random; attention_type='original_full' is served",

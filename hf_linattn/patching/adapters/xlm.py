@@ -44,6 +44,7 @@ def forward(
         scaling=self.head_dim**-0.5,
         dropout=dropout_of(self, self.dropout),
         output_attentions=output_attentions,
+        **kwargs,
     )
     output = self.out_lin(output.flatten(2))
     return (output, weights) if output_attentions and weights is not None else (output,)
