@@ -148,6 +148,8 @@ left by {pad} tokens, windows of {window}, float64 unless said otherwise), on th
   1e-4. Where the unpatched model does not agree with itself there (marked *own*), the chunks are compared
   with the oracle's chunks.
 * elu1 runs with `sliding="global"` and must drop windows; softmax1 and logn must honour them.
+* *adapter*: the type has attention code of its own, which an adapter (hf_linattn/patching/adapters) replaces
+  while the model is patched. The oracle runs on the same adapter, and its softmax must equal the type's code.
 * *refused* means that `patch_model` raises with the reason before anything is touched, or, where the remark
   says so, that the first call raises. *not routed* means that no attention of the text goes through
   transformers' attention interface; the remark names its classes.
@@ -225,12 +227,14 @@ def _remark(result: Result) -> str:
     remarks += [f"{', '.join(names)}: {text}" for text, names in reasons.items()]
     if result.status in ("not built", "wrong"):
         remarks.append(result.reason)
-    elif result.status == "not routed" and "computes softmax" not in result.reason:
+    elif result.status == "not routed" and "no adapter" not in result.reason:
         remarks.append(result.reason.partition("; ")[2] or result.reason)
     if result.untouched:
         remarks.append(
             f"beside it: {', '.join(result.untouched)}" if result.patches else ", ".join(result.untouched)
         )
+    if result.adapted:
+        remarks.append("adapter")
     if "elu1" in result.sliding and result.sliding["elu1"] == "keep":
         remarks.append("elu1 with sliding='keep': the model makes its windows' masks itself")
     ran, routed = result.modules

@@ -24,6 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import LinattnError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patching.contexts import patched
+from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.patch import is_patched
 from hf_linattn.patching.plan import sites_of, transformers_model
 
 OTHER_LAYOUTS = ("flash", "flex", "paged", "/")
@@ -65,6 +68,30 @@ def watching(model: nn.Module, see: Callable[[Call], None]) -> Iterator[None]:
             that cannot be asked for its weights.
         UnsupportedCallError: while running, an attention that is not linear in its values, or reads them.
     """
+    with _routed(model), _exchanged(model, see):
+        yield
+
+
+@contextmanager
+def _routed(model: nn.Module) -> Iterator[None]:
+    """Have modules with attention code of their own compute the same softmax by the interface."""
+    inside = transformers_model(model)
+    own = [site for site in sites_of(inside) if site.adapted and NAME not in site.module._modules]
+    if not own:
+        yield
+    elif is_patched(inside):
+        raise UnsupportedModelError(
+            f"{own[0].name} ({type(own[0].module).__name__}) computes with code of its own beside patched "
+            "layers, and cannot be asked for its weights: patch all layers, or none"
+        )
+    else:
+        with patched(model, {site.name: "temperature" for site in own}):  # whose factor starts at 1
+            yield
+
+
+@contextmanager
+def _exchanged(model: nn.Module, see: Callable[[Call], None]) -> Iterator[None]:
+    """Hand every attention call to `see`."""
     sites = sites_of(transformers_model(model))
     implementations = {_implementation(site.module): site.name for site in sites}
     for implementation, name in implementations.items():

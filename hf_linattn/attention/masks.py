@@ -23,13 +23,19 @@ from transformers import masking_utils
 from hf_linattn.errors import UnsupportedMaskError
 
 CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
-DENSE_MASKS, WHOLE_MASKS, NO_CHUNKS = FLAGS = (
+DENSE_MASKS, ADDITIVE_MASKS, WHOLE_MASKS, UNREAD_MASKS, NO_CHUNKS = FLAGS = (
     "_linattn_dense_masks",
+    "_linattn_additive_masks",
     "_linattn_whole_masks",
+    "_linattn_unread_masks",
     "_linattn_no_chunks",
 )
-"""Attributes of a patched model's configs: its modules compute with masks, so no compact ones; masks show
-more columns than a window's cache keeps; chunks are dropped."""
+"""Attributes of a patched model's configs, about what its modules do with masks.
+
+They compute with boolean ones, or with additive ones, so no compact ones; windows are kept in some layers and
+dropped in others, so masks count all keys; masks are only handed on, even where the model asks for real ones;
+chunks are dropped.
+"""
 
 
 def is_compact(mask: Tensor | None) -> bool:
@@ -169,7 +175,8 @@ def compact_mask(
     if WHOLE_MASKS in getattr(config, "__dict__", ()) and isinstance(q_offset, int):
         kv_length, kv_offset = q_offset + q_length, 0  # not only the columns that a window's cache keeps
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
-    if use_vmap or DENSE_MASKS in getattr(config, "__dict__", ()):
+    flags = getattr(config, "__dict__", {}).keys() & FLAGS
+    if use_vmap or DENSE_MASKS in flags or ADDITIVE_MASKS in flags:
         pattern = UNKNOWN
     elif tracing:
         pattern = _traced_pattern(
@@ -179,6 +186,7 @@ def compact_mask(
         pattern = read_pattern(mask_function)
     # a model that asks for a real mask combines it with one of its own (sparse indexers)
     combines = kwargs.get("allow_is_causal_skip") is False and local_size is None and q_length > 1
+    combines = combines and UNREAD_MASKS not in flags
     if pattern.kind == "causal" and pattern.documents is None and combines and not tracing:
         pattern = UNKNOWN
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
@@ -186,7 +194,8 @@ def compact_mask(
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = (
             False  # None would lose the padding
         )
-        dense: Any = masking_utils.sdpa_mask  # offsets are tensors with static caches
+        additive = ADDITIVE_MASKS in flags
+        dense: Any = masking_utils.eager_mask if additive else masking_utils.sdpa_mask  # any kind of offsets
         mask: Tensor = dense(
             batch_size=batch_size,
             q_length=q_length,

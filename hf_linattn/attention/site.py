@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ ROTARY_ARGUMENT = "position_embeddings"
 
 
 EXTRAS = {
-    "position_bias": "adds a learned position bias to the scores",
+    "position_bias": "adds a position bias to the scores",
     "softcap": "caps its scores with tanh",
     "s_aux": "has attention sinks of its own",
     "sinks": "has attention sinks of its own",
@@ -54,8 +55,8 @@ class Extra:
     text: str
     guards: tuple[tuple[str, ...], ...] = ()
 
-    def in_force(self, module: nn.Module) -> bool:
-        """Tell whether this module passes anything but None."""
+    def in_force(self, module: Any) -> bool:
+        """Tell whether this module, or its view, passes anything but None."""
         attribute = self.text.removeprefix("self.")
         if self.text == "None":
             return False
@@ -92,6 +93,16 @@ class ForwardInfo:
     sharing: tuple[str, ...] = ()
 
 
+class ModuleView:
+    """An attention module with attributes that it has only while it is patched."""
+
+    def __init__(self, module: nn.Module, attributes: dict[str, Any]) -> None:
+        self._module, self._attributes = module, attributes
+
+    def __getattr__(self, name: str) -> Any:
+        return self._attributes[name] if name in self._attributes else getattr(self._module, name)
+
+
 @dataclass(frozen=True)
 class AttentionSite:
     """One attention module of a model.
@@ -106,6 +117,8 @@ class AttentionSite:
         max_positions: the config's max_position_embeddings, in tokens.
         causal: whether the module attends to the past alone; None where only its calls tell.
         rotary: the model's one rotary embedding, where the module takes its output; otherwise None.
+        adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
+        attributes: what the adapter gives the module beside that.
     """
 
     name: str
@@ -120,6 +133,13 @@ class AttentionSite:
     max_positions: int | None
     causal: bool | None
     rotary: nn.Module | None = None
+    adapted: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def view(self) -> ModuleView:
+        """The module with what its adapter gives it, patched or not."""
+        return ModuleView(self.module, self.attributes)
 
     def require(self, *sizes: str, reason: str) -> list[int]:
         """Return sizes of the module, as a patch needs them.
@@ -157,10 +177,10 @@ class AttentionSite:
         return {
             extra.keyword: EXTRAS[extra.keyword]
             for extra in self.forward_info.extras
-            if extra.in_force(self.module)
+            if extra.in_force(self.view)
         }
 
     @cached_property
     def shares(self) -> bool:
         """Whether it takes keys and values from another layer, or gives it its own."""
-        return any(getattr(self.module, name, False) for name in self.forward_info.sharing)
+        return any(getattr(self.view, name, False) for name in self.forward_info.sharing)

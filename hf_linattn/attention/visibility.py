@@ -71,6 +71,17 @@ class Visibility:
             bias=self.bias,
         )
 
+    def windowed(self, size: int, device: torch.device) -> Visibility:
+        """Restrict to the last keys, that of the query included, for layers whose mask does not say so."""
+        relative = self._relative(device)
+        if self.dense is None:
+            ones = relative.new_ones(1, self.keys)
+            documents = ones if self.documents is None else self.documents
+            window = torch.full_like(relative, size)
+            return replace(self, documents=documents, window=window, chunks=0 * documents)
+        row = torch.arange(self.queries, device=device)[:, None]
+        return replace(self, dense=self.dense & (relative > row - size))
+
     def packed(self, borders: Tensor, device: torch.device) -> Visibility:
         """Restrict to documents, whose borders `[documents + 1]` come as flash attention takes them."""
         row = (

@@ -111,7 +111,7 @@ def bypassed(model: nn.Module, modules: Collection[str] | None = None) -> Iterat
             names = ", ".join(site.name for site in sites)
             raise PlanError(f"{pattern!r} is no patched module of this model; there are {names}")
         chosen += matching
-    native = {site.name: native_implementation(site.module, installation) for site in chosen}
+    native = {site.name: native_implementation(site, installation) for site in chosen}
     for site in chosen:
         check_native_impl(site, native[site.name])
     children: list[Any] = [site.module._modules[NAME] for site in chosen]

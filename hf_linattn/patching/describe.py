@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_linattn.attention.site import AttentionSite
+from hf_linattn.patching.discovery import counted, unrouted
 from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import sites_of, transformers_model
@@ -47,10 +48,15 @@ class ModuleDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` gives: one row per attention module; prints as a table."""
+    """What `describe` gives: one row per attention module; prints as a table.
+
+    Attributes:
+        unrouted: dotted name -> class of attention modules that no patch reaches: their code is their own.
+    """
 
     model: str
     rows: tuple[ModuleDescription, ...]
+    unrouted: dict[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[ModuleDescription]:
         return iter(self.rows)
@@ -73,7 +79,9 @@ class Description:
         lines = [head, *map(_cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = [zip(line, widths, strict=True) for line in lines]
-        return "\n".join([self.model, *("  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs)])
+        out = [f"out of reach, with attention code of their own: {counted(self.unrouted)}"]
+        table = ["  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs]
+        return "\n".join([self.model, *table, *(out if self.unrouted else [])])
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
@@ -164,8 +172,9 @@ def describe(model: nn.Module) -> Description:
     """
     inside = transformers_model(model)
     installation = installation_of(inside)
-    rows = tuple(_describe_module(site, installation) for site in sites_of(inside))
-    return Description(type(inside).__name__, rows)
+    sites = sites_of(inside)
+    rows = tuple(_describe_module(site, installation) for site in sites)
+    return Description(type(inside).__name__, rows, unrouted(inside, sites))
 
 
 def is_linear(model: nn.Module) -> bool:

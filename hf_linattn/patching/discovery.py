@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +24,9 @@ from hf_linattn.attention.site import (
     AttentionSite,
     Extra,
     ForwardInfo,
+    ModuleView,
 )
+from hf_linattn.patching.adapters import REASONS, adapter_of, attributes_of
 
 
 def _is_interface_call(node: ast.AST) -> bool:
@@ -141,10 +145,14 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(attributes)
 
 
-@cache
 def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
     """Read what a class's forward says; None if it does not call the attention interface."""
-    forward = inspect.unwrap(cls.forward)
+    return read_forward(inspect.unwrap(cls.forward))
+
+
+@cache
+def read_forward(forward: Callable[..., Any]) -> ForwardInfo | None:
+    """Read what a forward says; None if it does not call the attention interface."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):
@@ -160,7 +168,7 @@ def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
     return ForwardInfo(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
 
 
-def window_of(module: nn.Module) -> str | None:
+def window_of(module: Any) -> str | None:
     """Tell whether, and how, a layer is windowed; many modules leave that to the config (mistral)."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
@@ -188,28 +196,35 @@ def _rotary(model: nn.Module) -> nn.Module | None:
     return embeddings[0] if len(embeddings) == 1 else None
 
 
-def _site(name: str, module: nn.Module, source: ForwardInfo, rotary: nn.Module | None) -> AttentionSite:
-    config = getattr(module, "config", None)
-    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head")
+def _site(
+    name: str,
+    module: nn.Module,
+    source: ForwardInfo,
+    rotary: nn.Module | None,
+    attributes: dict[str, Any] | None = None,
+) -> AttentionSite:
+    seen: Any = ModuleView(module, attributes or {})
+    config = getattr(seen, "config", None)
+    heads = _first(seen, "num_heads", "num_attention_heads", "n_heads", "n_head")
     heads = heads or _first(config, "num_attention_heads", "n_head", "n_heads", "encoder_attention_heads")
     head_dim = _first(
-        module, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
+        seen, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
     )
-    value_dim = _first(module, "v_head_dim") or head_dim
-    kv_heads = _first(module, "num_key_value_heads", "num_kv_heads")
+    value_dim = _first(seen, "v_head_dim") or head_dim
+    kv_heads = _first(seen, "num_key_value_heads", "num_kv_heads")
     if kv_heads is None and heads is not None:
-        groups = _first(module, "num_key_value_groups")
-        latent = hasattr(module, "kv_lora_rank")  # keys of latent attention come in expanded to every head
+        groups = _first(seen, "num_key_value_groups")
+        latent = hasattr(seen, "kv_lora_rank")  # keys of latent attention come in expanded to every head
         kv_heads = heads if latent or not groups else heads // groups
-    index = _first(module, "layer_idx")
+    index = _first(seen, "layer_idx")
     positions = _first(config, "max_position_embeddings", "n_positions", "max_target_positions")
-    causal = getattr(module, "is_causal", None)
+    causal = getattr(seen, "is_causal", None)
     return AttentionSite(
         name=name,
         module=module,
         forward_info=source,
         layer_idx=index,
-        window=window_of(module),
+        window=window_of(seen),
         head_dim=head_dim,
         value_dim=value_dim,
         heads=heads,
@@ -217,23 +232,64 @@ def _site(name: str, module: nn.Module, source: ForwardInfo, rotary: nn.Module |
         max_positions=positions,
         causal=causal if isinstance(causal, bool) else None,
         rotary=rotary if ROTARY_ARGUMENT in source.parameters else None,
+        adapted=attributes is not None,
+        attributes=attributes or {},
     )
 
 
 def find_sites(model: nn.Module) -> list[AttentionSite]:
-    """List every attention module that routes through the interface, in the order of the model."""
+    """List every attention module that routes through the interface, in the order of the model.
+
+    By itself, or by its adapter while it is patched.
+    """
     sites = []
     rotary = _rotary(model)
     for name, module in model.named_modules():
-        cls: Any = type(module)
-        source = read_source(cls)
+        adapter = adapter_of(module)
+        if adapter is not None:
+            source = read_forward(adapter.forward)
+            assert source is not None, f"the adapter of {type(module).__name__} calls no attention interface"
+            sites.append(_site(name, module, source, rotary, attributes_of(model, name)))
+            continue
+        source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
             sites.append(_site(name, module, source, rotary))
     return sites
 
 
-def attention_classes(model: nn.Module) -> list[str]:
-    """Name classes that look like attention but do not route, for messages."""
-    names = {type(m).__name__ for m in model.modules() if "Attention" in type(m).__name__}
-    routed = {type(site.module).__name__ for site in find_sites(model)}
-    return sorted(names - routed)
+@cache
+def _weighs(cls: Any) -> bool:
+    """Tell whether a class is called attention and weighs values by softmax (a linear attention does not)."""
+    if "Attention" not in cls.__name__ or issubclass(cls, nn.MultiheadAttention):
+        return "Attention" in cls.__name__
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return True
+    return any(
+        word in source
+        for word in ("softmax", "logsumexp", "scaled_dot_product_attention", "_flash_attention")
+    )
+
+
+def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:
+    """List attention modules that keep attention code of their own: dotted name -> name of the class.
+
+    Only the innermost ones, and none that holds or belongs to one of the sites.
+    """
+    classes: list[tuple[str, Any]] = [(name, type(module)) for name, module in model.named_modules()]
+    found = {name: cls.__name__ for name, cls in classes if _weighs(cls)}
+    names = [f"{name}." for name in (*found, *(site.name for site in sites))]
+    return {
+        name: cls
+        for name, cls in found.items()
+        if not any(other.startswith(f"{name}.") for other in names if other != f"{name}.")
+        and not any(f"{name}.".startswith(f"{site.name}.") for site in sites)
+    }
+
+
+def counted(modules: dict[str, str]) -> str:
+    """Write classes with the number of their modules, and why no adapter serves them where that is known."""
+    count = sorted(Counter(modules.values()).items())
+    reasons = {cls: f": {REASONS[cls]}" if cls in REASONS else "" for cls, _ in count}
+    return ", ".join(f"{cls} ({number}{reasons[cls]})" for cls, number in count)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError
+from hf_linattn.patching.adapters import adapt, attributes_of
 from hf_linattn.patching.cache_layers import put_full_cache, put_state_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
 from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, bind_cache_layer
@@ -87,6 +88,13 @@ class Installation:
         self._undo.append(self.configs.restore)
         self.configs.use_copies(entry, self._model.config, flags)
 
+    def adapt(self, site: AttentionSite) -> None:
+        """Have a module with attention code of its own call the interface."""
+        if site.adapted:
+            for name, value in attributes_of(self._model, site.name).items():
+                self._replace(site.module, name, value)
+            self._undo.append(adapt(site.module))
+
     def attach(self, site: AttentionSite, child: PatchedAttention) -> None:
         """Put a child into an attention module, and the hook that hands it the state of each call."""
         self._undo.append(functools.partial(_detach, site.module))
@@ -127,14 +135,14 @@ def installation_of(model: nn.Module) -> Installation | None:
     return model.__dict__.get(INSTALLATION)
 
 
-def native_implementation(module: nn.Module, installation: Installation | None) -> str:
+def native_implementation(site: AttentionSite, installation: Installation | None) -> str:
     """Name the attention implementation of a module, that of before where its model is patched.
 
     Args:
-        module: an attention module.
+        site: of the module.
         installation: of its model; None for an unpatched one.
     """
-    config: Any = module.config
+    config: Any = site.view.config
     if installation is not None and installation.configs is not None:
         config = installation.configs.original(config)
     return config._attn_implementation or "eager"
@@ -152,7 +160,7 @@ def _detach(module: nn.Module) -> None:
 
 def _has_own_slot(site: AttentionSite) -> bool:
     cross = "Cross" in type(site.module).__name__
-    causal = bool(getattr(site.module, "is_causal", False))
+    causal = bool(getattr(site.view, "is_causal", False))
     return causal and not cross and site.forward_info.slot == "self" and site.layer_idx is not None
 
 

@@ -127,13 +127,18 @@ def native_attention(
         )
         mask = visibility.mask(query.device)
     if mask is not None and mask.dtype == torch.bool and kept == "eager":
-        lowest = torch.finfo(query.dtype).min
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
+        mask = additive_mask(mask, query.dtype)
     if kept == "eager":
         function = type(module).forward.__globals__["eager_attention_forward"]
     else:
         function = ALL_ATTENTION_FUNCTIONS[kept]
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write a boolean mask as transformers' eager attention adds it to scores of a dtype."""
+    lowest = torch.finfo(dtype).min
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest)
 
 
 def check_native_impl(site: AttentionSite, kept: str) -> None:
@@ -148,9 +153,8 @@ def check_native_impl(site: AttentionSite, kept: str) -> None:
             f"{', '.join(NATIVE_IMPLEMENTATIONS)} only: its model cannot be patched in part"
         )
     known = kept in NATIVE_IMPLEMENTATIONS
-    if not known or (
-        kept == "eager" and "eager_attention_forward" not in type(site.module).forward.__globals__
-    ):
+    functions = type(site.module).forward.__globals__
+    if not known or (kept == "eager" and not site.adapted and "eager_attention_forward" not in functions):
         raise UnsupportedModelError(
             f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
             f"{' and '.join(NATIVE_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."

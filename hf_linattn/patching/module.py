@@ -217,6 +217,8 @@ class PatchedAttention(nn.Module):
         """
         self._refuse_call(context.cross, dropout, causal, extras)
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+        if self.keep_window and extras.get("window") is not None:
+            visibility = visibility.windowed(extras["window"], query.device)
         if not self.keep_window:
             visibility = visibility.without_window()
             if self.drops_window and not self.keeps_state:

@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_linattn.attention.masks import DENSE_MASKS, NO_CHUNKS, WHOLE_MASKS
+from hf_linattn.attention.masks import ADDITIVE_MASKS, DENSE_MASKS, NO_CHUNKS, UNREAD_MASKS, WHOLE_MASKS
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
+from hf_linattn.patching.adapters import masks_of
 from hf_linattn.patching.installation import Installation, installation_of, native_implementation
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
-from hf_linattn.patching.plan import Plan, resolve, sites_of, transformers_model
+from hf_linattn.patching.plan import Plan, report_unrouted, resolve, sites_of, transformers_model
 from hf_linattn.registry import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,6 +52,9 @@ def patch_model(
     Raises:
         LinattnError: one of its kinds, before anything was touched.
 
+    Warns:
+        UserWarning: a patch for all modules does not reach some, whose attention code is their own.
+
     Example:
         >>> from transformers import AutoModelForCausalLM
         >>> from hf_linattn import describe, patch_model
@@ -67,6 +71,8 @@ def patch_model(
     earlier = installation_of(inside)
     dtype = next((p.dtype for p in inside.parameters() if p.is_floating_point()), None)
     checked = _check(sites, resolve(patch, sites, options), sliding, earlier, dtype)
+    if isinstance(patch, str) and checked.children:
+        report_unrouted(inside, sites)
     if earlier is not None:
         earlier.undo()
     _install(inside, checked, sliding)
@@ -156,7 +162,7 @@ def _check(
     """Build what will be attached, and refuse what cannot work, before anything is touched."""
     children, notes = _build_children(sites, recipes, sliding, dtype)
     native = {
-        site.name: native_implementation(site.module, earlier)
+        site.name: native_implementation(site, earlier)
         for site in (sites if children else [])
         if site.name not in children
     }
@@ -225,6 +231,7 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
             return
         installation.use_own_configs(_config_entry(recipes, sliding), _mask_flags(checked.sites, children))
         for site in checked.sites:
+            installation.adapt(site)
             if site.name in children:
                 installation.attach(site, children[site.name])
             else:
@@ -251,8 +258,16 @@ def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any
 
 def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
     """Name what masks must be, beyond the compact form for the window of each layer."""
-    dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
+    forms = {masks_of(site) for site in sites}
+    dense = "boolean" in forms or any("attention_mask" in site.extras for site in sites)
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
-    chunks = any(site.window == "chunked" and site.name in children for site in sites) and dropped
-    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept) + (NO_CHUNKS,) * chunks
+    chunks = any(site.window == "chunked" and site.name in children for site in sites)
+    flags = {
+        DENSE_MASKS: dense,  # a module, or the model around it, computes with the mask itself
+        ADDITIVE_MASKS: "additive" in forms,
+        WHOLE_MASKS: dropped and kept,
+        UNREAD_MASKS: forms == {"compact"},
+        NO_CHUNKS: chunks and dropped,
+    }
+    return tuple(flag for flag, wanted in flags.items() if wanted)

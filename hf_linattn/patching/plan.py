@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import reprlib
+import warnings
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from numbers import Integral
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import OptionError, PlanError, UnsupportedModelError
-from hf_linattn.patching.discovery import attention_classes, find_sites
+from hf_linattn.patching.discovery import counted, find_sites, unrouted
 from hf_linattn.registry import Recipe, names_in, options_for, parse
 
 Plan = str | dict[Any, Any] | Callable[[str, nn.Module], Any]
@@ -55,13 +56,31 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
     """
     sites = find_sites(model)
     if not sites:
-        classes = ", ".join(attention_classes(model))
-        who = f"its attention ({classes}) computes softmax in its own forward" if classes else "it has none"
+        own = counted(unrouted(model, sites))
+        why = f"no adapter knows {own}" if own else "it has none"
         raise UnsupportedModelError(
             f"{type(model).__name__}: no attention module goes through transformers' attention interface; "
-            f"{who}. Such models (bloom, falcon, gptj, mpt, state-space families) cannot be patched."
+            f"{why}"
         )
     return sites
+
+
+def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
+    """Warn of attention modules that a plan for all modules does not reach.
+
+    Raises:
+        UnsupportedModelError: the text decoder is out of reach as a whole.
+    """
+    left = unrouted(model, sites)
+    if not left:
+        return
+    what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
+    if model.can_generate() and all(site.causal is False for site in sites):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its text decoder has modules {what}. To patch the others alone, "
+            f"name them, e.g. patch_model(model, {{{sites[0].name!r}: ...}})"
+        )
+    warnings.warn(f"{type(model).__name__}: modules stay as they are {what}", stacklevel=3)
 
 
 def _parts(key: Any) -> list[Any]:

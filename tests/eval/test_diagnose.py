@@ -301,8 +301,8 @@ def test_refusals():
         diagnose(llama(), *left_padded(ids, LENGTH - 2))
     with pytest.raises(DataError, match=r"\[windows, tokens\]"):
         diagnose(llama(), ids[0])
-    with pytest.raises(UnsupportedModelError, match="bloom"):
-        diagnose(build("BloomForCausalLM", implementation="eager", hidden_size=32, n_layer=1, n_head=2), ids)
+    with pytest.raises(UnsupportedModelError, match="it has none"):
+        diagnose(build("MambaForCausalLM", hidden_size=32, num_hidden_layers=1, vocab_size=97), ids)
     with pytest.raises(LinattnError, match="transformers model"):
         diagnose(nn.Linear(2, 2), ids)
     model = build("T5ForConditionalGeneration", d_model=32, d_kv=8, num_heads=4, num_layers=1, vocab_size=97)

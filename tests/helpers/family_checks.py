@@ -35,6 +35,7 @@ class Result:
         own: error of the oracle's softmax against the model's own attention.
         modules: attention modules that ran through the interface, and all that can.
         untouched: attention classes beside them that do not route.
+        adapted: an adapter makes its attention route.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Result:
     own: float | None = None
     modules: tuple[int, int] = (0, 0)
     untouched: list[str] = field(default_factory=list)
+    adapted: bool = False
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -145,6 +147,7 @@ def check(
     base = run()
     sites = find_sites(model)
     result.untouched = untouched(model)
+    result.adapted = any(site.adapted for site in sites)
     if not sites:
         try:
             patch_model(model, patches[0])

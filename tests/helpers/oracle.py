@@ -28,12 +28,20 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+)
+
+from hf_linattn.patching.adapters import adapt, adapter_of, attributes_of
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Run:
         windows: False drops sliding and chunked windows: plain masks are put in their place.
         learned: parameters and buffers of the patch, module -> name -> tensor.
         calls: the attention modules in the order in which they called.
+        shared: what the layers of a forward hand on.
     """
 
     options: dict[str, Any]
@@ -53,6 +62,7 @@ class Run:
     windows: bool = True
     learned: dict[nn.Module, dict[str, Tensor]] = field(default_factory=dict)
     calls: list[nn.Module] = field(default_factory=list)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,6 +78,8 @@ class Inputs:
         options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
         bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
         parts: the names in the composition.
+        first: no other module called before it in this forward.
+        shared: what the layers of a forward hand on.
     """
 
     query: Tensor
@@ -83,6 +95,8 @@ class Inputs:
     softcap: float | None = None
     sink: Tensor | None = None
     parts: tuple[str, ...] = ()
+    first: bool = True
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def scores(self) -> Tensor:
         """s_ij `[B, H, N, S]`, capped and biased; whatever is there where the key is not visible."""
@@ -244,6 +258,9 @@ def _inputs(
     visible = visible_keys(module, query, key, attention_mask, is_causal)
     if kwargs.get("indices") is not None:
         visible = visible & selected_keys(kwargs["indices"], key.shape[2])
+    if kwargs.get("window") is not None and _RUNS[-1].windows:
+        own = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+        visible = visible & (torch.arange(key.shape[2]) > own - kwargs["window"])
     bias = kwargs.get("position_bias")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         bias = attention_mask if bias is None else attention_mask + bias
@@ -273,6 +290,7 @@ def _oracle(
     x = _inputs(module, query, key, value, attention_mask, kwargs)
     name = module.config._attn_implementation.removeprefix("oracle_")
     names = tuple(name.split("+")) if run.where is None or run.where(module) else ("softmax",)
+    x.first, x.shared = module is run.calls[0], run.shared
     x.parts, x.options, x.learned = names, run.options, run.learned.get(module, {})
     for part in names:
         if part in MODIFIERS:
@@ -290,6 +308,8 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
         forward = bool(kwargs["mask_function"](zero, zero, zero, zero + 1))  # query 0 sees key 1
         kwargs["mask_function"] = bidirectional_mask_function if forward else causal_mask_function
         kwargs["local_size"] = None
+    if kwargs["config"].model_type == "mpt":  # computes with additive masks
+        return eager_mask(*args, **kwargs)
     return sdpa_mask(*args, **kwargs)
 
 
@@ -314,6 +334,17 @@ def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
     return output[0] * 0 + 1, output[1] * 0
 
 
+def _route(model: nn.Module) -> list[Callable[[], Any]]:
+    """Let modules with code of their own call the interface; the suites hold softmax to that code."""
+    undo: list[Callable[[], Any]] = []
+    for name, module in model.named_modules():
+        if adapter_of(module) is not None:
+            new = {k: v for k, v in attributes_of(model, name).items() if k not in module.__dict__}
+            module.__dict__.update(new)
+            undo += [*(partial(module.__dict__.pop, key) for key in new), adapt(module)]
+    return undo
+
+
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
@@ -327,6 +358,7 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     rotary = [m for m in model.modules() if hasattr(m, "rope_type")] if STILL & set(patch.split("+")) else []
     hooks = [module.register_forward_hook(_still) for module in rotary]
+    undo = _route(model)
     _RUNS.append(run)
     try:
         for config, _ in before:
@@ -336,6 +368,8 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
         for hook in hooks:
             hook.remove()
         _RUNS.remove(run)
+        for step in reversed(undo):
+            step()
         for config, implementation in before:
             config._attn_implementation_internal = implementation
 

@@ -29,7 +29,25 @@ FAMILIES = {
     "bert": {"cls": "BertForMaskedLM"},
     "electra": {"cls": "ElectraForMaskedLM", "embedding_size": 32},
 }
+ADAPTED = {
+    "bloom": {"cls": "BloomForCausalLM"},
+    "falcon": {"cls": "FalconForCausalLM", "alibi": False},
+    "falcon, alibi": {"cls": "FalconForCausalLM", "alibi": True, "multi_query": False},
+    "falcon, grouped": {"cls": "FalconForCausalLM", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gptj": {"cls": "GPTJForCausalLM", "rotary_dim": 4, "n_positions": 256},
+    "codegen": {"cls": "CodeGenForCausalLM", "rotary_dim": 4, "n_positions": 256, "n_ctx": 256},
+    "mpt": {"cls": "MptForCausalLM", "max_seq_len": 256},
+    "gpt_neo": {
+        "cls": "GPTNeoForCausalLM",
+        "num_heads": 4,
+        "window_size": 16,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "gpt_neox_japanese": {"cls": "GPTNeoXJapaneseForCausalLM"},
+}
+"""Families with attention code of their own, which adapters route; see `tests/patching/test_adapters.py`."""
 SHAPED = {
+    **{family: {"num_key_value_heads": None, "head_dim": None} for family in ADAPTED},
     "gpt2": {},
     "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
     "stablelm": {"head_dim": None},
@@ -79,14 +97,15 @@ CUTS = (0, 7, 71, 72, 100)
 
 
 def model_of(family, dtype=torch.float64):
-    config = {k: v for k, v in FAMILIES[family].items() if k != "cls"}
+    known = {**FAMILIES, **ADAPTED}
+    config = {k: v for k, v in known[family].items() if k != "cls"}
     sizes = (
         {} if family == "gpt2" else {**tiny_models.SIZES, "num_hidden_layers": 2, **SHAPED.get(family, {})}
     )
     sizes = {
         k: v for k, v in {"vocab_size": 97, "eos_token_id": None, **sizes, **config}.items() if v is not None
     }
-    return tiny_models.build(FAMILIES[family]["cls"], dtype=dtype, **sizes)
+    return tiny_models.build(known[family]["cls"], dtype=dtype, **sizes)
 
 
 def learned(model):
@@ -112,6 +131,8 @@ def patch(model, case):
 
 def is_kept(module):
     """Layers that keep their window under a patch that cannot honour it."""
+    if hasattr(module, "attention_type"):
+        return module.attention_type == "local"
     types = getattr(module.config, "layer_types", None) or []
     return bool(types) and types[module.layer_idx] == "sliding_attention"
 

@@ -37,6 +37,8 @@ def build(cls, seed=1, dtype=torch.float64, implementation="sdpa", **config):
     """A model of this class; weights of std 0.2, since the usual 0.02 would hide errors in attention."""
     torch.manual_seed(seed)
     cls = getattr(transformers, cls)
+    if implementation == "sdpa" and not cls._supports_sdpa:
+        implementation = "eager"
     model = cls(cls.config_class(**config, attn_implementation=implementation)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -44,6 +44,11 @@ CAUSAL = [
     "modernbert-decoder",
     "lfm2",
     "mllama",
+    "falcon",
+    "gptj",
+    "codegen",
+    "gpt_neo",
+    "roformer",
 ]
 GENERATOR = torch.Generator().manual_seed(0)
 DECODER = {"decoder_input_ids": torch.randint(3, 120, (2, 20), generator=GENERATOR)}
@@ -130,6 +135,8 @@ def test_a_wrong_feature_map_is_noticed(monkeypatch):
         ("doge", "a mask of its own"),
         ("gemma3n_text", "shares keys and values"),
         ("inkling_text", "position bias"),
+        ("bloom", "position bias"),
+        ("mpt", "position bias"),
     ],
 )
 def test_what_elu1_cannot_express_is_refused_at_once_and_softmax_patches_are_right(name, what):
@@ -156,7 +163,7 @@ def test_indexers_choose_keys_in_layers_that_keep_their_attention():
 
 @pytest.mark.parametrize(
     ("name", "classes"),
-    [("bloom", "BloomAttention"), ("gptj", "GPTJAttention"), ("falcon", "FalconAttention")],
+    [("prophetnet", "one stream of queries"), ("reformer", "LSHSelfAttention.*by hashing")],
 )
 def test_types_that_do_not_route_are_refused_by_name(name, classes):
     with pytest.raises(UnsupportedModelError, match=f"attention interface.*{classes}"):

@@ -29,7 +29,9 @@ def softmax1(x: Inputs) -> Tensor:
     own = x.options.get("sink", 0.0)
     own = x.parameter("softmax1.logit") if own == "learned" else torch.tensor([own], dtype=torch.float64)
     if x.sink is not None:
-        own = torch.logaddexp(own[None, :, None, None], x.sink.double().reshape(1, -1, 1, 1))
+        sink = x.sink.double()  # of the head, or of head and query
+        sink = sink.reshape(1, -1, 1, 1) if sink.ndim == 1 else sink
+        own = torch.logaddexp(own[None, :, None, None], sink)
     return softmax_weights(x.scores(), x.visible, own) @ x.value
 
 

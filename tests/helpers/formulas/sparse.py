@@ -1,5 +1,7 @@
 """Formulas of the patches that see few keys or summaries of them: quadratic, float64, one function each."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ CASES: dict[str, Case] = {
     "pooled": Case("pooled", {"size": 6}),
     "pooled, conv": Case("pooled", {"size": 4, "pool": "conv"}),
     "flow": Case("flow"),
+    "power": Case("power", {"keep": 0.7}, half=1.0, smooth=False),  # rounding moves the choice
+    "power, tokens": Case("power", {"tokens": 20}, half=1.0, smooth=False),
 }
 
 
@@ -52,6 +56,25 @@ def topk(x: Inputs) -> Tensor:
     ordered = scores.masked_fill(~x.visible, -torch.inf).sort(-1, descending=True).values
     kth = ordered[..., min(x.options["k"], ordered.shape[-1]) - 1]
     return softmax_over(x, scores >= kth[..., None])
+
+
+@formula("power")
+def power(x: Inputs) -> Tensor:
+    left = x.visible[:, 0].any(1)
+    if not x.first:
+        left = x.shared["left"]
+    scores = x.scores().masked_fill(~(x.visible & left[:, None, None]), -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0) * left[:, None, :, None]
+    kept = torch.zeros_like(left)
+    for row, alive in enumerate(left):
+        places = alive.nonzero()[:, 0]
+        received = weights[row].sum((0, 1))[places[1:]]
+        count = math.ceil(len(places) * x.options.get("keep", 0.9))
+        count = min(x.options.get("tokens", count), len(places))
+        kept[row, places[:1]] = True
+        kept[row, places[1:][received.argsort(descending=True)[: count - 1]]] = True
+    x.shared["left"] = kept
+    return weights @ x.value
 
 
 @formula("lsh")
