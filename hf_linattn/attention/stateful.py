@@ -91,7 +91,7 @@ class StatefulAttention(Attention):
         if layer is not None:
             state = self._state_before(layer, documents)
             tokens.in_place = layer.may_overwrite()
-        if new is not None and _is_packed(new, past):
+        if new is not None and visibility.may_be_packed and _is_packed(new, past):
             tokens.documents = new.long().cummax(1).values
             if self._take_apart(tokens, layer):
                 return self._one_by_one(tokens).to(query.dtype)
@@ -115,8 +115,9 @@ class StatefulAttention(Attention):
             return False
         if torch.compiler.is_compiling():
             raise UnsupportedCallError(
-                f"{self.name!r} takes packed documents one by one, and a compiled graph cannot "
-                "tell them from padding: run padded or packed batches eagerly"
+                f"{self.name!r} takes packed documents one by one, and a graph that is compiled or exported "
+                "cannot: give it an attention_mask (of ones where nothing is padded), or run packed batches "
+                "eagerly"
             )
         if _holds_many(tokens.documents):
             return True

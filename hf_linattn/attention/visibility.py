@@ -25,6 +25,7 @@ class Visibility:
         chunks: `[B, S]` chunk of each key.
         dense: boolean `[B, 1 or H, N, S]`.
         bias: what is added to the scores `[B, 1 or H, N, S]`, from an additive mask.
+        may_be_packed: a row may hold more than one document; False where `documents` is padding alone.
     """
 
     causal: bool
@@ -36,6 +37,7 @@ class Visibility:
     chunks: Tensor | None = None
     dense: Tensor | None = None
     bias: Tensor | None = None
+    may_be_packed: bool = True
 
     @property
     def relative(self) -> Tensor | None:
@@ -47,6 +49,11 @@ class Visibility:
         """Causal or bidirectional and nothing else, keys and queries in step: SDPA needs no mask."""
         compact = self.documents is None and self.window is None and self.dense is None and self.bias is None
         return compact and (not self.causal or self.queries == self.keys)
+
+    @property
+    def _separates(self) -> bool:
+        """A query may have keys of other documents before it: packed without a cache only."""
+        return self.may_be_packed and self.causal and self.queries == self.keys
 
     def sees_all(self) -> bool:
         """Tell whether a single query sees all keys, as in decoding; False where telling would take long."""
@@ -69,6 +76,7 @@ class Visibility:
             self.documents,
             dense=self.dense,
             bias=self.bias,
+            may_be_packed=self.may_be_packed,
         )
 
     def packed(self, borders: Tensor, device: torch.device) -> Visibility:
@@ -79,7 +87,7 @@ class Visibility:
         )
         if self.dense is None and self.causal and self.queries == self.keys:
             documents = row if self.documents is None else row * (self.documents > 0)
-            return replace(self, documents=documents)
+            return replace(self, documents=documents, may_be_packed=True)
         dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
@@ -104,7 +112,7 @@ class Visibility:
         if self.documents is None:
             return own[None], index[None]
         seen = (self.documents > 0).long().cumsum(1) - 1
-        if self.causal and self.queries == self.keys:  # documents are packed without a cache only
+        if self._separates:
             start = _start_of_run(self.documents.cummax(1).values, index)
             seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
         seen = seen.clamp_min(0)
@@ -169,7 +177,7 @@ class Visibility:
         seen = torch.nn.functional.pad((documents > 0).long().cumsum(1), (1, 0))  # [B, S + 1]
         start = torch.zeros_like(documents)
         index = torch.arange(self.keys, device=device)
-        if self.causal and self.queries == self.keys:
+        if self._separates:
             start = _start_of_run(
                 documents.cummax(1).values, index
             )  # a padded hole does not end its document
@@ -201,8 +209,9 @@ def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: boo
     if is_compact(mask):
         _, _, count, keys = mask.shape
         documents = mask[:, 0, 1] if count > 1 else None
-        window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 2 else (None, None)
-        return Visibility(mask.dtype == CAUSAL, queries, keys, mask, documents, window, chunks)
+        window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 3 else (None, None)
+        causal, may_be_packed = mask.dtype == CAUSAL, count in (3, 5)
+        return Visibility(causal, queries, keys, mask, documents, window, chunks, may_be_packed=may_be_packed)
     if mask.dtype == torch.bool:
         return Visibility(is_causal, queries, mask.shape[-1], dense=mask)
     visible = mask > torch.finfo(mask.dtype).min / 2

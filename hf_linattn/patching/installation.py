@@ -116,8 +116,8 @@ class Installation:
             names = ", ".join(f"{option} ({what})" for option, what in unsaved.items())
             self._refuse_saves(
                 f"config.json cannot hold {names}. A checkpoint names patches and carries no code: "
-                "register a patch of your own instead (docs/adding-an-attention.md), or save the weights alone, "
-                "by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
+                "register a patch of your own instead (docs/adding-an-attention.md), or save the weights "
+                "alone, by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
             )
 
     def drop_gguf_marks(self) -> None:
