@@ -8,8 +8,9 @@ For plain patterns it returns a *compact mask*, an integer tensor `[B, 1, R, S]`
     3  chunk of the key, for chunked attention
 
 and once more row 1 at the end where a row may hold several documents, so that their number R tells that to
-graphs, which cannot look at values. int32 says causal, int64 bidirectional. Every other pattern becomes the ordinary boolean mask of transformers,
-`[B, 1, N, S]`, which each attention reads for itself. Nothing is ever approximated.
+graphs, which cannot look at values. int32 says causal, int64 bidirectional. Every other pattern becomes the
+ordinary boolean mask of transformers, `[B, 1, N, S]`, which each attention reads for itself. Nothing is ever
+approximated.
 """
 
 from __future__ import annotations
