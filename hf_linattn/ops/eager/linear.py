@@ -250,7 +250,7 @@ def _chunks(x: Tensor) -> Tensor:
 
 
 def blocks(x: Tensor, size: int, span: int = 0) -> Tensor:
-    """Cut `[..., N + span, D]` into overlapping `[..., blocks, size + span, D]`, with zeros behind the end."""
+    """Cut `[..., N + span, D]` into overlapping `[..., blocks, size + span, D]`, 0 behind the end."""
     length = x.shape[-2] - span
     if torch.compiler.is_compiling():
         # a constant pad and a gather: slices would put a guard on the length that export cannot prove, and a
