@@ -50,8 +50,8 @@ def causal(
 
 def _span(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     length = key.shape[2]
-    # of numbers far below, differences would be inf - inf; exp(-1e4) is 0 as well
-    gates = gates.clamp_min(-1e4)
+    # exp is 0 there as well; of numbers far below, differences would be inf - inf, or rounded coarsely
+    gates = gates.clamp_min(-750 if gates.dtype == torch.float64 else -110)
     query, key, value, gates = (
         linear.blocks(x, CHUNK) for x in (query.unflatten(1, (key.shape[1], -1)), key, value, gates)
     )
