@@ -12,7 +12,7 @@ from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
-from hf_linattn.attention.visibility import Visibility, analyse
+from hf_linattn.attention.visibility import Visibility, analyse, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 
 
@@ -92,7 +92,7 @@ class StatefulAttention(Attention):
             state = self._state_before(layer, documents)
             tokens.in_place = layer.may_overwrite()
         if new is not None and visibility.may_be_packed and _is_packed(new, past):
-            tokens.documents = new.long().cummax(1).values
+            tokens.documents = running_max(new.long())
             if self._take_apart(tokens, layer):
                 return self._one_by_one(tokens).to(query.dtype)
         output, state = self.causal(tokens, state)

@@ -113,7 +113,7 @@ class Visibility:
             return own[None], index[None]
         seen = (self.documents > 0).long().cumsum(1) - 1
         if self._separates:
-            start = _start_of_run(self.documents.cummax(1).values, index)
+            start = _start_of_run(running_max(self.documents), index)
             seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
         seen = seen.clamp_min(0)
         return seen[:, own], seen
@@ -178,9 +178,7 @@ class Visibility:
         start = torch.zeros_like(documents)
         index = torch.arange(self.keys, device=device)
         if self._separates:
-            start = _start_of_run(
-                documents.cummax(1).values, index
-            )  # a padded hole does not end its document
+            start = _start_of_run(running_max(documents), index)  # a padded hole does not end its document
         if self.window is not None and self.chunks is not None:
             window = torch.where(self.window > 0, self.window, self.keys + 1)
             start = torch.maximum(start, index - window + 1)
@@ -192,7 +190,15 @@ class Visibility:
 
 def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
     # rolled: slices of length N - 1 would forbid exported graphs to see N = 2; index 0 begins a run anyway
-    return torch.where(labels != labels.roll(1, 1), index, 0).cummax(1).values
+    return running_max(torch.where(labels != labels.roll(1, 1), index, 0))
+
+
+def running_max(x: Tensor) -> Tensor:
+    """Take the largest number so far, `[B, N]`, of integers that only grow, with zeros between them."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(1).values
+    place = (x > 0).long().cumsum(1)  # ONNX has no running maximum: each number is put where its zeros look
+    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_add(1, place, x).gather(1, place)
 
 
 def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> Visibility:
