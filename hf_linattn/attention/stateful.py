@@ -73,6 +73,11 @@ class StatefulAttention(Attention):
     def _attend(self, call: Call) -> Tensor:
         layer, query = call.layer, call.query
         past = 0 if layer is None else layer.seen
+        if torch.compiler.is_exporting() and isinstance(past, int) and past:
+            raise UnsupportedCallError(
+                f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "
+                "would stay the same in the program. Pass use_cache=False and the whole text"
+            )
         visibility = _compact(call, past)
         documents = visibility.documents
         if documents is not None:
