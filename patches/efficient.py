@@ -59,6 +59,8 @@ class Efficient(StatefulAttention):
         else:
             before, means = torch.where(state.some[:, :, None] > 0, state.L, LOW), state.M
         running = torch.cat([before.unsqueeze(2), key], 2).logcumsumexp(2)
+        if torch.compiler.is_exporting():  # to ONNX it subtracts the maximum of all, and may end in log 0
+            running = running.clamp_min(LOW)
         now, earlier = running[:, :, 1:], running[:, :, :-1]
         output, means = gated.causal(query, (key - now).exp(), value, earlier - now, means)
         return output, Averages(means, now[:, :, -1], torch.ones_like(now[:, :1, -1, 0]))

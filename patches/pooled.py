@@ -67,9 +67,14 @@ class Pooled(Attention):
         query_place, key_place = call.ranks()
         valid = mask.any(1)
         block = (valid & (key_place % self.size == 0)).cumsum(1) - 1  # [B or 1, S]
-        packed = causal and queries == keys and not visibility.plain  # then short blocks may be many
-        # at least one, which stays empty, where no token of any row is visible
-        count = max(int(block.max()) + 1, 1) if packed else -(-keys // self.size)
+        packed = causal and queries == keys and not visibility.plain and visibility.may_be_packed
+        if torch.compiler.is_compiling():  # cannot count blocks; one more, or the graph is for a single one
+            count = keys if packed else (keys + 2 * self.size - 1) // self.size
+        elif packed:  # then short blocks may be many
+            # at least one, which stays empty, where no token of any row is visible
+            count = max(int(block.max()) + 1, 1)
+        else:
+            count = -(-keys // self.size)
         slot = torch.where(valid, block * self.size + key_place % self.size, count * self.size)
         filled = _scattered(valid, slot, count * self.size).unflatten(1, (count, self.size))
         column = _scattered(torch.arange(keys, device=slot.device).expand_as(slot), slot, count * self.size)

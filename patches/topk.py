@@ -1,6 +1,7 @@
 """topk: softmax over the largest scores of each query."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, ScoreAttention
@@ -43,7 +44,10 @@ class TopK(ScoreAttention):
         """Compute softmax behind a threshold of each row."""
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        if self.k < scores.shape[-1]:
-            kth = torch.topk(scores.detach(), self.k, sorted=True).values[..., -1:]
+        exporting = torch.compiler.is_exporting()
+        if exporting or self.k < scores.shape[-1]:
+            # a graph for all lengths has k keys to choose from in each
+            ranked = F.pad(scores, (0, self.k), value=float("-inf")) if exporting else scores
+            kth = torch.topk(ranked.detach(), self.k, sorted=True).values[..., -1:]
             scores = scores.masked_fill(scores < kth, float("-inf"))
         return softmax_weights(scores, None, sink)

@@ -7,8 +7,10 @@ For plain patterns it returns a *compact mask*, an integer tensor `[B, 1, R, S]`
     2  size of the sliding window, 0 for none; rows 2 and 3 come together
     3  chunk of the key, for chunked attention
 
-int32 says causal, int64 bidirectional. Every other pattern becomes the ordinary boolean mask of transformers,
-`[B, 1, N, S]`, which each attention reads for itself. Nothing is ever approximated.
+and once more row 1 at the end where a row may hold several documents, so that their number R tells that to
+graphs, which cannot look at values. int32 says causal, int64 bidirectional. Every other pattern becomes the
+ordinary boolean mask of transformers, `[B, 1, N, S]`, which each attention reads for itself. Nothing is ever
+approximated.
 """
 
 from __future__ import annotations
@@ -132,9 +134,10 @@ def _traced_pattern(
         )
     if length is None:
         return UNKNOWN if chunked or local_size is None else Pattern("causal", overlay="window")
-    index = torch.arange(1, length, device=device)[None]
-    linked = function(torch.arange(batch, device=device)[:, None], 0, index, index - 1)
-    documents = torch.nn.functional.pad((~linked).expand(batch, -1).long().cumsum(1), (1, 0))
+    # a tensor of length N - 1 would forbid exported graphs to see N = 2; the first key sees itself
+    index = torch.arange(length, device=device)[None]
+    linked = function(torch.arange(batch, device=device)[:, None], 0, index, (index - 1).clamp_min(0))
+    documents = (~linked).expand(batch, -1).long().cumsum(1)
     return Pattern("causal", documents, None if chunked or local_size is None else "window")
 
 
@@ -246,4 +249,6 @@ def _encode(
         place = index[None] - first if pattern.places is None else pattern.places
         chunk = place // local_size if pattern.overlay == "chunk" else torch.zeros_like(index)[None]
         rows += [torch.full_like(index, window)[None], chunk]
+    if pattern.documents is not None:
+        rows.append(rows[1])
     return torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]

@@ -12,7 +12,7 @@ from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
-from hf_linattn.attention.visibility import Visibility, analyse
+from hf_linattn.attention.visibility import Visibility, analyse, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 
 
@@ -73,6 +73,11 @@ class StatefulAttention(Attention):
     def _attend(self, call: Call) -> Tensor:
         layer, query = call.layer, call.query
         past = 0 if layer is None else layer.seen
+        if torch.compiler.is_exporting() and isinstance(past, int) and past:
+            raise UnsupportedCallError(
+                f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "
+                "would stay the same in the program. Pass use_cache=False and the whole text"
+            )
         visibility = _compact(call, past)
         documents = visibility.documents
         if documents is not None:
@@ -91,8 +96,8 @@ class StatefulAttention(Attention):
         if layer is not None:
             state = self._state_before(layer, documents)
             tokens.in_place = layer.may_overwrite()
-        if new is not None and _is_packed(new, past):
-            tokens.documents = new.long().cummax(1).values
+        if new is not None and visibility.may_be_packed and _is_packed(new, past):
+            tokens.documents = running_max(new.long())
             if self._take_apart(tokens, layer):
                 return self._one_by_one(tokens).to(query.dtype)
         output, state = self.causal(tokens, state)
@@ -115,8 +120,9 @@ class StatefulAttention(Attention):
             return False
         if torch.compiler.is_compiling():
             raise UnsupportedCallError(
-                f"{self.name!r} takes packed documents one by one, and a compiled graph cannot "
-                "tell them from padding: run padded or packed batches eagerly"
+                f"{self.name!r} takes packed documents one by one, and a graph that is compiled or exported "
+                "cannot: give it an attention_mask (of ones where nothing is padded), or run packed batches "
+                "eagerly"
             )
         if _holds_many(tokens.documents):
             return True

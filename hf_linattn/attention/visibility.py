@@ -25,6 +25,7 @@ class Visibility:
         chunks: `[B, S]` chunk of each key.
         dense: boolean `[B, 1 or H, N, S]`.
         bias: what is added to the scores `[B, 1 or H, N, S]`, from an additive mask.
+        may_be_packed: a row may hold more than one document; False where `documents` is padding alone.
     """
 
     causal: bool
@@ -36,6 +37,7 @@ class Visibility:
     chunks: Tensor | None = None
     dense: Tensor | None = None
     bias: Tensor | None = None
+    may_be_packed: bool = True
 
     @property
     def relative(self) -> Tensor | None:
@@ -47,6 +49,11 @@ class Visibility:
         """Causal or bidirectional and nothing else, keys and queries in step: SDPA needs no mask."""
         compact = self.documents is None and self.window is None and self.dense is None and self.bias is None
         return compact and (not self.causal or self.queries == self.keys)
+
+    @property
+    def _separates(self) -> bool:
+        """A query may have keys of other documents before it: packed without a cache only."""
+        return self.may_be_packed and self.causal and self.queries == self.keys
 
     def sees_all(self) -> bool:
         """Tell whether a single query sees all keys, as in decoding; False where telling would take long."""
@@ -69,6 +76,7 @@ class Visibility:
             self.documents,
             dense=self.dense,
             bias=self.bias,
+            may_be_packed=self.may_be_packed,
         )
 
     def windowed(self, size: int, device: torch.device) -> Visibility:
@@ -90,7 +98,7 @@ class Visibility:
         )
         if self.dense is None and self.causal and self.queries == self.keys:
             documents = row if self.documents is None else row * (self.documents > 0)
-            return replace(self, documents=documents)
+            return replace(self, documents=documents, may_be_packed=True)
         dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
@@ -115,8 +123,8 @@ class Visibility:
         if self.documents is None:
             return own[None], index[None]
         seen = (self.documents > 0).long().cumsum(1) - 1
-        if self.causal and self.queries == self.keys:  # documents are packed without a cache only
-            start = _start_of_run(self.documents.cummax(1).values, index)
+        if self._separates:
+            start = _start_of_run(running_max(self.documents), index)
             seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
         seen = seen.clamp_min(0)
         return seen[:, own], seen
@@ -180,10 +188,8 @@ class Visibility:
         seen = torch.nn.functional.pad((documents > 0).long().cumsum(1), (1, 0))  # [B, S + 1]
         start = torch.zeros_like(documents)
         index = torch.arange(self.keys, device=device)
-        if self.causal and self.queries == self.keys:
-            start = _start_of_run(
-                documents.cummax(1).values, index
-            )  # a padded hole does not end its document
+        if self._separates:
+            start = _start_of_run(running_max(documents), index)  # a padded hole does not end its document
         if self.window is not None and self.chunks is not None:
             window = torch.where(self.window > 0, self.window, self.keys + 1)
             start = torch.maximum(start, index - window + 1)
@@ -195,7 +201,15 @@ class Visibility:
 
 def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
     # rolled: slices of length N - 1 would forbid exported graphs to see N = 2; index 0 begins a run anyway
-    return torch.where(labels != labels.roll(1, 1), index, 0).cummax(1).values
+    return running_max(torch.where(labels != labels.roll(1, 1), index, 0))
+
+
+def running_max(x: Tensor) -> Tensor:
+    """Take the largest number so far, `[B, N]`, of integers that only grow, with zeros between them."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(1).values
+    place = (x > 0).long().cumsum(1)  # ONNX has no running maximum: each number is put where its zeros look
+    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_add(1, place, x).gather(1, place)
 
 
 def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> Visibility:
@@ -212,8 +226,9 @@ def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: boo
     if is_compact(mask):
         _, _, count, keys = mask.shape
         documents = mask[:, 0, 1] if count > 1 else None
-        window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 2 else (None, None)
-        return Visibility(mask.dtype == CAUSAL, queries, keys, mask, documents, window, chunks)
+        window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 3 else (None, None)
+        causal, may_be_packed = mask.dtype == CAUSAL, count in (3, 5)
+        return Visibility(causal, queries, keys, mask, documents, window, chunks, may_be_packed=may_be_packed)
     if mask.dtype == torch.bool:
         return Visibility(is_causal, queries, mask.shape[-1], dense=mask)
     visible = mask > torch.finfo(mask.dtype).min / 2

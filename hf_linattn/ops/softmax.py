@@ -46,9 +46,13 @@ def _sdpa(
     scale: float,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
     )
+    if mask is not None and torch.compiler.is_exporting():  # ONNX makes NaN of rows that see nothing
+        seen = mask if mask.dtype == torch.bool else mask > float("-inf")
+        output = output.masked_fill(~seen.any(-1, keepdim=True), 0)
+    return output
 
 
 def softmax_attention(

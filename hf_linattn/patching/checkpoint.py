@@ -14,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_linattn.cli.files import read_json
 from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionError
+from hf_linattn.patching import gguf
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
@@ -36,7 +37,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
         auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the
             class the checkpoint was saved from.
         kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
-            that keep theirs, ...).
+            that keep theirs, gguf_file for an unpatched model from that file, ...).
 
     Returns:
         The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.
@@ -54,6 +55,8 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
     where = str(name_or_path)
+    if kwargs.get("gguf_file") is not None:  # which holds the config too
+        return gguf.load(auto_class or transformers.AutoModelForCausalLM, where, **kwargs)
     raw = _read(where, kwargs)
     if NAME not in raw:
         # not imported with this module: it takes as long as all of this package

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError
+from hf_linattn.patching import gguf
 from hf_linattn.patching.adapters import adapt, attributes_of
 from hf_linattn.patching.cache_layers import put_full_cache, put_state_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
@@ -119,15 +120,48 @@ class Installation:
         Args:
             unsaved: options that config.json cannot hold -> what is there; nothing is refused where empty.
         """
+        if unsaved:
+            names = ", ".join(f"{option} ({what})" for option, what in unsaved.items())
+            self._refuse_saves(
+                f"config.json cannot hold {names}. A checkpoint names patches and carries no code: "
+                "register a patch of your own instead (docs/adding-an-attention.md), or save the weights "
+                "alone, by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
+            )
+
+    def drop_gguf_marks(self) -> None:
+        """Take a GGUF file's marks off a model whose weights were unpacked: it saves and trains as any other.
+
+        One whose weights are still packed refuses to be saved.
+        """
+        if not gguf.is_marked(self._model):
+            return
+        if (name := gguf.packed_weight(self._model)) is not None:
+            self._refuse_saves(
+                f"{name} is still packed in GGUF blocks, and no checkpoint of transformers holds those. Load "
+                "the model with quantization_config=GgufConfig(dequantize=True), then patch and save it"
+            )
+            return
+        copies = [] if self.configs is None else [known.copied for known in self.configs.copies]
+        places = [(self._model, gguf.MODEL_MARKS), *((copied, gguf.CONFIG_MARKS) for copied in copies)]
+        for owner, marks in places:
+            for mark in marks:
+                self._note(owner, mark)
+                owner.__dict__.pop(mark, None)
+
+    def _refuse_saves(self, reason: str) -> None:
         parts = [part for part in self._model.modules() if isinstance(part, PreTrainedModel)]
-        for part, method in product(parts if unsaved else [], SAVES):
-            self._replace(part, method, functools.partial(_refuse_save, unsaved))
+        for part, method in product(parts, SAVES):
+            self._replace(part, method, functools.partial(_refuse_save, reason))
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute past nn.Module, which would register modules and parameters."""
-        earlier = (module.__dict__[name],) if name in module.__dict__ else ()
-        self._undo.append(functools.partial(_put_back, module, name, earlier))
+        self._note(module, name)
         module.__dict__[name] = value
+
+    def _note(self, owner: Any, name: str) -> None:
+        """Record what an attribute is before it changes."""
+        earlier = (owner.__dict__[name],) if name in owner.__dict__ else ()
+        self._undo.append(functools.partial(_put_back, owner, name, earlier))
 
 
 def installation_of(model: nn.Module) -> Installation | None:
@@ -148,10 +182,10 @@ def native_implementation(site: AttentionSite, installation: Installation | None
     return config._attn_implementation or "eager"
 
 
-def _put_back(module: nn.Module, name: str, earlier: tuple[Any, ...]) -> None:
-    module.__dict__.pop(name, None)
+def _put_back(owner: Any, name: str, earlier: tuple[Any, ...]) -> None:
+    owner.__dict__.pop(name, None)
     if earlier:
-        module.__dict__[name] = earlier[0]
+        owner.__dict__[name] = earlier[0]
 
 
 def _detach(module: nn.Module) -> None:
@@ -179,11 +213,6 @@ def _prepare_cache(
     return output
 
 
-def _refuse_save(unsaved: dict[str, str], *args: Any, **kwargs: Any) -> None:
+def _refuse_save(reason: str, *args: Any, **kwargs: Any) -> None:
     """Stand before the model's own method: nothing is written that could not be loaded."""
-    names = ", ".join(f"{option} ({what})" for option, what in unsaved.items())
-    raise CheckpointError(
-        f"nothing was saved: config.json cannot hold {names}. A checkpoint names patches and carries no "
-        "code: register a patch of your own instead (docs/adding-an-attention.md), or save the weights "
-        "alone, by torch.save(model.state_dict(), ...), and patch in code before they are loaded"
-    )
+    raise CheckpointError(f"nothing was saved: {reason}")

@@ -116,7 +116,7 @@ class Window(StatefulAttention):
             return self._softmax(tokens, causal=True), after
         if state is not None and ring.is_step(tokens, state):
             return self._step(tokens, state)
-        if state is None and tokens.length > self.size and not torch.compiler.is_compiling():
+        if state is None and not torch.compiler.is_compiling() and tokens.length > self.size:
             pushed = ring.push_long_prompt(tokens, self.size, self.sinks)
         else:
             pushed = ring.push(tokens, state or self._empty(tokens))
@@ -166,9 +166,9 @@ class Window(StatefulAttention):
 
     def _holds(self, tokens: Tokens) -> bool:
         """Whether a text begins that stays inside the window, so that torch's own kernel can take it."""
-        if tokens.length > self.size or self.branches not in (None, "both", "window"):
-            return False
         if torch.compiler.is_compiling():  # the graph would be for such lengths alone
+            return False
+        if tokens.length > self.size or self.branches not in (None, "both", "window"):
             return False
         assert tokens.query is not None
         return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype

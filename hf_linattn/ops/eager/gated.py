@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linattn.ops.eager import linear
+
 CHUNK = 16
 SPAN = 64 * CHUNK
 """Tokens within which chunks look at each other pair by pair; longer inputs go span by span."""
@@ -35,6 +37,8 @@ def causal(
     """
     if state is None:
         state = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
+    if torch.compiler.is_exporting():  # for all lengths: how many spans there are is not known
+        return _span(query, key, value, gates, state)
     outputs = []
     for start in range(0, key.shape[2], SPAN):
         span = slice(start, start + SPAN)
@@ -46,10 +50,10 @@ def causal(
 
 def _span(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     length = key.shape[2]
-    # of numbers far below, differences would be inf - inf; exp(-1e4) is 0 as well
-    gates = gates.clamp_min(-1e4)
+    # exp is 0 there as well; of numbers far below, differences would be inf - inf, or rounded coarsely
+    gates = gates.clamp_min(-750 if gates.dtype == torch.float64 else -110)
     query, key, value, gates = (
-        _chunks(x) for x in (query.unflatten(1, (key.shape[1], -1)), key, value, gates)
+        linear.blocks(x, CHUNK) for x in (query.unflatten(1, (key.shape[1], -1)), key, value, gates)
     )
     inner = gates.cumsum(-2)  # [B, Hkv, chunks, CHUNK, D]
     pairwise = inner.unsqueeze(-2) - inner.unsqueeze(-3)  # [..., i, j, D]
@@ -67,11 +71,4 @@ def _span(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, state: Tenso
     ) * state.unsqueeze(2)
     query_in = query * inner.exp().unsqueeze(2)
     output = output + torch.einsum("bhgnid,bhnde->bhgnie", query_in, states[:, :, :-1])
-    return output.flatten(3, 4)[:, :, :, :length].flatten(1, 2), states[:, :, -1]
-
-
-def _chunks(x: Tensor) -> Tensor:
-    """Cut `[..., N, D]` to `[..., chunks, CHUNK, D]`, with zeros behind the end."""
-    n_missing = -x.shape[-2] % CHUNK
-    chunks: Tensor = F.pad(x, (0, 0, 0, n_missing)).unflatten(-2, (-1, CHUNK))
-    return chunks
+    return linear.leading(output.flatten(3, 4), 3, length).flatten(1, 2), states[:, :, -1]

@@ -202,13 +202,8 @@ def _block(
     numerator = torch.einsum("bhgnck,bhnke->bhgnce", scores, values)
     numerator = numerator + torch.einsum("bhgncd,bhnde->bhgnce", query_in, states.S)
     total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
-    numerator, total = numerator.flatten(3, 4), total.flatten(3, 4)
-    if torch.compiler.is_compiling():
-        back = torch.arange(length, device=phi_k.device)
-        numerator, total = numerator.index_select(3, back), total.index_select(3, back)
-    else:
-        numerator, total = numerator[:, :, :, :length], total[..., :length]
-    return numerator.flatten(1, 2), total.flatten(1, 2), final
+    numerator, total = (leading(x.flatten(3, 4), 3, length).flatten(1, 2) for x in (numerator, total))
+    return numerator, total, final
 
 
 def _states_before(
@@ -238,18 +233,34 @@ def _states_before(
     return State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
 
 
+def leading(x: Tensor, axis: int, length: int) -> Tensor:
+    """Return the first elements of an axis, in a graph by their indices: a slice would guard the length."""
+    if torch.compiler.is_compiling():
+        return x.index_select(axis, torch.arange(length, device=x.device))
+    return x.narrow(axis, 0, length)
+
+
 def _chunk_index(length: int, chunks: int, device: torch.device) -> Tensor:
     return torch.arange(chunks, device=device)[:, None] * CHUNK + torch.arange(CHUNK, device=device)
 
 
 def _chunks(x: Tensor) -> Tensor:
     """Cut `[..., N, D]` to `[..., chunks, CHUNK, D]`, with zeros behind the end."""
-    length = x.shape[-2]
-    chunks = (length + CHUNK - 1) // CHUNK
+    return blocks(x, CHUNK)
+
+
+def blocks(x: Tensor, size: int, span: int = 0) -> Tensor:
+    """Cut `[..., N + span, D]` into overlapping `[..., blocks, size + span, D]`, 0 behind the end."""
+    length = x.shape[-2] - span
     if torch.compiler.is_compiling():
         # a constant pad and a gather: slices would put a guard on the length that export cannot prove, and a
-        # single chunk would specialise the graph
-        index = _chunk_index(length, chunks + 1, x.device)
-        return F.pad(x, (0, 0, 0, 2 * CHUNK - 1))[..., index, :]
-    padded: Tensor = F.pad(x, (0, 0, 0, chunks * CHUNK - length)).unflatten(-2, (chunks, CHUNK))
-    return padded
+        # single block would specialise the graph, so there is one more; written as one quotient, which export
+        # can reason about
+        count = (length + 2 * size - 1) // size
+        index = torch.arange(count, device=x.device)[:, None] * size
+        index = index + torch.arange(size + span, device=x.device)
+        return F.pad(x, (0, 0, 0, 2 * size - 1))[..., index, :]
+    count = (length + size - 1) // size
+    x = F.pad(x, (0, 0, 0, count * size - length))
+    cut: Tensor = x.unfold(-2, size + span, size).mT if span else x.unflatten(-2, (count, size))
+    return cut

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.eager import linear
@@ -56,31 +55,24 @@ def normalised_sums(window_sums: ScaledSums, other: ScaledSums | None) -> Tensor
 
 def _window_sums(window: Window) -> ScaledSums:
     query, key, value, valid, span, scaling = window
-    heads, length = key.shape[1], query.shape[2]
-    size = min(length, max(BLOCK, span))
+    heads, length, size = key.shape[1], query.shape[2], max(BLOCK, span)
+    if not torch.compiler.is_compiling():  # a graph for all lengths cannot choose
+        size = min(length, size)
     weights = _scores((query * scaling).unflatten(1, (heads, -1)), key, valid, size, span)
     top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(query.dtype).min)
     weights = (weights - top).exp()
-    values = torch.einsum("bhgnij,bhnje->bhgnie", weights, _blocks(value, size, span))
-    parts = values, weights.sum(-1), top.squeeze(-1)
-    return ScaledSums(*(x.flatten(3, 4)[:, :, :, :length].flatten(1, 2) for x in parts))
-
-
-def _blocks(x: Tensor, size: int, span: int) -> Tensor:
-    """Cut `[B, Hkv, N + span, D]` into overlapping `[B, Hkv, blocks, size + span, D]`, padded by zeros."""
-    count = -(-(x.shape[2] - span) // size)
-    x = F.pad(x, (0, 0, 0, count * size + span - x.shape[2]))
-    blocks: Tensor = x.unfold(2, size + span, size).mT
-    return blocks
+    values = torch.einsum("bhgnij,bhnje->bhgnie", weights, linear.blocks(value, size, span))
+    parts = (x.flatten(3, 4) for x in (values, weights.sum(-1), top.squeeze(-1)))
+    return ScaledSums(*(linear.leading(x, 3, length).flatten(1, 2) for x in parts))
 
 
 def _scores(query: Tensor, key: Tensor, valid: Tensor, size: int, span: int) -> Tensor:
     """Compute scores `[B, Hkv, G, blocks, size, size + span]`, -inf where a column is not visible."""
-    query = F.pad(query, (0, 0, 0, -query.shape[3] % size)).unflatten(3, (-1, size))
+    query = linear.blocks(query, size)
     row = torch.arange(size, device=query.device)[:, None]
     column = torch.arange(size + span, device=query.device)
     in_window = (column > row) & (column <= row + span)
     # [B, 1, blocks, columns]
-    counted = _blocks(valid[:, None, :, None].to(query.dtype), size, span)[..., 0] > 0
-    scores = torch.einsum("bhgnid,bhnjd->bhgnij", query, _blocks(key, size, span))
+    counted = linear.blocks(valid[:, None, :, None].to(query.dtype), size, span)[..., 0] > 0
+    scores = torch.einsum("bhgnid,bhnjd->bhgnij", query, linear.blocks(key, size, span))
     return scores.masked_fill(~(in_window & counted[:, :, None, :, None]), float("-inf"))
