@@ -25,6 +25,8 @@ class Visibility:
         chunks: `[B, S]` chunk of each key.
         dense: boolean `[B, 1 or H, N, S]`.
         bias: what is added to the scores `[B, 1 or H, N, S]`, from an additive mask.
+        earlier: `[B]` tokens of each row that left the window before these keys; None for none.
+        summed: `[B]` tokens of each row that a state holds; None where `columns` tell.
     """
 
     causal: bool
@@ -36,6 +38,8 @@ class Visibility:
     chunks: Tensor | None = None
     dense: Tensor | None = None
     bias: Tensor | None = None
+    earlier: Tensor | None = None
+    summed: Tensor | None = None
 
     @property
     def relative(self) -> Tensor | None:
@@ -69,6 +73,8 @@ class Visibility:
             self.documents,
             dense=self.dense,
             bias=self.bias,
+            earlier=self.earlier,
+            summed=self.summed,
         )
 
     def packed(self, borders: Tensor, device: torch.device) -> Visibility:
@@ -101,13 +107,14 @@ class Visibility:
         if relative is None:
             relative = index - (self.keys - self.queries if causal else 0)
         own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)
+        earlier = 0 if self.earlier is None else self.earlier[:, None]
         if self.documents is None:
-            return own[None], index[None]
+            return own[None] + earlier, index[None] + earlier
         seen = (self.documents > 0).long().cumsum(1) - 1
         if self.causal and self.queries == self.keys:  # documents are packed without a cache only
             start = _start_of_run(self.documents.cummax(1).values, index)
             seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
-        seen = seen.clamp_min(0)
+        seen = seen.clamp_min(0) + earlier
         return seen[:, own], seen
 
     def selected(self, indices: Tensor, keys: int) -> Visibility:
@@ -163,7 +170,8 @@ class Visibility:
                 return self.mask(device).sum(-1).float()
             own = torch.full((self.queries,), self.keys - 1, device=device)
         if self.documents is None and self.window is None:
-            return (own + 1).float()[None, None]
+            count = (own + 1)[None, None]
+            return (count if self.summed is None else count + self.summed[:, None, None]).float()
         documents = self.documents
         assert documents is not None
         seen = torch.nn.functional.pad((documents > 0).long().cumsum(1), (1, 0))  # [B, S + 1]
@@ -187,15 +195,19 @@ def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
     return torch.where(labels != labels.roll(1, 1), index, 0).cummax(1).values
 
 
-def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> Visibility:
+def read_visibility(
+    mask: Tensor | Visibility | None, queries: int, keys: int, is_causal: bool
+) -> Visibility:
     """Read the mask of one attention call.
 
     Args:
-        mask: compact, boolean `[B, 1 or H, N, S]`, additive of the same shape, or None.
+        mask: compact, boolean `[B, 1 or H, N, S]`, additive of the same shape, read already, or None.
         queries: number N of queries.
         keys: number of keys at hand; a state cache gives the new ones alone.
         is_causal: decides only where there is no mask.
     """
+    if isinstance(mask, Visibility):
+        return mask
     if mask is None:
         return Visibility(is_causal and not (queries == 1 and keys > 1), queries, keys)
     if is_compact(mask):
