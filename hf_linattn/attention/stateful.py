@@ -59,7 +59,7 @@ class StatefulAttention(Attention):
         return self.causal(tokens, state)[1]
 
     def aligned(self, state: Any) -> Any:
-        """Bring rows of requests that are of different lengths into a form in which they stand in one batch."""
+        """Bring rows of texts of different lengths into a form in which they stand in one batch."""
         return state
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:

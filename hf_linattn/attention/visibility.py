@@ -195,9 +195,7 @@ def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
     return torch.where(labels != labels.roll(1, 1), index, 0).cummax(1).values
 
 
-def read_visibility(
-    mask: Tensor | Visibility | None, queries: int, keys: int, is_causal: bool
-) -> Visibility:
+def read_visibility(mask: Tensor | Visibility | None, queries: int, keys: int, is_causal: bool) -> Visibility:
     """Read the mask of one attention call.
 
     Args:

@@ -1,21 +1,21 @@
 """Continuous batching of patched models: transformers' manager, with a slot a request for states.
 
-A slot holds the states of all layers that keep one. To transformers' paged cache it is a block of its own kind,
-which a request gets once and never outgrows: so its scheduler, cancelling, forking and offloading move slots as
-they move pages.
+A slot holds the states of all layers that keep one. To transformers' paged cache it is a block of its own
+kind, which a request gets once and never outgrows: so its scheduler, cancelling, forking and offloading move
+slots as they move pages. Where all layers keep states, the slot of a request that ended stays until its place
+is wanted: a request that goes on with its text, as the next turn of a chat does, takes it over.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import lcm
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     CacheAllocator,
     FullAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from hf_linattn.attention.cache import state_like
@@ -46,20 +47,42 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
 
+class KeptSlots(BlockLedger):
+    """Slots of requests that ended, by the tokens in their states, the oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.slots: dict[tuple[int, ...], int] = {}
+
+    def reset(self) -> None:
+        """Forget all."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self.slots.clear()
+
+    def evict_cached_blocks(self) -> list[int]:
+        """Give all back."""
+        slots = list(self.slots.values())
+        self.slots.clear()
+        return slots
+
+
 class StateAllocator(CacheAllocator):
     """Slots for the layers that keep a state: one block a request, however long it gets.
 
     A slot that is taken again is not cleared: a request that begins writes it before it reads.
+
+    Attributes:
+        ended: request -> its state as transformers has it, and how many of its tokens are in the slot.
 
     Args:
         index: of this kind of layers in the paged cache.
         layer_indices: of these layers.
         config: a text config that has under `STATES` the state of each of these layers, of one row.
         num_key_value_heads, cache_dtype, page_size: of the layers that keep keys.
-        allow_block_sharing: not read; a state belongs to one request.
+        allow_block_sharing: keep the slots of requests that ended; only where no layer keeps keys.
     """
 
-    supports_block_sharing = False
+    supports_block_sharing = True
     supports_block_table = False
     rows_per_token = 1
     layer_type = STATES
@@ -75,22 +98,19 @@ class StateAllocator(CacheAllocator):
         allow_block_sharing: bool,
     ) -> None:
         self.states: dict[int, Any] = config.__dict__[STATES]
-        self.parts: dict[int, list[Part]] = {}
-        end = 0
-        for layer, state in self.states.items():
-            self.parts[layer] = []
-            for x in state:
-                self.parts[layer].append(Part(end, end + x.nbytes, tuple(x.shape[1:]), x.dtype))
-                end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
-        self.state_bytes = sum(x.nbytes for state in self.states.values() for x in state)
-        page = FullAttentionCacheAllocator.get_bytes_per_page(
-            num_key_value_heads, find_head_dim(config), cache_dtype, page_size
-        )
+        self.parts, size = slot_parts(self.states)
+        page = _page_bytes(config, num_key_value_heads, cache_dtype, page_size)
         blocks = [config.layer_types.count(kind) * page for kind in set(config.layer_types) - {STATES}]
         self._before_cache_tensor_init(  # type: ignore[no-untyped-call]
-            index, layer_indices[:1], 1, _slot_bytes(end, lcm(*blocks, ALIGNMENT)), False
+            index,
+            layer_indices[:1],  # a slot is not divided among layers
+            1,
+            _slot_bytes(size, lcm(*blocks, ALIGNMENT)),
+            allow_block_sharing and not blocks,
         )
         self.layer_indices = layer_indices
+        self.ledger: KeptSlots = KeptSlots()
+        self.ended: dict[str, tuple[Any, int]] = {}
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -125,13 +145,52 @@ class StateAllocator(CacheAllocator):
             view.index_copy_(0, slots, new)
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Count the slots that a request needs: one, once."""
-        return 0 if self.block_table.get(request_id) else 1
+        """Count the slots that a request needs: one, once. A kept one gives way if none is free."""
+        if self.block_table.get(request_id):
+            return 0
+        kept = self.ledger.slots
+        if kept and not self.pool.count_free_blocks(self.index) and not self.pool.num_free_sectors:
+            self.pool.free_blocks(self.index, [kept.pop(next(iter(kept)))])
+        return 1
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """Give a request its slot."""
         if not self.block_table.get(request_id):
             self.block_table[request_id] = self.pool.get_free_blocks(self.index, 1)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Take a request's slot back, or keep it under the tokens that its states hold."""
+        slots, ended = self.block_table.pop(request_id, []), self.ended.pop(request_id, None)
+        if slots and ended is not None and self.use_block_sharing and not no_cache:
+            request, length = ended
+            text = tuple((request.initial_tokens + request.generated_tokens)[:length])
+            earlier = self.ledger.slots.pop(text, None)
+            self.ledger.slots[text] = slots[0]
+            slots = [] if earlier is None else [earlier]
+        self.pool.free_blocks(self.index, slots)
+
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """Find the kept slot with the longest beginning of a prompt, named once for each of its tokens."""
+        fitting = [
+            text
+            for text in self.ledger.slots
+            if len(text) < len(prompt_ids) and tuple(prompt_ids[: len(text)]) == text
+        ]
+        text = max(fitting, key=len, default=())
+        return [self.ledger.slots[text]] * len(text) if text else []
+
+    def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
+        """Hand a kept slot to the request that goes on with its text."""
+        slot = block_ids[0]
+        self.ledger.slots = {text: kept for text, kept in self.ledger.slots.items() if kept != slot}
+        self.block_table[request_id] = [slot]
+
+    def count_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        """Count none: a fork gets a copy."""
+        return 0
+
+    def mark_complete_blocks(self, *args: Any) -> None:
+        """Do nothing: a slot is kept as a whole, when its request ends."""
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         """Count the tokens that a request's queries see."""
@@ -157,8 +216,25 @@ class StateAllocator(CacheAllocator):
 ATTN_TYPE_TO_ALLOCATOR[STATES] = StateAllocator
 
 
+def _page_bytes(config: Any, heads: int, dtype: torch.dtype, page_size: int) -> int:
+    """Count the bytes of a page: keys and values of one layer."""
+    return FullAttentionCacheAllocator.get_bytes_per_page(heads, find_head_dim(config), dtype, page_size)
+
+
+def slot_parts(states: dict[int, Any]) -> tuple[dict[int, list[Part]], int]:
+    """Lay the states of all layers out in a slot, each tensor aligned, and count its bytes."""
+    parts: dict[int, list[Part]] = {}
+    end = 0
+    for layer, state in states.items():
+        parts[layer] = []
+        for x in state:
+            parts[layer].append(Part(end, end + x.nbytes, tuple(x.shape[1:]), x.dtype))
+            end += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+    return parts, end
+
+
 def _slot_bytes(needed: int, pages: int) -> int:
-    """Round a slot up so that it and the blocks of pages, `pages` bytes, divide a sector that is not large."""
+    """Round a slot up so that it and the blocks of pages, `pages` bytes, share a small sector."""
     if needed >= pages:
         return -(-needed // pages) * pages
     parts = pages // max(needed, ALIGNMENT)
@@ -236,8 +312,8 @@ class PatchedBatchingManager(ContinuousBatchingManager):
         generation_config, continuous_batching_config, workload_hints: as transformers' manager takes them.
 
     Raises:
-        UnsupportedModelError: layers that cannot be served. UnsupportedCallError: CUDA graphs, compiled steps or
-            asynchronous batching were asked for.
+        UnsupportedModelError: layers that cannot be served. UnsupportedCallError: CUDA graphs, compiled
+            steps or asynchronous batching were asked for.
     """
 
     def __init__(
@@ -259,13 +335,19 @@ class PatchedBatchingManager(ContinuousBatchingManager):
         }
         if names := [name for name, value in asked.items() if value]:
             raise UnsupportedCallError(
-                f"continuous batching of a patched model runs step by step and eagerly: leave {', '.join(names)} off"
+                "continuous batching of a patched model runs step by step and eagerly: leave "
+                f"{', '.join(names)} off"
             )
         config = copy.copy(model.config.get_text_config())
         config.__dict__.update({"layer_types": kinds, STATES: _probed_states(self.model, kinds)})
         self.config = config
+        self._fits_requests = set(kinds) == {STATES} and settings.num_blocks is None
         if set(kinds) == {STATES}:  # which do not grow: as many slots as requests in a batch, and no margin
             settings.safety_margin = settings.safety_margin or 0.0
+        if self._fits_requests:
+            size = slot_parts(config.__dict__[STATES])[1] * settings.max_requests_per_batch
+            page = _page_bytes(config, find_num_key_value_heads(config), model.dtype, settings.page_size)
+            settings.num_blocks = -(-size // (page * len(kinds)))
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leave the attention as it is.
@@ -289,7 +371,13 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             _supports_logits_to_keep=getattr(whole, "_supports_logits_to_keep", None),
         )
         try:
-            processor = super()._create_batch_processor()
+            try:
+                processor = super()._create_batch_processor()
+            except MemoryError:
+                if not self._fits_requests:
+                    raise
+                self.continuous_batching_config.num_blocks = None  # as many slots as there is memory for
+                processor = super()._create_batch_processor()
         finally:
             self.model = whole
         cache, inputs = processor.cache, processor.inputs_and_outputs
@@ -307,13 +395,21 @@ class PatchedBatchingManager(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         """Tell the attentions which requests the step holds, and run it."""
         processor: Any = self.batch_processor
+        batch = processor.inputs_and_outputs.requests_in_batch
         requests = [
             Request(each.state.request_id, each.query_length, each.state.position_offset - each.query_length)
-            for each in processor.inputs_and_outputs.requests_in_batch
+            for each in batch
         ]
         step = Step(requests, self.model.device)
         setattr(processor.cache, STEP, step)
+        slots: Any = processor.cache.cache_allocators.get(STATES)
+        if slots is not None:
+            for request in requests:  # a step that fails leaves states that are of no use
+                slots.ended.pop(request.name, None)
         super()._generation_step()
+        if slots is not None:
+            for each, request in zip(batch, requests, strict=True):
+                slots.ended[request.name] = (each.state, request.past + request.length)
         if missing := set(range(len(self.config.layer_types))) - step.layers:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not hand the paged cache to the attention of layers "

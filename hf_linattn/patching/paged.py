@@ -1,7 +1,8 @@
 """Attention over the packed requests of transformers' continuous batching, each as if it were alone.
 
-All tokens of a step stand in one row, request behind request. Requests with equally many new tokens become the
-rows of one call: their keys are those of their own pages, padded on the left; their states those of their slots.
+All tokens of a step stand in one row, request behind request. Requests with equally many new tokens become
+the rows of one call: their keys are those of their own pages, padded on the left; their states those of their
+slots.
 """
 
 from __future__ import annotations
