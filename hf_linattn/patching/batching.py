@@ -9,6 +9,7 @@ is wanted: a request that goes on with its text, as the next turn of a chat does
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from math import lcm
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ from hf_linattn.patching.paged import STEP, Request, Step
 STATES = "linattn_state"
 """Type of layers that keep a state, among transformers' "full_attention" and "sliding_attention"."""
 ALIGNMENT = 128
+SLOTS = 256
+"""Most slots that are made where nobody says how many (`num_blocks`, `max_requests_per_batch`)."""
 
 
 class Part(NamedTuple):
@@ -72,6 +75,7 @@ class StateAllocator(CacheAllocator):
     A slot that is taken again is not cleared: a request that begins writes it before it reads.
 
     Attributes:
+        state_bytes: of the states of one request.
         ended: request -> its state as transformers has it, and how many of its tokens are in the slot.
 
     Args:
@@ -99,6 +103,7 @@ class StateAllocator(CacheAllocator):
     ) -> None:
         self.states: dict[int, Any] = config.__dict__[STATES]
         self.parts, size = slot_parts(self.states)
+        self.state_bytes = sum(part.stop - part.start for parts in self.parts.values() for part in parts)
         page = _page_bytes(config, num_key_value_heads, cache_dtype, page_size)
         blocks = [config.layer_types.count(kind) * page for kind in set(config.layer_types) - {STATES}]
         self._before_cache_tensor_init(  # type: ignore[no-untyped-call]
@@ -345,7 +350,9 @@ class PatchedBatchingManager(ContinuousBatchingManager):
         if set(kinds) == {STATES}:  # which do not grow: as many slots as requests in a batch, and no margin
             settings.safety_margin = settings.safety_margin or 0.0
         if self._fits_requests:
-            size = slot_parts(config.__dict__[STATES])[1] * settings.max_requests_per_batch
+            asked = continuous_batching_config.max_requests_per_batch or workload_hints
+            most = settings.max_requests_per_batch if asked else SLOTS
+            size = slot_parts(config.__dict__[STATES])[1] * most
             page = _page_bytes(config, find_num_key_value_heads(config), model.dtype, settings.page_size)
             settings.num_blocks = -(-size // (page * len(kinds)))
 
@@ -391,6 +398,11 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             inputs.total_seqlen_k[STATES] = inputs.max_length_k[STATES] = 0
         cache.update = _refuse_update
         return processor
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """Go on unless the program has ended: its thread would keep a stopped server alive."""
+        alive = threading.main_thread().is_alive()
+        return alive and bool(super()._generation_loop_body(batch_processor, bootstrapping))
 
     def _generation_step(self) -> None:
         """Tell the attentions which requests the step holds, and run it."""

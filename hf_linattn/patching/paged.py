@@ -93,7 +93,8 @@ class Step:
     def _rows_by(self, key: Callable[[Request], Any]) -> list[list[int]]:
         rows: dict[Any, list[int]] = {}
         for row, request in enumerate(self.requests):
-            rows.setdefault(key(request), []).append(row)
+            if request.length:  # a prompt of one token that will be forked waits for its fork
+                rows.setdefault(key(request), []).append(row)
         return list(rows.values())
 
     def _group(self, rows: list[int], keys: Tensor | None, visibility: Visibility) -> Group:
