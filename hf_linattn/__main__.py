@@ -30,8 +30,8 @@ def run(argv: list[str]) -> None:
     if not argv or argv[0] not in known:
         what = f"unknown command {argv[0]!r}" if argv else "no command"
         raise OptionError(
-            f"{what}: python -m hf_linattn takes serve, chat, or a command that pip installed, such as lm_eval "
-            "or trl; this package's own are modules, such as python -m hf_linattn.finetune"
+            f"{what}: python -m hf_linattn takes serve, chat, or a command that pip installed, such as "
+            "lm_eval or trl; this package's own are modules, such as python -m hf_linattn.finetune"
         )
     if argv[:2] == ["transformers", "serve"] and "--help" not in argv:
         for package in SERVER:

@@ -1,6 +1,7 @@
 """Continuous batching of patched models: every request gets the tokens that it gets alone."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -197,6 +198,17 @@ def test_a_failed_step_ends_the_requests_with_its_reason_and_keeps_no_state(capl
         assert len(slots.ledger.slots) == 1
         assert not slots.block_table
     assert alone(model, PROMPTS[3])
+
+
+def test_the_thread_ends_with_the_program(monkeypatch):
+    model = patch_model(llama(), "elu1")
+    with serving(model, new=200) as manager:
+        manager.add_request(PROMPTS[3], streaming=True)
+        assert manager.get_result(timeout=60).error is None
+        monkeypatch.setattr(threading, "main_thread", threading.Thread)  # one that does not run
+        manager._generation_thread.join(timeout=60)
+        assert not manager.is_running()
+        monkeypatch.undo()
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_changed():
