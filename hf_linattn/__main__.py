@@ -11,7 +11,8 @@ from importlib.metadata import entry_points
 
 import hf_linattn  # noqa: F401
 from hf_linattn.cli.main import exit_status
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.patching.loading import first_line
 
 TRANSFORMERS = ("chat", "serve")
 """Commands of `transformers` that need not be named by it."""
@@ -23,6 +24,7 @@ def run(argv: list[str]) -> None:
 
     Raises:
         OptionError: there is none of this name. ModuleNotFoundError: what it needs is not installed.
+        CheckpointError: a folder that it reads is missing or damaged.
     """
     if argv and argv[0] in TRANSFORMERS:
         argv = ["transformers", *argv]
@@ -38,7 +40,11 @@ def run(argv: list[str]) -> None:
             __import__(package)
     command = known[argv[0]].load()
     sys.argv = argv
-    sys.exit(command())
+    try:
+        status = command()
+    except OSError as error:  # of a folder that is missing or damaged
+        raise CheckpointError(first_line(error)) from error
+    sys.exit(status)
 
 
 if __name__ == "__main__":

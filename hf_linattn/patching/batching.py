@@ -257,6 +257,8 @@ def layer_kinds(model: Any, sites: list[AttentionSite]) -> list[str]:
     config = model.config.get_text_config()
     kinds: dict[int, str] = {}
     who = type(model).__name__
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{who}: continuous batching serves decoders alone: use generate")
     sizes = (find_num_key_value_heads(config), find_head_dim(config), find_head_dim(config))
     for site in sites:
         if site.module.config is not config or site.causal is False or site.layer_idx is None:

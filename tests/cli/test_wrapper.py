@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.paths import ROOT
+from helpers.paths import BASE
 from transformers import AutoTokenizer
 
 import hf_linattn.__main__ as wrapper
@@ -13,7 +13,6 @@ from hf_linattn import from_pretrained, patch_model
 from hf_linattn.cli.main import exit_status
 from hf_linattn.patching.batching import STATES, PatchedBatchingManager
 
-BASE = ROOT / "examples" / "base"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
@@ -51,6 +50,16 @@ def test_a_command_gets_its_arguments(argv, seen, monkeypatch):
         wrapper.run(argv)
     assert not ended.value.code
     assert found == seen
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys, served):
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    for where, words in ((tmp_path, "not a valid JSON file"), (tmp_path / "no", "/no")):
+        assert status(["serve", str(where), "--device", "cpu"]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert words in error
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
