@@ -30,7 +30,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from hf_linattn.attention.cache import state_like
 from hf_linattn.attention.site import AttentionSite
-from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.errors import CacheError, NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.paged import STEP, Request, Step
 
@@ -54,12 +54,12 @@ class KeptSlots(BlockLedger):
     """Slots of requests that ended, by the tokens in their states, the oldest first."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.slots: dict[tuple[int, ...], int] = {}
 
     def reset(self) -> None:
         """Forget all."""
-        super().reset()  # type: ignore[no-untyped-call]
+        super().reset()
         self.slots.clear()
 
     def evict_cached_blocks(self) -> list[int]:
@@ -106,7 +106,7 @@ class StateAllocator(CacheAllocator):
         self.state_bytes = sum(part.stop - part.start for parts in self.parts.values() for part in parts)
         page = _page_bytes(config, num_key_value_heads, cache_dtype, page_size)
         blocks = [config.layer_types.count(kind) * page for kind in set(config.layer_types) - {STATES}]
-        self._before_cache_tensor_init(  # type: ignore[no-untyped-call]
+        self._before_cache_tensor_init(
             index,
             layer_indices[:1],  # a slot is not divided among layers
             1,
@@ -144,9 +144,18 @@ class StateAllocator(CacheAllocator):
         return state_like(self.states[layer], [x.index_select(0, slots) for x in self.views[layer]])
 
     def write_state(self, layer: int, requests: Sequence[Request], state: Any) -> None:
-        """Put the states of some requests back."""
+        """Put the states of some requests back.
+
+        Raises:
+            CacheError: they have grown.
+        """
         slots = self._slots(requests)
         for view, new in zip(self.views[layer], state, strict=True):
+            if new.shape[1:] != view.shape[1:]:
+                raise CacheError(
+                    f"layer {layer}: a state of {tuple(new.shape[1:])} does not fit into its slot, "
+                    f"{tuple(view.shape[1:])}: its attention cannot be served, use generate"
+                )
             view.index_copy_(0, slots, new)
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
@@ -215,10 +224,13 @@ class StateAllocator(CacheAllocator):
         """Refuse: keys of these layers do not exist."""
         raise UnsupportedCallError("these layers keep a state, and the attention that asks wants keys")
 
-    get_cache_for_block_table = update
+    def get_cache_for_block_table(self, layer_idx: int) -> Any:
+        """Refuse, likewise."""
+        return self.update()
 
 
-ATTN_TYPE_TO_ALLOCATOR[STATES] = StateAllocator
+KINDS: dict[str, Any] = ATTN_TYPE_TO_ALLOCATOR
+KINDS[STATES] = StateAllocator
 
 
 def _page_bytes(config: Any, heads: int, dtype: torch.dtype, page_size: int) -> int:
@@ -334,7 +346,7 @@ class PatchedBatchingManager(ContinuousBatchingManager):
         self._children = [(site.module, site.module._modules.get(NAME)) for site in sites]
         kinds = layer_kinds(model, sites)
         super().__init__(model, generation_config, continuous_batching_config, workload_hints)
-        settings = self.continuous_batching_config
+        settings: Any = self.continuous_batching_config
         asked = {
             "use_cuda_graph": any(settings.cuda_graph_booleans),
             "use_async_batching": settings.use_async_batching,
@@ -352,8 +364,8 @@ class PatchedBatchingManager(ContinuousBatchingManager):
         if set(kinds) == {STATES}:  # which do not grow: as many slots as requests in a batch, and no margin
             settings.safety_margin = settings.safety_margin or 0.0
         if self._fits_requests:
-            asked = continuous_batching_config.max_requests_per_batch or workload_hints
-            most = settings.max_requests_per_batch if asked else SLOTS
+            told = continuous_batching_config.max_requests_per_batch or workload_hints
+            most = settings.max_requests_per_batch if told else SLOTS
             size = slot_parts(config.__dict__[STATES])[1] * most
             page = _page_bytes(config, find_num_key_value_heads(config), model.dtype, settings.page_size)
             settings.num_blocks = -(-size // (page * len(kinds)))
@@ -389,7 +401,8 @@ class PatchedBatchingManager(ContinuousBatchingManager):
                 processor = super()._create_batch_processor()
         finally:
             self.model = whole
-        cache, inputs = processor.cache, processor.inputs_and_outputs
+        cache: Any = processor.cache
+        inputs: Any = processor.inputs_and_outputs
         kinds = set(cache.cache_allocators)
         if STATES in kinds:
             if FULL_ATTENTION not in kinds:  # tokens that a request reads from pages
