@@ -17,7 +17,7 @@ LEVELS = (
     {"training"},
     {"finetune"},
     {"convert"},
-    {"patches", "demo", "eval", "bench"},
+    {"patches", "demo", "eval", "bench", "__main__"},
 )
 """Folders and files of hf_linattn, from the core outward; each imports those of its line and before it."""
 RANK = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

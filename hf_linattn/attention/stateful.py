@@ -58,6 +58,10 @@ class StatefulAttention(Attention):
             )
         return self.causal(tokens, state)[1]
 
+    def aligned(self, state: Any) -> Any:
+        """Bring rows of texts of different lengths into a form in which they stand in one batch."""
+        return state
+
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count the bytes of one sequence's state; `size` is that of a number in the model's dtype."""
         return None

@@ -26,6 +26,8 @@ class Visibility:
         dense: boolean `[B, 1 or H, N, S]`.
         bias: what is added to the scores `[B, 1 or H, N, S]`, from an additive mask.
         may_be_packed: a row may hold more than one document; False where `documents` is padding alone.
+        earlier: `[B]` tokens of each row that left the window before these keys; None for none.
+        summed: `[B]` tokens of each row that a state holds; None where `columns` tell.
     """
 
     causal: bool
@@ -38,6 +40,8 @@ class Visibility:
     dense: Tensor | None = None
     bias: Tensor | None = None
     may_be_packed: bool = True
+    earlier: Tensor | None = None
+    summed: Tensor | None = None
 
     @property
     def relative(self) -> Tensor | None:
@@ -77,6 +81,8 @@ class Visibility:
             dense=self.dense,
             bias=self.bias,
             may_be_packed=self.may_be_packed,
+            earlier=self.earlier,
+            summed=self.summed,
         )
 
     def windowed(self, size: int, device: torch.device) -> Visibility:
@@ -120,13 +126,14 @@ class Visibility:
         if relative is None:
             relative = index - (self.keys - self.queries if causal else 0)
         own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)
+        earlier = 0 if self.earlier is None else self.earlier[:, None]
         if self.documents is None:
-            return own[None], index[None]
+            return own[None] + earlier, index[None] + earlier
         seen = (self.documents > 0).long().cumsum(1) - 1
         if self._separates:
             start = _start_of_run(running_max(self.documents), index)
             seen = seen - (seen.gather(1, start) - (self.documents.gather(1, start) > 0).long()) - 1
-        seen = seen.clamp_min(0)
+        seen = seen.clamp_min(0) + earlier
         return seen[:, own], seen
 
     def selected(self, indices: Tensor, keys: int) -> Visibility:
@@ -182,7 +189,8 @@ class Visibility:
                 return self.mask(device).sum(-1).float()
             own = torch.full((self.queries,), self.keys - 1, device=device)
         if self.documents is None and self.window is None:
-            return (own + 1).float()[None, None]
+            count = (own + 1)[None, None]
+            return (count if self.summed is None else count + self.summed[:, None, None]).float()
         documents = self.documents
         assert documents is not None
         seen = torch.nn.functional.pad((documents > 0).long().cumsum(1), (1, 0))  # [B, S + 1]
@@ -212,15 +220,17 @@ def running_max(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_add(1, place, x).gather(1, place)
 
 
-def read_visibility(mask: Tensor | None, queries: int, keys: int, is_causal: bool) -> Visibility:
+def read_visibility(mask: Tensor | Visibility | None, queries: int, keys: int, is_causal: bool) -> Visibility:
     """Read the mask of one attention call.
 
     Args:
-        mask: compact, boolean `[B, 1 or H, N, S]`, additive of the same shape, or None.
+        mask: compact, boolean `[B, 1 or H, N, S]`, additive of the same shape, read already, or None.
         queries: number N of queries.
         keys: number of keys at hand; a state cache gives the new ones alone.
         is_causal: decides only where there is no mask.
     """
+    if isinstance(mask, Visibility):
+        return mask
     if mask is None:
         return Visibility(is_causal and not (queries == 1 and keys > 1), queries, keys)
     if is_compact(mask):

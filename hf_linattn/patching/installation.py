@@ -12,17 +12,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_linattn.attention.site import AttentionSite
-from hf_linattn.errors import CheckpointError
+from hf_linattn.errors import CheckpointError, UnsupportedCallError
 from hf_linattn.patching import gguf
 from hf_linattn.patching.adapters import adapt, attributes_of
 from hf_linattn.patching.cache_layers import put_full_cache, put_state_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
+from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, bind_cache_layer
 from hf_linattn.patching.module import PatchedAttention
 
 INSTALLATION = "_linattn"
 """Where a patched model keeps its `Installation`, in its `__dict__`."""
 PREPARE_CACHE = "_prepare_cache_for_generation"
+INIT_BATCHING = "init_continuous_batching"
+CACHED_MANAGER = "_cached_continuous_batching_manager"
 SAVES = ("save_pretrained", "push_to_hub")
 
 
@@ -113,6 +116,11 @@ class Installation:
         """Have `generate` put the layers of patched modules into its cache before it asks that anything."""
         if self.cache_places and hasattr(self._model, PREPARE_CACHE):
             self._replace(self._model, PREPARE_CACHE, functools.partial(_prepare_cache, self._model))
+
+    def serve_batches(self) -> None:
+        """Have continuous batching (`generate_batch`, `transformers serve`) keep the patch."""
+        if self.configs is not None and hasattr(self._model, INIT_BATCHING):
+            self._replace(self._model, INIT_BATCHING, functools.partial(_init_batching, self._model))
 
     def refuse_saving(self, unsaved: dict[str, str]) -> None:
         """Have the model, and every model in it, refuse to be saved.
@@ -211,6 +219,32 @@ def _prepare_cache(
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output
+
+
+def _init_batching(
+    model: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Stand before the model's own method: a manager of ours in place of transformers' own."""
+    try:
+        from transformers import ContinuousBatchingConfig
+
+        from hf_linattn.patching.batching import PatchedBatchingManager
+    except ImportError as error:
+        raise UnsupportedCallError(
+            f"continuous batching of patched models needs transformers 5.23: {error}"
+        ) from error
+    if getattr(model, CACHED_MANAGER, None) is not None:
+        return getattr(type(model), INIT_BATCHING)(model)
+    return PatchedBatchingManager(
+        model,
+        find_sites(model),
+        model.generation_config if generation_config is None else generation_config,
+        ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config,
+        workload_hints,
+    )
 
 
 def _refuse_save(reason: str, *args: Any, **kwargs: Any) -> None:

@@ -10,9 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
-from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
+from hf_linattn.attention.masks import WHOLE_MASKS, compact_mask, is_compact
 from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite, ForwardInfo
-from hf_linattn.attention.visibility import read_visibility
+from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import (
     put_full_cache,
@@ -21,6 +21,7 @@ from hf_linattn.patching.cache_layers import (
     self_attention_cache,
 )
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
+from hf_linattn.patching.paged import CACHE, paged_attention
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
@@ -69,6 +70,19 @@ def attention(
             f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
             "folder with hf_linattn.from_pretrained, or call patch_model on this model."
         )
+    if kwargs.get(CACHE) is not None:
+        keeps_state = kept is None and child.keeps_state
+
+        def compute(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, layer: StateLayer | None) -> Tensor:
+            if kept is not None:
+                return native_attention(
+                    module, q, k, v, seen, kept, scaling=scaling, dropout=dropout, **kwargs
+                )[0]
+            if layer is not None and layer.state is not None and q.shape[0] > 1:
+                layer.state = child.attention.aligned(layer.state)
+            return child(CallContext(layer), q, k, v, seen, scaling, dropout, True, kwargs)[0]  # type: ignore[no-any-return]
+
+        return paged_attention(module, query, key, value, kwargs, compute, keeps_state), None
     if kept is not None:
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
@@ -91,7 +105,7 @@ def native_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    mask: Tensor | Visibility | None,
     kept: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -109,13 +123,11 @@ def native_attention(
     Returns:
         Output `[B, N, H, Dv]` and attention weights or None.
     """
-    if is_compact(mask):
-        assert mask is not None
-        causal = mask.dtype == CAUSAL
-        visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
+    if isinstance(mask, Visibility) or is_compact(mask):
+        visibility = read_visibility(mask, query.shape[2], key.shape[2], True)
         if visibility.plain and kept == "sdpa":
             mask = None
-            kwargs.setdefault("is_causal", causal and query.shape[2] > 1)
+            kwargs.setdefault("is_causal", visibility.causal and query.shape[2] > 1)
         else:
             mask = visibility.mask(query.device)
             whole = WHOLE_MASKS in module.config.__dict__  # then the keys of a window are the last ones

@@ -193,7 +193,7 @@ class PatchedAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | Visibility | None,
         scaling: float | None,
         dropout: float,
         causal: bool,
@@ -267,8 +267,6 @@ class PatchedAttention(nn.Module):
 
     def _refuse_call(self, cross: bool, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
         attention = self.attention
-        if extras.get("cache") is not None:
-            raise UnsupportedCallError(f"{self.where}: a paged cache")
         for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
             if keyword not in attention.supports and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")

@@ -238,6 +238,7 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
                 installation.keep_native(site.module, checked.native[site.name])
         installation.prepare_caches()
         installation.drop_gguf_marks()
+        installation.serve_batches()
         installation.refuse_saving(
             {key: what for name in children for key, what in recipes[name].unsaved.items()}
         )

@@ -208,6 +208,10 @@ class Window(StatefulAttention):
         before = None if state is None else state.linear
         return pushed.after.with_linear(self._linear().absorb(summed, before))
 
+    def aligned(self, state: WindowState) -> WindowState:
+        """Begin each row's ring with its oldest token."""
+        return state.aligned()
+
     def _empty(self, tokens: Tokens) -> WindowState:
         return WindowState.empty(tokens, self.size, self.sinks)
 

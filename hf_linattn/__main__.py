@@ -1,0 +1,51 @@
+"""Run another package's command with this package imported, so that it loads patched folders.
+
+python -m hf_linattn serve FOLDER                    transformers' server; `chat` likewise
+python -m hf_linattn lm_eval --model hf ...          any command that pip installed, by its name
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+
+import hf_linattn  # noqa: F401
+from hf_linattn.cli.main import exit_status
+from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.patching.loading import first_line
+
+TRANSFORMERS = ("chat", "serve")
+"""Commands of `transformers` that need not be named by it."""
+SERVER = ("fastapi", "openai", "pydantic", "uvicorn")
+
+
+def run(argv: list[str]) -> None:
+    """Find a command and run it.
+
+    Raises:
+        OptionError: there is none of this name. ModuleNotFoundError: what it needs is not installed.
+        CheckpointError: a folder that it reads is missing or damaged.
+    """
+    if argv and argv[0] in TRANSFORMERS:
+        argv = ["transformers", *argv]
+    known = {entry.name: entry for entry in entry_points(group="console_scripts")}
+    if not argv or argv[0] not in known:
+        what = f"unknown command {argv[0]!r}" if argv else "no command"
+        raise OptionError(
+            f"{what}: python -m hf_linattn takes serve, chat, or a command that pip installed, such as "
+            "lm_eval or trl; this package's own are modules, such as python -m hf_linattn.finetune"
+        )
+    if argv[:2] == ["transformers", "serve"] and "--help" not in argv:
+        for package in SERVER:
+            __import__(package)
+    command = known[argv[0]].load()
+    sys.argv = argv
+    try:
+        status = command()
+    except OSError as error:  # of a folder that is missing or damaged
+        raise CheckpointError(first_line(error)) from error
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(lambda: run(sys.argv[1:]), interrupted="the command was stopped", extra="serve"))

@@ -1,0 +1,142 @@
+"""`python -m hf_linattn COMMAND`: commands of other packages, with patched folders known to them."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.paths import BASE
+from transformers import AutoTokenizer
+
+import hf_linattn.__main__ as wrapper
+from hf_linattn import from_pretrained, patch_model
+from hf_linattn.cli.main import exit_status
+from hf_linattn.patching.batching import STATES, PatchedBatchingManager
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def status(argv):
+    return exit_status(lambda: wrapper.run(argv), interrupted="", extra="serve")
+
+
+@pytest.mark.parametrize("argv", [[], ["srve", "model"], ["finetune"]])
+def test_an_unknown_command_is_one_line(argv, capsys):
+    assert status(argv) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "serve, chat" in error
+    assert (argv[0] if argv else "no command") in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "seen"),
+    [
+        (["chat", "--help"], ["transformers", "chat", "--help"]),
+        (["lm_eval", "--model", "hf"], ["lm_eval", "--model", "hf"]),
+    ],
+)
+def test_a_command_gets_its_arguments(argv, seen, monkeypatch):
+    found = []
+
+    def entry_points(group):
+        assert group == "console_scripts"
+        command = SimpleNamespace(name=seen[0], load=lambda: lambda: found.extend(sys.argv))
+        return [command]
+
+    monkeypatch.setattr(wrapper, "entry_points", entry_points)
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit) as ended:
+        wrapper.run(argv)
+    assert not ended.value.code
+    assert found == seen
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys, served):
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    (tmp_path / "config.json").write_text('{"model_type": "lla')
+    for where, words in ((tmp_path, "not a valid JSON file"), (tmp_path / "no", "/no")):
+        assert status(["serve", str(where), "--device", "cpu"]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert words in error
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert status(["serve", "somewhere"]) == 1
+    assert "fastapi is not installed; pip install 'hf-linattn[serve]'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A patched model with a chat template."""
+    where = tmp_path_factory.mktemp("served")
+    model = patch_model(from_pretrained(BASE, dtype=torch.float32), "elu1")
+    model.save_pretrained(where)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(where)
+    return where
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Start `serve` without its socket: arguments -> a client of the application and the state behind it."""
+    for package in (*wrapper.SERVER, "httpx"):
+        pytest.importorskip(package)
+    import uvicorn
+    from starlette.testclient import TestClient
+    from transformers.cli import serve
+
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    started, states = [], []
+    make = serve.Serve.__init__
+
+    def start(**settings):
+        server = object.__new__(serve.Serve)
+        make(server, device="cpu", cb_num_blocks=40, cb_max_batch_tokens=256, **settings)
+        client = TestClient(server.server.config.app)
+        started.append(client)
+        states.append(server._generation_state)
+        return client, server._generation_state
+
+    yield start
+    for state in states:
+        state.shutdown()
+
+
+def ask(client, messages, folder):
+    body = {"model": str(folder), "messages": messages, "max_tokens": 8, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def alone(folder, messages):
+    model, tokenizer = from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    out = model.generate(ids, max_new_tokens=8, do_sample=False)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("continuous_batching", [True, False])
+def test_a_server_answers_as_the_model_does_and_keeps_the_state_of_a_chat(
+    continuous_batching, folder, served
+):
+    client, state = served(force_model=str(folder), continuous_batching=continuous_batching)
+    messages = [{"role": "user", "content": "Once upon a time there was a little girl"}]
+    for turn in range(2):
+        answer = ask(client, messages, folder)
+        assert answer == alone(folder, messages)
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "and then"},
+        ]
+        if continuous_batching:
+            manager = state._cb_manager._cb
+            assert isinstance(manager, PatchedBatchingManager)
+            slots = manager.batch_processor.cache.cache_allocators[STATES].ledger.slots
+            assert len(slots) == 1, turn  # the second turn took the slot of the first over
