@@ -42,6 +42,7 @@ class Patch(nn.Module):
         linear: the state is of constant size.
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
+        rope: False switches the model's rotary embedding off in its module.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
     """
@@ -55,6 +56,7 @@ class Patch(nn.Module):
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
     default_for: ClassVar[str] = ""
+    rope: bool = True
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__()
@@ -72,6 +74,7 @@ class Attention(Patch):
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
         supports: keywords of the attention interface that it can honour; others are refused at patch time.
         wraps: takes a linear attention inside, as in "window+elu1".
+        needs_hidden: reads the module's input, `call.hidden`.
         needs_rope: turns queries by the model's rotary embedding, which must then be there.
     """
 
@@ -80,6 +83,7 @@ class Attention(Patch):
     supports: ClassVar[frozenset[str]] = frozenset()
     wraps: ClassVar[bool] = False
     needs_rope: bool = False
+    needs_hidden: bool = False
 
     def attend(self, call: Call) -> Output:
         """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
@@ -95,14 +99,9 @@ class Attention(Patch):
 
 
 class Modifier(Patch):
-    """Base class of changes to query or scores before the attention that they are composed with.
-
-    Attributes:
-        rope: False switches the model's rotary embedding off in its module.
-    """
+    """Base class of changes to query or scores before the attention that they are composed with."""
 
     modifier = True
-    rope: bool = True
 
     def query_scale(self, visible: Tensor) -> Tensor:
         """Return the factor of each query, and so of its scores.

@@ -30,6 +30,7 @@ class Call:
         softcap: c in c tanh(s / c).
         sink: logits of the model's own sinks, `[H]` or `[B, H, N, 1]`.
         output_attentions: the weights are wanted.
+        hidden: the module's input `[B, N, C]`, for attentions that ask for it; otherwise None.
     """
 
     query: Tensor
@@ -47,6 +48,7 @@ class Call:
     softcap: float | None = None
     sink: Tensor | None = None
     output_attentions: bool = False
+    hidden: Tensor | None = None
 
     @property
     def device(self) -> torch.device:

@@ -29,7 +29,7 @@ class LinearAttention(StatefulAttention):
             where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `FEATURE_MAPS` in
             `ops.types`; eps: with "relu", what it adds.
-        has_decay: there is a `log_decay`.
+        has_decay: there is a `log_decay`; `gates`, where a class computes them, are its logarithm.
     """
 
     supports_packing = True
@@ -187,6 +187,8 @@ class LinearAttention(StatefulAttention):
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
         if not self.has_decay:
             return None
+        if tokens.gates is not None:
+            return tokens.hide(tokens.gates[..., 0])
         decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 

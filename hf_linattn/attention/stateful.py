@@ -49,6 +49,10 @@ class StatefulAttention(Attention):
         """Let every query see all keys: `[B, H, N, Dv]`."""
         raise NotImplementedError(f"{type(self).__name__} has no bidirectional form")
 
+    def gates(self, call: Call) -> Tensor | None:
+        """Compute what is needed of the hidden state of each token, `[B, Hkv, N, F]`; None for nothing."""
+        return None
+
     def absorb(self, tokens: Tokens, state: Any) -> Any:
         """Return the state after tokens whose output nobody needs; `tokens.query` may be None."""
         if tokens.query is None:
@@ -80,7 +84,10 @@ class StatefulAttention(Attention):
         new = _new_columns(documents, past, call.key.shape[2])
         count = visibility.count(query.device)[:, 0] if self.needs_visible_count else None
         valid = None if new is None else new > 0
-        tokens = Tokens(query, call.key, call.value, call.scaling, valid, count, keep=layer is not None)
+        gates = self.gates(call)
+        tokens = Tokens(
+            query, call.key, call.value, call.scaling, valid, count, gates, keep=layer is not None
+        )
         if not visibility.causal:
             if layer is not None:
                 raise UnsupportedCallError(

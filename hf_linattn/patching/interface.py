@@ -11,7 +11,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
-from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite, ForwardInfo
+from hf_linattn.attention.site import (
+    CACHE_ARGUMENTS,
+    HIDDEN_ARGUMENT,
+    ROTARY_ARGUMENT,
+    AttentionSite,
+    ForwardInfo,
+)
 from hf_linattn.attention.visibility import read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import (
@@ -189,6 +195,9 @@ def bind_cache_layer(
     if cross:
         child.calls.context = CallContext(cross=True)
         return args, kwargs
+    hidden = (args[0] if args else kwargs.get(HIDDEN_ARGUMENT)) if child.needs_hidden else None
+    if hidden is not None:
+        child.calls.context = CallContext(hidden=hidden)
     if not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.forward_info
@@ -207,7 +216,7 @@ def bind_cache_layer(
         return args, kwargs
     layer: StateLayer = put_state_layer(self_attention_cache(cache), index, where)
     layer.expecting_update = True
-    child.calls.context = CallContext(layer)
+    child.calls.context = CallContext(layer, hidden=hidden)
     return args, kwargs
 
 

@@ -25,11 +25,13 @@ class CallContext(NamedTuple):
         layer: the state to read and write; None without a cache.
         cross: keys come from another sequence.
         used: the state was handed out in this call already.
+        hidden: the module's input `[B, N, C]`, where its attention asks for it.
     """
 
     layer: StateLayer | None = None
     cross: bool = False
     used: bool = False
+    hidden: Tensor | None = None
 
 
 NO_CONTEXT = CallContext()
@@ -60,7 +62,7 @@ class PatchedAttention(nn.Module):
         self.modifiers: list[str] = []
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
         self._compose(parts, site)
-        self.drops_rope = any(not part.rope for part in parts if isinstance(part, Modifier))
+        self.drops_rope = any(not part.rope for part in parts)
         self._check_saved()
         self.refuse(site)
 
@@ -112,6 +114,11 @@ class PatchedAttention(nn.Module):
     def attention(self) -> Attention:
         """The attention; softmax where only modifiers were named."""
         return self._modules[self.base]  # type: ignore[return-value]
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the module's input is wanted."""
+        return self.attention.needs_hidden
 
     @property
     def keeps_state(self) -> bool:
@@ -242,6 +249,7 @@ class PatchedAttention(nn.Module):
             extras.get("softcap"),
             extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
             bool(extras.get("output_attentions")),
+            context.hidden,
         )
         for name in self.modifiers:
             self.get_submodule(name)(call)

@@ -87,6 +87,11 @@ class Window(StatefulAttention):
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
+        if inner.needs_hidden:
+            raise OptionError(
+                f"a window keeps keys and values of its tokens, no hidden states: give {inner.name!r} "
+                "source='value'"
+            )
         self.inner, self.branches = inner.name, "both"
         self.directions, self.direction_reason = inner.directions, inner.direction_reason  # type: ignore[misc]
         self.needs_visible_count = self.needs_visible_count or inner.needs_visible_count

@@ -46,6 +46,7 @@ class Run:
         windows: False drops sliding and chunked windows: plain masks are put in their place.
         learned: parameters and buffers of the patch, module -> name -> tensor.
         calls: the attention modules in the order in which they called.
+        hidden: the input of the module that runs.
     """
 
     options: dict[str, Any]
@@ -53,6 +54,7 @@ class Run:
     windows: bool = True
     learned: dict[nn.Module, dict[str, Tensor]] = field(default_factory=dict)
     calls: list[nn.Module] = field(default_factory=list)
+    hidden: Tensor | None = None
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Inputs:
         options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
         bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
         parts: the names in the composition.
+        hidden: the module's input `[B, N, C]`.
     """
 
     query: Tensor
@@ -83,6 +86,7 @@ class Inputs:
     softcap: float | None = None
     sink: Tensor | None = None
     parts: tuple[str, ...] = ()
+    hidden: Tensor | None = None
 
     def scores(self) -> Tensor:
         """s_ij `[B, H, N, S]`, capped and biased; whatever is there where the key is not visible."""
@@ -274,6 +278,7 @@ def _oracle(
     name = module.config._attn_implementation.removeprefix("oracle_")
     names = tuple(name.split("+")) if run.where is None or run.where(module) else ("softmax",)
     x.parts, x.options, x.learned = names, run.options, run.learned.get(module, {})
+    x.hidden = None if run.hidden is None else run.hidden.double()
     for part in names:
         if part in MODIFIERS:
             MODIFIERS[part](x)
@@ -314,6 +319,12 @@ def _still(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor]:
     return output[0] * 0 + 1, output[1] * 0
 
 
+def _note_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep the first argument of an attention module for its call."""
+    first = args[0] if args else kwargs.get("hidden_states")
+    _RUNS[-1].hidden = first if isinstance(first, Tensor) else None
+
+
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
@@ -327,6 +338,11 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     rotary = [m for m in model.modules() if hasattr(m, "rope_type")] if STILL & set(patch.split("+")) else []
     hooks = [module.register_forward_hook(_still) for module in rotary]
+    hooks += [
+        module.register_forward_pre_hook(_note_hidden, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "config") and "attention" in type(module).__name__.lower()
+    ]
     _RUNS.append(run)
     try:
         for config, _ in before:

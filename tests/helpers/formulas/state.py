@@ -32,6 +32,11 @@ CASES: dict[str, Case] = {
     "nope+window+elu1, small": Case("nope+window+elu1", {"size": 16}),
     "efficient": Case("efficient"),
     "gated": Case("gated", {"half_life": 50.0}),
+    "gated, hidden": Case("gated", {"source": "hidden", "half_life": 50.0}),
+    "delta": Case("delta"),
+    "delta, near": Case("delta", {"half_life": 5.0, "source": "value", "front": True}),
+    "delta, channel": Case("delta", {"decay": "channel", "beta": 2.0, "half_life": 20.0}),
+    "delta, no decay": Case("delta", {"decay": "none", "feature_map": "elu1"}),
     "gated, front": Case("gated", {"front": True, "half_life": 50.0}),
     "gated, hedgehog": Case("gated", {"feature_map": "hedgehog", "shortest": 4.0, "half_life": 50.0}),
 }
@@ -69,15 +74,57 @@ def decay(x: Inputs) -> Tensor:
     return over_its_sum(weights, x.visible) @ x.value
 
 
+def gates_of(x: Inputs, patch: str, weight: str, bias: str, source: str) -> Tensor:
+    """w_h . x_t + b_h `[B, H, N]`, of the hidden state or the value."""
+    read = x.value if source == "value" else x.hidden[:, None]
+    weight = x.per_head(x.parameter(f"{patch}.{weight}")).flatten(1)
+    return (read * weight[None, :, None]).sum(-1) + x.per_head(x.parameter(f"{patch}.{bias}")).view(1, -1, 1)
+
+
 @formula("gated", scores=False)
 def gated(x: Inputs) -> Tensor:
-    weight, bias = x.per_head(x.parameter("gated.weight")), x.per_head(x.parameter("gated.bias"))
-    gate = ((x.value * weight[None, :, None]).sum(-1) + bias[None, :, None]).sigmoid() ** (1 / 16)
+    gate = gates_of(x, "gated", "weight", "bias", x.options.get("source", "value")).sigmoid() ** (1 / 16)
     weights = mapped(x, "gated")
     valid = x.visible[:, 0].any(1)  # padding does not close the gate
     closed = torch.where(valid[:, None], gate.log(), 0.0).cumsum(-1)
     product = (closed[..., :, None] - closed[..., None, :]).tril().exp()
     return over_its_sum(weights * product, x.visible) @ x.value
+
+
+@formula("delta", scores=False)
+def delta(x: Inputs) -> Tensor:
+    """o = (Q K^T * A)(I + T)^-1 b v; T = b (K K^T * A) for j < i; A_ij: the product of a over (j, i]."""
+    options, source = x.options, x.options.get("source", "hidden")
+    beta = options.get("beta", 1.0) * gates_of(x, "delta", "beta_weight", "beta_bias", source).sigmoid()
+    query, key = fronted(x, "delta") if options.get("front") else (x.query, x.key)
+    if options.get("feature_map") == "elu1":
+        query, key = elu_plus_one(query), elu_plus_one(key)
+    query, key = (part / part.pow(2).sum(-1, keepdim=True).sqrt() for part in (query, key))
+    seen, valid = x.visible.tril(), x.visible[:, 0].any(1)[:, None]
+    kind = options.get("decay", "head")
+    if kind == "none":
+        log_a = torch.zeros_like(beta)[..., None]
+    elif kind == "head":
+        logit = gates_of(x, "delta", "decay_weight", "decay_bias", source)[..., None]
+        log_a = logit.sigmoid().log() / 16
+    else:
+        read = x.value if source == "value" else x.hidden[:, None]
+        reduced = read @ x.per_head(x.parameter("delta.decay_down")).mT
+        logit = reduced @ x.per_head(x.parameter("delta.decay_weight")).mT
+        log_a = (logit + x.per_head(x.parameter("delta.decay_bias"))[:, None]).sigmoid().log() / 16
+    total = torch.where(valid[..., None], log_a, 0.0).cumsum(-2)
+    between = (total[..., :, None, :] - total[..., None, :, :]).clamp(max=0).exp()  # [B, H, i, j, 1 or F]
+    reads = torch.einsum(
+        "bhid,bhjd,bhijd->bhij", query, key, between.expand(*between.shape[:-1], key.shape[-1])
+    )
+    links = torch.einsum(
+        "bhid,bhjd,bhijd->bhij", key, key, between.expand(*between.shape[:-1], key.shape[-1])
+    )
+    beta = torch.where(valid, beta, 0.0)[..., None]
+    system = beta * torch.where(seen, links, 0.0).tril(-1)
+    system = system + torch.eye(key.shape[2], dtype=torch.float64)
+    output = torch.where(seen, reads, 0.0) @ torch.linalg.inv(system) @ (beta * x.value)
+    return output * x.parameter("delta.scale")[None, :, None, None]
 
 
 @formula("efficient", scores=False)

@@ -1,0 +1,171 @@
+"""delta: a state that corrects what it holds under a key before it writes, with gates that forget."""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
+from hf_linattn.attention.call import Call
+from hf_linattn.errors import OptionError
+from hf_linattn.ops.eager import delta_rule
+from hf_linattn.registry import register
+
+from ._feature_maps import input_projections, named_map, project
+from ._gates import (
+    Source,
+    gate_bias,
+    half_lives,
+    log_gate,
+    missing_hidden,
+    per_head,
+    source_of,
+    source_width,
+)
+
+HALF_LIFE = 16384.0
+
+
+class DeltaState(NamedTuple):
+    """S `[B, Hkv, F, Dv]`: what is held under each key."""
+
+    S: Tensor
+
+
+@register("delta")
+class Delta(StatefulAttention):
+    """A state that corrects itself: under each key it holds the newest value in place of a sum of all.
+
+    S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,  o_t = c_h S_t q_t
+    k_t, q_t: phi(key), phi(query) over their length; S `[Dv, F]` a key head
+    b_t = beta sigmoid(w_b . x_t + d_b),  a_t = sigmoid(w_a . x_t + d_a)^(1/16)
+
+    A sum of keys and values blurs what it holds once there are more tokens than features. Here a key first
+    reads what stands under it, and the difference to its value is written: what is under other directions
+    stays. No denominator; c_h is learned for each query head, 1 at the start, where w = 0 too. Padding is
+    neither written nor does it age anything.
+
+    Options:
+        decay: what fades: "head" (default), one a_t per key head (Gated DeltaNet); "channel", one for each
+            feature (KDA), from x_t through a layer of rank D; "none", a_t = 1 (DeltaNet).
+        source: x_t, what gates read: "hidden" (default), the module's input; "value", the head's value, for
+            modules that are not given a hidden state.
+        beta: largest b_t, above 0 and at most 2; default 1. Above 1 what stands under a key can change its
+            sign, which tracking of states needs (arXiv:2411.12537).
+        feature_map: phi, the map of another linear patch, such as "elu1" or "hedgehog", with its default
+            options and its learned weights; default None, phi(x) = x.
+        front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
+            `[Hkv, D, D]`, the identity at the start; default False.
+        rope: False switches the model's rotary embedding off in these layers; default True.
+        half_life: tokens after which a past token counts half, at the start; at least 1, default 16384.
+        shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
+            ratios; at least 1, default None for the same in all heads.
+
+    Use: where details must be found again without softmax.
+
+    Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", Yang et al. 2024,
+        arXiv:2406.06484; "Gated Delta Networks", Yang et al. 2024, arXiv:2412.06464, equation 10; by channel:
+        "Kimi Linear", 2025, arXiv:2510.26692, section 3.
+    """
+
+    group = "state that forgets"
+    directions = "causal"
+    direction_reason = "a state that is corrected has one direction, from past to future"
+    cross = False
+    supports_packing = True
+
+    def __init__(
+        self,
+        site: AttentionSite,
+        *,
+        decay: Literal["head", "channel", "none"] = "head",
+        source: Source = "hidden",
+        beta: float = 1.0,
+        feature_map: str | None = None,
+        front: bool = False,
+        rope: bool = True,
+        half_life: float | None = None,
+        shortest: float | None = None,
+    ) -> None:
+        super().__init__(site)
+        if not 0 < beta <= 2:
+            raise OptionError(f"beta must be above 0 and at most 2, got {beta}")
+        if decay == "none" and (half_life is not None or shortest is not None):
+            raise OptionError("decay='none' forgets nothing: leave half_life and shortest out")
+        sizes = ("heads", "kv_heads", "head_dim", "value_dim")
+        heads, kv_heads, head_dim, _ = site.require(*sizes, reason="so its state has no size")
+        self.decay, self.source, self.beta, self.rope = decay, source, beta, rope
+        self.needs_hidden = source == "hidden"
+        self.width = source_width(site, source)
+        self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
+        self.features = head_dim if self.map is None else self.map.features or head_dim
+        self.fronts = input_projections(site) if front else nn.ParameterDict()
+        self.scale = nn.Parameter(torch.ones(heads))
+        self.beta_weight = nn.Parameter(torch.zeros(kv_heads, self.width))
+        self.beta_bias = nn.Parameter(torch.zeros(kv_heads))
+        if decay == "none":
+            return
+        bias = gate_bias(half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life))
+        gates, read = (1, self.width) if decay == "head" else (self.features, head_dim)
+        if decay == "channel":
+            down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
+            self.decay_down = nn.Parameter(down * self.width**-0.5)
+        self.decay_weight = nn.Parameter(torch.zeros(kv_heads, gates, read))
+        self.decay_bias = nn.Parameter(bias[:, None].repeat(1, gates))
+
+    def gates(self, call: Call) -> Tensor:
+        """Compute b_t and log a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
+        return self._gates(source_of(call, self.source, self.width))
+
+    def _gates(self, x: Tensor) -> Tensor:
+        """Compute them from x `[B, 1 or Hkv, N, C]`."""
+        logit = per_head(x, self.beta_weight.unsqueeze(1)) + self.beta_bias.to(x)[:, None, None]
+        gates = [self.beta * logit.sigmoid()]
+        if self.decay != "none":
+            reduced = x if self.decay == "head" else per_head(x, self.decay_down)
+            gates.append(log_gate(per_head(reduced, self.decay_weight) + self.decay_bias.to(x)[:, None]))
+        return torch.cat(gates, -1)
+
+    def _unit(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
+        """Map queries or keys and divide them by their length: `[B, H, N, F]`."""
+        x = project(self.fronts, side, upcast(x))
+        return F.normalize(x if self.map is None else getattr(self.map, side)(x), dim=-1)
+
+    def causal(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, DeltaState]:
+        """Compute the causal form in chunks."""
+        assert tokens.query is not None
+        output, after = self._run(tokens, self._unit("query_map", tokens.query), state)
+        assert output is not None
+        return output * self.scale.to(output)[:, None, None], after
+
+    def absorb(self, tokens: Tokens, state: DeltaState | None) -> DeltaState:
+        """Write without queries, which do not change the state."""
+        return self._run(tokens, None, state)[1]
+
+    def _run(
+        self, tokens: Tokens, query: Tensor | None, state: DeltaState | None
+    ) -> tuple[Tensor | None, DeltaState]:
+        gates = tokens.gates
+        if gates is None:  # tokens that another attention stored
+            if self.source == "hidden":
+                raise missing_hidden(self.name)
+            gates = self._gates(upcast(tokens.value))
+        gates = tokens.hide(gates)  # neither written nor aged by padding
+        key, value = (tokens.hide(upcast(x)) for x in (tokens.key, tokens.value))
+        output, S = delta_rule.causal(
+            query,
+            self._unit("key_map", key),
+            value,
+            gates[..., 0],
+            gates[..., 1:] if self.decay != "none" else None,
+            None if state is None else state.S,
+            tokens.documents,
+        )
+        return output, DeltaState(S)
+
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
+        """Count S in float32 (float64 in float64 models)."""
+        if site.kv_heads is None or site.value_dim is None:
+            return None
+        return max(size, 4) * site.kv_heads * self.features * site.value_dim
