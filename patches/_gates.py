@@ -49,13 +49,15 @@ def source_of(call: Call, source: Source, width: int) -> Tensor:
     return upcast(hidden).unsqueeze(1)
 
 
-def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Project x `[B, 1 or Hkv, N, C]` by `[Hkv, F, C]`: `[B, Hkv, N, F]`."""
-    weight = weight.to(x)
-    if x.shape[1] == weight.shape[0]:
-        return x @ weight.mT
-    projected: Tensor = nn.functional.linear(x[:, 0], weight.flatten(0, 1))
-    return projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
+def per_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Project x `[B, 1 or Hkv, N, C]` by `[Hkv, F, C]`, and add `[Hkv, F]`: `[B, Hkv, N, F]`."""
+    weight, bias = weight.to(x), None if bias is None else bias.to(x)
+    if x.shape[1] == 1:
+        flat = None if bias is None else bias.flatten()
+        projected: Tensor = nn.functional.linear(x[:, 0], weight.flatten(0, 1), flat)
+        return projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
+    projected = x @ weight.mT
+    return projected if bias is None else projected + bias[:, None]
 
 
 def missing_hidden(name: str) -> CacheError:

@@ -3,21 +3,21 @@
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.call import Call
 from hf_linattn.errors import OptionError
-from hf_linattn.ops.eager import delta_rule
+from hf_linattn.ops import delta_rule
+from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
 from hf_linattn.registry import register
 
 from ._feature_maps import input_projections, named_map, project
 from ._gates import (
+    TEMPERATURE,
     Source,
     gate_bias,
     half_lives,
-    log_gate,
     missing_hidden,
     per_head,
     source_of,
@@ -95,73 +95,76 @@ class Delta(StatefulAttention):
             raise OptionError("decay='none' forgets nothing: leave half_life and shortest out")
         sizes = ("heads", "kv_heads", "head_dim", "value_dim")
         heads, kv_heads, head_dim, _ = site.require(*sizes, reason="so its state has no size")
-        self.decay, self.source, self.beta, self.rope = decay, source, beta, rope
+        self.source, self.rope = source, rope
         self.needs_hidden = source == "hidden"
         self.width = source_width(site, source)
         self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
         self.features = head_dim if self.map is None else self.map.features or head_dim
         self.fronts = input_projections(site) if front else nn.ParameterDict()
+        self.config = DeltaConfig(decay, beta, TEMPERATURE)
         self.scale = nn.Parameter(torch.ones(heads))
-        self.beta_weight = nn.Parameter(torch.zeros(kv_heads, self.width))
-        self.beta_bias = nn.Parameter(torch.zeros(kv_heads))
+        gates = 2 if decay == "head" else 1
+        self.gate_weight = nn.Parameter(torch.zeros(kv_heads, gates, self.width))
+        self.gate_bias = nn.Parameter(torch.zeros(kv_heads, gates))
         if decay == "none":
             return
         bias = gate_bias(half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life))
-        gates, read = (1, self.width) if decay == "head" else (self.features, head_dim)
-        if decay == "channel":
-            down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
-            self.decay_down = nn.Parameter(down * self.width**-0.5)
-        self.decay_weight = nn.Parameter(torch.zeros(kv_heads, gates, read))
-        self.decay_bias = nn.Parameter(bias[:, None].repeat(1, gates))
+        if decay == "head":
+            self.gate_bias.data[:, 1] = bias
+            return
+        down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
+        self.channel_down = nn.Parameter(down * self.width**-0.5)
+        self.channel_weight = nn.Parameter(torch.zeros(kv_heads, self.features, head_dim))
+        self.channel_bias = nn.Parameter(bias[:, None].repeat(1, self.features))
 
     def gates(self, call: Call) -> Tensor:
-        """Compute b_t and log a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
-        return self._gates(source_of(call, self.source, self.width))
+        """Compute the logits of b_t and a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
+        return self._logits(source_of(call, self.source, self.width))
 
-    def _gates(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
         """Compute them from x `[B, 1 or Hkv, N, C]`."""
-        logit = per_head(x, self.beta_weight.unsqueeze(1)) + self.beta_bias.to(x)[:, None, None]
-        gates = [self.beta * logit.sigmoid()]
-        if self.decay != "none":
-            reduced = x if self.decay == "head" else per_head(x, self.decay_down)
-            gates.append(log_gate(per_head(reduced, self.decay_weight) + self.decay_bias.to(x)[:, None]))
-        return torch.cat(gates, -1)
+        logits = per_head(x, self.gate_weight, self.gate_bias)
+        if self.config.decay != "channel":
+            return logits
+        channels = per_head(per_head(x, self.channel_down), self.channel_weight, self.channel_bias)
+        return torch.cat([logits, channels], -1)
 
-    def _unit(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
-        """Map queries or keys and divide them by their length: `[B, H, N, F]`."""
-        x = project(self.fronts, side, upcast(x))
-        return F.normalize(x if self.map is None else getattr(self.map, side)(x), dim=-1)
+    def _mapped(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
+        """Map queries or keys, `[B, H, N, F]`; they are brought to length 1 later."""
+        if self.map is None:
+            return project(self.fronts, side, x)
+        mapped: Tensor = getattr(self.map, side)(project(self.fronts, side, upcast(x)))
+        return mapped
 
-    def causal(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, DeltaState]:
+    def causal(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, DeltaState | None]:
         """Compute the causal form in chunks."""
         assert tokens.query is not None
-        output, after = self._run(tokens, self._unit("query_map", tokens.query), state)
+        output, after = self._run(tokens, self._mapped("query_map", tokens.query), state, tokens.keep)
         assert output is not None
-        return output * self.scale.to(output)[:, None, None], after
+        return output, after
 
     def absorb(self, tokens: Tokens, state: DeltaState | None) -> DeltaState:
         """Write without queries, which do not change the state."""
-        return self._run(tokens, None, state)[1]
+        after = self._run(tokens, None, state, keep=True)[1]
+        assert after is not None
+        return after
 
     def _run(
-        self, tokens: Tokens, query: Tensor | None, state: DeltaState | None
-    ) -> tuple[Tensor | None, DeltaState]:
+        self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
+    ) -> tuple[Tensor | None, DeltaState | None]:
         gates = tokens.gates
         if gates is None:  # tokens that another attention stored
             if self.source == "hidden":
                 raise missing_hidden(self.name)
-            gates = self._gates(upcast(tokens.value))
-        gates = tokens.hide(gates)  # neither written nor aged by padding
-        key, value = (tokens.hide(upcast(x)) for x in (tokens.key, tokens.value))
-        output, S = delta_rule.causal(
-            query,
-            self._unit("key_map", key),
-            value,
-            gates[..., 0],
-            gates[..., 1:] if self.decay != "none" else None,
-            None if state is None else state.S,
-            tokens.documents,
-        )
+            gates = self._logits(upcast(tokens.value))
+        key, value = tokens.key, tokens.value
+        if self.map is not None or self.fronts:
+            key = self._mapped("key_map", tokens.hide(key))
+        before = None if state is None else state.S
+        inputs = DeltaInputs(query, key, value, gates, before, tokens.valid, tokens.documents)
+        output, S = delta_rule.attention(inputs, self.config, self.scale, keep, tokens.in_place)
+        if S is None or S is before:  # written over
+            return output, state
         return output, DeltaState(S)
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:

@@ -80,8 +80,7 @@ class Gated(NamedMapAttention):
         return self._gates(source_of(call, "hidden", self.width)) if self.needs_hidden else None
 
     def _gates(self, x: Tensor) -> Tensor:
-        logit = per_head(x, self.weight.unsqueeze(1)) + self.bias.to(x)[:, None, None]
-        return log_gate(logit)
+        return log_gate(per_head(x, self.weight.unsqueeze(1), self.bias.unsqueeze(1)))
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the logarithm of g_t, `[B, Hkv, N]`."""

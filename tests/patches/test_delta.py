@@ -105,7 +105,7 @@ def test_gates_learn(options):
     model(tiny_models.tokens(1, 60)).logits.square().sum().backward()
     delta = model.model.layers[0].self_attn.linattn.delta
     for name, weight in delta.named_parameters():
-        silent = name == "decay_down"  # behind weights of 0
+        silent = name == "channel_down"  # behind weights of 0
         assert (float(weight.grad.abs().max()) == 0) == silent, name
 
 
@@ -119,9 +119,10 @@ def test_without_rope_is_behind_nope():
 
 def test_heads_begin_with_their_half_lives():
     delta = attention_of("delta", half_life=64.0, shortest=4.0)
-    gates = delta._gates(torch.randn(1, 1, 3, 32, dtype=torch.float64)).detach()
-    assert (0.5 / gates[0, :, 0, 0]).tolist() == pytest.approx([1.0, 1.0])
-    assert (-gates[0, :, 0, 1] * torch.tensor([4.0, 64.0])).tolist() == pytest.approx([0.693147] * 2, rel=1e-5)
+    logits = delta._logits(torch.randn(1, 1, 3, 32, dtype=torch.float64)).detach()[0, :, 0]
+    assert logits[:, 0].tolist() == [0, 0]  # b = 1 / 2
+    lives = 0.5 ** torch.tensor([1 / 4, 1 / 64])
+    assert (logits[:, 1].sigmoid() ** (1 / 16)).tolist() == pytest.approx(lives.tolist(), rel=1e-6)
 
 
 class TestRefused:

@@ -74,11 +74,12 @@ def decay(x: Inputs) -> Tensor:
     return over_its_sum(weights, x.visible) @ x.value
 
 
-def gates_of(x: Inputs, patch: str, weight: str, bias: str, source: str) -> Tensor:
+def gates_of(x: Inputs, patch: str, weight: str, bias: str, source: str, which: int = 0) -> Tensor:
     """w_h . x_t + b_h `[B, H, N]`, of the hidden state or the value."""
     read = x.value if source == "value" else x.hidden[:, None]
-    weight = x.per_head(x.parameter(f"{patch}.{weight}")).flatten(1)
-    return (read * weight[None, :, None]).sum(-1) + x.per_head(x.parameter(f"{patch}.{bias}")).view(1, -1, 1)
+    w, b = x.per_head(x.parameter(f"{patch}.{weight}")), x.per_head(x.parameter(f"{patch}.{bias}"))
+    w, b = (w[:, which], b[:, which]) if w.ndim == 3 else (w, b)
+    return (read * w[None, :, None]).sum(-1) + b[None, :, None]
 
 
 @formula("gated", scores=False)
@@ -95,7 +96,7 @@ def gated(x: Inputs) -> Tensor:
 def delta(x: Inputs) -> Tensor:
     """o = (Q K^T * A)(I + T)^-1 b v; T = b (K K^T * A) for j < i; A_ij: the product of a over (j, i]."""
     options, source = x.options, x.options.get("source", "hidden")
-    beta = options.get("beta", 1.0) * gates_of(x, "delta", "beta_weight", "beta_bias", source).sigmoid()
+    beta = options.get("beta", 1.0) * gates_of(x, "delta", "gate_weight", "gate_bias", source).sigmoid()
     query, key = fronted(x, "delta") if options.get("front") else (x.query, x.key)
     if options.get("feature_map") == "elu1":
         query, key = elu_plus_one(query), elu_plus_one(key)
@@ -105,13 +106,13 @@ def delta(x: Inputs) -> Tensor:
     if kind == "none":
         log_a = torch.zeros_like(beta)[..., None]
     elif kind == "head":
-        logit = gates_of(x, "delta", "decay_weight", "decay_bias", source)[..., None]
+        logit = gates_of(x, "delta", "gate_weight", "gate_bias", source, 1)[..., None]
         log_a = logit.sigmoid().log() / 16
     else:
         read = x.value if source == "value" else x.hidden[:, None]
-        reduced = read @ x.per_head(x.parameter("delta.decay_down")).mT
-        logit = reduced @ x.per_head(x.parameter("delta.decay_weight")).mT
-        log_a = (logit + x.per_head(x.parameter("delta.decay_bias"))[:, None]).sigmoid().log() / 16
+        reduced = read @ x.per_head(x.parameter("delta.channel_down")).mT
+        logit = reduced @ x.per_head(x.parameter("delta.channel_weight")).mT
+        log_a = (logit + x.per_head(x.parameter("delta.channel_bias"))[:, None]).sigmoid().log() / 16
     total = torch.where(valid[..., None], log_a, 0.0).cumsum(-2)
     between = (total[..., :, None, :] - total[..., None, :, :]).clamp(max=0).exp()  # [B, H, i, j, 1 or F]
     reads = torch.einsum(
