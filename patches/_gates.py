@@ -27,7 +27,7 @@ def source_width(site: AttentionSite, source: Source) -> int:
     if source == "value":
         [width] = site.require("value_dim", reason="so it can have no gates")
     else:
-        [width] = site.require("hidden_size", reason="so its gates cannot read it: give source='value'")
+        [width] = site.require("hidden_size", reason="which gates read (source='value' does without)")
     return width
 
 
@@ -37,16 +37,23 @@ def source_of(call: Call, source: Source, width: int) -> Tensor:
     Raises:
         UnsupportedCallError: the hidden state is not the one that was expected.
     """
-    if source == "value":
-        return upcast(call.value)
-    hidden, tokens = call.hidden, call.value.shape[2]
+    return upcast(call.value if source == "value" else read_hidden(call, width).unsqueeze(1))
+
+
+def read_hidden(call: Call, width: int) -> Tensor:
+    """Return the hidden state of the queries, `[B, N, C]`.
+
+    Raises:
+        UnsupportedCallError: it is not the one that was expected.
+    """
+    hidden, tokens = call.hidden, call.query.shape[2]
     if hidden is None or hidden.ndim != 3 or hidden.shape[1:] != (tokens, width):
         shape = None if hidden is None else tuple(hidden.shape)
         raise UnsupportedCallError(
-            f"{call.where}: gates read the hidden state, [rows, {tokens}, {width}], and the module was given "
-            f"{shape}. Patch with options={{'source': 'value'}}"
+            f"{call.where}: {call.spec!r} reads the hidden state, [rows, {tokens}, {width}], and the module "
+            f"was given {shape}. Leave it out of the plan; gated and delta have source='value'"
         )
-    return upcast(hidden).unsqueeze(1)
+    return hidden
 
 
 def per_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -43,6 +43,7 @@ class Patch(nn.Module):
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
         rope: False switches the model's rotary embedding off in its module.
+        needs_hidden: reads the module's input, `call.hidden`.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
     """
@@ -57,6 +58,7 @@ class Patch(nn.Module):
     identity: ClassVar[bool] = False
     default_for: ClassVar[str] = ""
     rope: bool = True
+    needs_hidden: bool = False
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__()
@@ -74,7 +76,6 @@ class Attention(Patch):
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
         supports: keywords of the attention interface that it can honour; others are refused at patch time.
         wraps: takes a linear attention inside, as in "window+elu1".
-        needs_hidden: reads the module's input, `call.hidden`.
         needs_rope: turns queries by the model's rotary embedding, which must then be there.
     """
 
@@ -83,7 +84,6 @@ class Attention(Patch):
     supports: ClassVar[frozenset[str]] = frozenset()
     wraps: ClassVar[bool] = False
     needs_rope: bool = False
-    needs_hidden: bool = False
 
     def attend(self, call: Call) -> Output:
         """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
@@ -99,7 +99,7 @@ class Attention(Patch):
 
 
 class Modifier(Patch):
-    """Base class of changes to query or scores before the attention that they are composed with."""
+    """Base class of changes to query, scores or output of the attention that they are composed with."""
 
     modifier = True
 
@@ -136,8 +136,23 @@ class Modifier(Patch):
         """Tell whether it has no meaning for an attention without scores."""
         return cls.score_bias is not Modifier.score_bias or cls.scaling is not Modifier.scaling
 
-    def forward(self, call: Call) -> None:
-        """Change the call in place."""
+    @classmethod
+    def changes_output(cls) -> bool:
+        """Tell whether it changes the output."""
+        return cls.output is not Modifier.output
+
+    def output(self, call: Call, output: Tensor) -> Tensor:
+        """Return the output in place of the attention's, `[B, H, N, Dv]`."""
+        return output
+
+    def forward(self, call: Call, output: Tensor | None = None) -> Tensor | None:
+        """Change the call in place, before the attention; or return its output changed, after it."""
+        if output is not None:
+            return self.output(call, output)
+        self._change(call)
+        return None
+
+    def _change(self, call: Call) -> None:
         cls, query = type(self), call.query
         dtype = torch.promote_types(query.dtype, torch.float32)
         if cls.query_scale is not Modifier.query_scale:

@@ -193,6 +193,10 @@ class LinearAttention(StatefulAttention):
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 
     def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
+        assert tokens.query is not None
+        log_scale = self.query_log_scale(upcast(tokens.query))
+        if log_scale is not None:  # what the map divided by does not divide away here
+            numerator = numerator * log_scale.exp().unsqueeze(-1)
         count = None if tokens.count is None else tokens.count[:, None]
         return linear.normalised(numerator, self.denominator(total, count))
 

@@ -192,12 +192,11 @@ def bind_cache_layer(
         not CROSS_ARGUMENTS.isdisjoint(kwargs)
         and any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS)
     )
-    if cross:
-        child.calls.context = CallContext(cross=True)
-        return args, kwargs
     hidden = (args[0] if args else kwargs.get(HIDDEN_ARGUMENT)) if child.needs_hidden else None
-    if hidden is not None:
-        child.calls.context = CallContext(hidden=hidden)
+    if cross or hidden is not None:
+        child.calls.context = CallContext(cross=cross, hidden=hidden)
+    if cross:
+        return args, kwargs
     if not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.forward_info

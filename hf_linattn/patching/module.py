@@ -63,6 +63,10 @@ class PatchedAttention(nn.Module):
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
         self._compose(parts, site)
         self.drops_rope = any(not part.rope for part in parts)
+        self.needs_hidden = any(part.needs_hidden for part in parts)
+        self.changes_output = [
+            part.name for part in parts if isinstance(part, Modifier) and part.changes_output()
+        ]
         self._check_saved()
         self.refuse(site)
 
@@ -114,11 +118,6 @@ class PatchedAttention(nn.Module):
     def attention(self) -> Attention:
         """The attention; softmax where only modifiers were named."""
         return self._modules[self.base]  # type: ignore[return-value]
-
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether the module's input is wanted."""
-        return self.attention.needs_hidden
 
     @property
     def keeps_state(self) -> bool:
@@ -254,6 +253,8 @@ class PatchedAttention(nn.Module):
         for name in self.modifiers:
             self.get_submodule(name)(call)
         output, weights = self.attention(call)
+        for name in self.changes_output:
+            output = self.get_submodule(name)(call, output)
         return output.transpose(1, 2).contiguous(), weights
 
     def _restricted(

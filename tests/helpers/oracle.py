@@ -139,6 +139,7 @@ class Case:
 
 FORMULAS: dict[str, Callable[[Inputs], Tensor]] = {}
 MODIFIERS: dict[str, Callable[[Inputs], None]] = {}
+OUTPUTS: dict[str, Callable[[Inputs, Tensor], Tensor]] = {}
 STILL: set[str] = set()
 """Modifiers under which the model's rotary embedding turns nothing."""
 
@@ -168,6 +169,16 @@ def modifier(name: str, rope: bool = True) -> Callable[[Any], Any]:
     def decorate(function: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
         MODIFIERS[name] = function
         STILL.update(() if rope else (name,))
+        return function
+
+    return decorate
+
+
+def output_modifier(name: str) -> Callable[[Any], Any]:
+    """Register a function that makes another output `[B, H, N, Dv]` of an attention's."""
+
+    def decorate(function: Callable[[Inputs, Tensor], Tensor]) -> Callable[[Inputs, Tensor], Tensor]:
+        OUTPUTS[name] = function
         return function
 
     return decorate
@@ -282,8 +293,11 @@ def _oracle(
     for part in names:
         if part in MODIFIERS:
             MODIFIERS[part](x)
-    attention = "+".join(part for part in names if part not in MODIFIERS)
+    attention = "+".join(part for part in names if part not in MODIFIERS and part not in OUTPUTS)
     output = FORMULAS[attention or "softmax"](x)
+    for part in names:
+        if part in OUTPUTS:
+            output = OUTPUTS[part](x, output)
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -356,5 +370,5 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
             config._attn_implementation_internal = implementation
 
 
-for _module in ("first", "linear", "state", "scores", "sparse"):
+for _module in ("first", "linear", "state", "scores", "sparse", "output"):
     importlib.import_module("helpers.formulas." + _module)

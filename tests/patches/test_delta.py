@@ -154,7 +154,7 @@ class TestRefused:
 
     def test_a_module_without_a_hidden_state(self, monkeypatch):
         monkeypatch.setattr("hf_linattn.patching.discovery._hidden_size", lambda *module: None)
-        with pytest.raises(OptionError, match=r"width of the hidden state .* give source='value'"):
+        with pytest.raises(OptionError, match=r"width of the hidden state .*source='value'"):
             patch_model(tiny_models.llama(), "delta")
         describe(patch_model(tiny_models.llama(), "delta", options={"source": "value"}))
 

@@ -94,7 +94,7 @@ class TestEveryState:
             with pytest.raises(CacheError, match="queries"):
                 pieces(model, ids, (50, 51, 80), cache)
             return
-        if model.model.layers[0].self_attn.linattn.needs_hidden:
+        if model.model.layers[0].self_attn.linattn.attention.needs_hidden:
             with pytest.raises(CacheError, match=r"from the hidden state of past tokens .*'source': 'value'"):
                 pieces(model, ids, (50, 51, 80), cache)
             return

@@ -20,6 +20,7 @@ CASES: dict[str, Case] = {
     "decay": Case("decay"),
     "decay, lightning": Case("decay", {"rates": "lightning"}),
     "decay, half_life": Case("decay", {"half_life": 20.0}),
+    "decay, not normalised": Case("decay", {"half_life": 20.0, "normalise": "none"}),
     "decay, hedgehog": Case("decay", {"feature_map": "hedgehog"}),
     "decay, front": Case("decay", {"front": True}),
     "window": Case("window", {"size": 24}),
@@ -52,6 +53,9 @@ def mapped(x: Inputs, patch: str) -> Tensor:
     """phi(q_i) . phi(k_j) of the map that the options name."""
     if x.options.get("feature_map") == "hedgehog":
         return hedgehog_weights(x, f"{patch}.map.")
+    if x.options.get("feature_map") == "cosine":
+        query, key = (y / y.pow(2).sum(-1, keepdim=True).sqrt() for y in (x.query, x.key))
+        return query @ key.mT
     query, key = fronted(x, patch) if x.options.get("front") else (x.query, x.key)
     return elu_plus_one(query) @ elu_plus_one(key).mT
 
@@ -71,6 +75,8 @@ def decay(x: Inputs) -> Tensor:
         )
     rate = x.per_head(torch.tensor(rates, dtype=torch.float64))[None, :, None, None]
     weights = mapped(x, "decay") * rate ** age(x)[:, None]
+    if x.options.get("normalise") == "none":
+        return torch.where(x.visible, weights, 0.0) @ x.value
     return over_its_sum(weights, x.visible) @ x.value
 
 
