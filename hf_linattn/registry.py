@@ -39,6 +39,9 @@ REFUSED = {
     "diff": "differential attention (arXiv:2410.05258) takes the difference of two softmaxes, and so two "
     "query and two key projections per head that a pretrained model does not have. Models of type diffllama "
     "have them; softmax1 and logn patch both of their softmaxes.",
+    "softpick": "the rectified softmax (arXiv:2504.20966) was trained from the start only, and no conversion "
+    "of a pretrained model is known. entmax15 has weights of exactly 0; softmax1 and output_gate take away "
+    "the need for an attention sink.",
 }
 """Names that people look for and that can be no patches, and why."""
 _PATCHES: dict[str, type[Patch]] = {}

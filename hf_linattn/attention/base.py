@@ -131,10 +131,15 @@ class Modifier(Patch):
         """
         raise NotImplementedError(f"{type(self).__name__} has no score_bias")
 
+    def score_factor(self, distance: Tensor) -> Tensor:
+        """Return what the scores are multiplied by after scaling, before any bias; as `score_bias`."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_factor")
+
     @classmethod
     def needs_scores(cls) -> bool:
         """Tell whether it has no meaning for an attention without scores."""
-        return cls.score_bias is not Modifier.score_bias or cls.scaling is not Modifier.scaling
+        changed = ("score_bias", "score_factor", "scaling")
+        return any(getattr(cls, name) is not getattr(Modifier, name) for name in changed)
 
     @classmethod
     def changes_output(cls) -> bool:
@@ -159,10 +164,17 @@ class Modifier(Patch):
             visible = call.visibility.count(call.device).to(dtype)
             call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
         call.scaling = self.scaling(call.scaling, query.shape[-1])
-        if cls.score_bias is not Modifier.score_bias:
+        biased, stretched = (
+            getattr(cls, name) is not getattr(Modifier, name) for name in ("score_bias", "score_factor")
+        )
+        if biased or stretched:
             if call.cross:
                 raise UnsupportedCallError(
                     f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
                     f"are of different texts. Leave it out of the plan, e.g. {{'*.self_attn': {call.spec!r}}}"
                 )
-            call.add_bias(self.score_bias(call.distance().to(dtype)))
+            distance = call.distance().to(dtype)
+            if stretched:
+                call.stretch(self.score_factor(distance))
+            if biased:
+                call.add_bias(self.score_bias(distance))

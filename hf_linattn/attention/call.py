@@ -27,6 +27,7 @@ class Call:
         layer: the state to read and write, None without a cache.
         dropout: probability, on the weights.
         bias: added to the scores, broadcast to `[B, H, N, S]`.
+        factor: what scores are multiplied by before that, likewise; None for 1.
         softcap: c in c tanh(s / c).
         sink: logits of the model's own sinks, `[H]` or `[B, H, N, 1]`.
         output_attentions: the weights are wanted.
@@ -49,6 +50,7 @@ class Call:
     sink: Tensor | None = None
     output_attentions: bool = False
     hidden: Tensor | None = None
+    factor: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -71,6 +73,10 @@ class Call:
         """Count the tokens from key to query, `[B or 1, N, S]`; negative for keys behind the query."""
         query, key = self.ranks()
         return query[:, :, None] - key[:, None]
+
+    def stretch(self, factor: Tensor) -> None:
+        """Multiply the scores, and any bias there is, by a factor, broadcast to `[B, H, N, S]`."""
+        self.factor = factor if self.factor is None else self.factor * factor
 
     def add_bias(self, bias: Tensor) -> None:
         """Add a bias, broadcast to `[B, H, N, S]`, to the scores."""

@@ -68,6 +68,7 @@ class Inputs:
         kv_heads: number of key heads before they were repeated.
         causal: what the module is.
         options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
+        factor: of the scores, of position patches.
         bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
         parts: the names in the composition.
         hidden: the module's input `[B, N, C]`.
@@ -83,6 +84,7 @@ class Inputs:
     options: dict[str, Any]
     learned: dict[str, Tensor]
     bias: Tensor | None = None
+    factor: Tensor | None = None
     softcap: float | None = None
     sink: Tensor | None = None
     parts: tuple[str, ...] = ()
@@ -93,7 +95,9 @@ class Inputs:
         return self.finish(self.query @ self.key.mT * self.scaling)
 
     def finish(self, scores: Tensor) -> Tensor:
-        """Cap and bias."""
+        """Stretch, cap and bias."""
+        if self.factor is not None:
+            scores = scores * self.factor
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
         return scores if self.bias is None else scores + self.bias.double()[..., : scores.shape[-1]]
@@ -275,6 +279,7 @@ def _inputs(
         {},
         {},
         bias,
+        None,
         kwargs.get("softcap"),
         kwargs.get("s_aux") if kwargs.get("sinks") is None else kwargs["sinks"],
     )
