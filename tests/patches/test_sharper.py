@@ -8,6 +8,8 @@ from helpers.tiny_models import distance, llama
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnknownPatchError
 from hf_linattn.patches.entmax15 import entmax15
+from hf_linattn.patches.scale_invariant import ScaleInvariant
+from hf_linattn.patching.discovery import find_sites
 
 
 def some_scores(*shape, spread=3.0):
@@ -25,8 +27,8 @@ class TestEntmax:
         scores = some_scores(3, 7)
         scores[0] = scores[1, 2:] = -torch.inf
         weights = entmax15(scores.requires_grad_())
-        assert float(weights[0].abs().sum()) == float(weights[1, 2:].sum()) == 0
-        assert float(weights[1].sum()) == pytest.approx(1)
+        assert weights[0].abs().sum().item() == weights[1, 2:].sum().item() == 0
+        assert weights[1].sum().item() == pytest.approx(1)
         weights.square().sum().backward()
         assert scores.grad.isfinite().all()
 
@@ -52,12 +54,9 @@ class TestScaleInvariant:
 
     def test_ranges_of_distance_count_alike(self):
         """Of normal scores, in expectation: exp(m + a^2 / 2) summed from t to 2 t."""
-        modifier = patch_model(llama(1), "scale_invariant").model.layers[0].self_attn.linattn.scale_invariant
-        distances = torch.arange(1.0, 2e5, dtype=torch.float64)
-        factor, bias = (
-            modifier.score_factor(distances[None, None]),
-            modifier.score_bias(distances[None, None]),
-        )
+        [site, *_] = find_sites(llama(1))
+        modifier, distances = ScaleInvariant(site), torch.arange(1.0, 2e5, dtype=torch.float64)[None, None]
+        factor, bias = modifier.score_factor(distances), modifier.score_bias(distances)
         share = (bias + factor.square() / 2).exp()[0, 0, 0]
         totals = [float(share[start : 2 * start].sum()) for start in (1000, 10_000, 90_000)]
         assert totals == pytest.approx([totals[-1]] * 3, rel=0.02)
