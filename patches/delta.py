@@ -1,5 +1,7 @@
 """delta: a state that corrects what it holds under a key before it writes, with gates that forget."""
 
+import itertools
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +27,10 @@ from ._gates import (
 )
 
 HALF_LIFE = 16384.0
+LIVES = [4.0**power for power in range(1, 8)]
+"""Half-lives that are tried out, from 4 to 16,384 tokens."""
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
+"""Of the largest b, likewise."""
 
 
 class DeltaState(NamedTuple):
@@ -103,19 +109,30 @@ class Delta(StatefulAttention):
         self.fronts = input_projections(site) if front else nn.ParameterDict()
         self.config = DeltaConfig(decay, beta, TEMPERATURE)
         self.scale = nn.Parameter(torch.ones(heads))
+        given = half_life is not None or shortest is not None
+        self.lives = [] if decay == "none" or given else LIVES  # to be tried out
+        own = half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life)
+        start = self._start(0.5, own, {"none": 0, "head": 1, "channel": self.features}[decay])
         gates = 2 if decay == "head" else 1
         self.gate_weight = nn.Parameter(torch.zeros(kv_heads, gates, self.width))
-        self.gate_bias = nn.Parameter(torch.zeros(kv_heads, gates))
-        if decay == "none":
-            return
-        bias = gate_bias(half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life))
-        if decay == "head":
-            self.gate_bias.data[:, 1] = bias
-            return
-        down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
-        self.channel_down = nn.Parameter(down * self.width**-0.5)
-        self.channel_weight = nn.Parameter(torch.zeros(kv_heads, self.features, head_dim))
-        self.channel_bias = nn.Parameter(bias[:, None].repeat(1, self.features))
+        self.gate_bias = nn.Parameter(start[:, :gates].clone())
+        if decay == "channel":
+            down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
+            self.channel_down = nn.Parameter(down * self.width**-0.5)
+            self.channel_weight = nn.Parameter(torch.zeros(kv_heads, self.features, head_dim))
+            self.channel_bias = nn.Parameter(start[:, 1:].clone())
+
+    @staticmethod
+    def _start(share: float, lives: list[float], count: int) -> Tensor:
+        """Return logits that are the same for all tokens, `[Hkv, 1 + count]`.
+
+        Args:
+            share: b over its largest value.
+            lives: half-life of each key head, in tokens.
+            count: of decays.
+        """
+        of_beta = torch.full((len(lives), 1), math.log(share / (1 - share)))
+        return torch.cat([of_beta, gate_bias(lives)[:, None].expand(-1, count)], -1)
 
     def gates(self, call: Call) -> Tensor:
         """Compute the logits of b_t and a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
@@ -128,6 +145,43 @@ class Delta(StatefulAttention):
             return logits
         channels = per_head(per_head(x, self.channel_down), self.channel_weight, self.channel_bias)
         return torch.cat([logits, channels], -1)
+
+    @torch.no_grad()
+    def calibrate(self, tokens: Tokens, target: Tensor) -> float:
+        """Choose b and, unless an option gives it, the half-life of each key head, by trying them out.
+
+        The gates are the same for all tokens, as they are at the start; the scale of each query head is that
+        of least squares.
+        """
+        assert tokens.query is not None
+        query, key = self._mapped("query_map", tokens.query), self._mapped("key_map", tokens.key)
+        (batch, kv_heads, length, _), device = key.shape, key.device
+        config = self.config._replace(decay="none" if self.config.decay == "none" else "head")
+        power = target.float().square().sum((0, 2, 3))
+        least, scale, best = power.new_full((kv_heads,), float("inf")), self.scale.float(), self._head_bias()
+        for share, life in itertools.product(SHARES, self.lives or [None]):
+            logits = best.clone() if life is None else self._start(share, [life] * kv_heads, 1).to(device)
+            logits[:, 0] = math.log(share / (1 - share))
+            gates = logits[None, :, None].expand(batch, -1, length, -1).to(upcast(key))
+            inputs = DeltaInputs(query, key, tokens.value, gates)
+            output, _ = delta_rule.attention(inputs, config, torch.ones_like(scale), keep=False)
+            assert output is not None
+            along, own = ((output.float() * x.float()).sum((0, 2, 3)) for x in (target, output))
+            factor = along / own.clamp_min(1e-30)
+            error = (power - along * factor).view(kv_heads, -1).sum(1)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better[:, None], logits, best)
+            scale = torch.where(better.repeat_interleave(scale.shape[0] // kv_heads), factor, scale)
+        self.scale.copy_(scale)
+        self.gate_bias.copy_(best[:, : self.gate_bias.shape[1]])
+        if self.config.decay == "channel":
+            self.channel_bias.copy_(best[:, 1:])
+        return float(least.sum() / power.sum())
+
+    def _head_bias(self) -> Tensor:
+        """Return the logits of b and of a head's decay, `[Hkv, 1 or 2]`, as they are now."""
+        channel = [self.channel_bias[:, :1]] if self.config.decay == "channel" else []
+        return torch.cat([self.gate_bias, *channel], 1).float()
 
     def _mapped(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
         """Map queries or keys, `[B, H, N, F]`; they are brought to length 1 later."""

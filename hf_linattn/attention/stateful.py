@@ -62,6 +62,14 @@ class StatefulAttention(Attention):
             )
         return self.causal(tokens, state)[1]
 
+    def calibrate(self, tokens: Tokens, target: Tensor) -> float:
+        """Set the first weights by what another attention makes of these tokens, `[B, H, N, Dv]`.
+
+        Returns:
+            The squared error that is left, over the target's square.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nothing to calibrate")
+
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count the bytes of one sequence's state; `size` is that of a number in the model's dtype."""
         return None
