@@ -20,9 +20,16 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from hf_linattn.errors import UnsupportedMaskError
+
 CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
-DENSE_MASKS, WHOLE_MASKS = FLAGS = ("_linattn_dense_masks", "_linattn_whole_masks")
-"""Attribute of a patched model's configs: its modules compute with masks, so no compact ones."""
+DENSE_MASKS, WHOLE_MASKS, NO_CHUNKS = FLAGS = (
+    "_linattn_dense_masks",
+    "_linattn_whole_masks",
+    "_linattn_no_chunks",
+)
+"""Attributes of a patched model's configs: its modules compute with masks, so no compact ones; masks show
+more columns than a window's cache keeps; chunks are dropped."""
 
 
 def is_compact(mask: Tensor | None) -> bool:
@@ -31,10 +38,19 @@ def is_compact(mask: Tensor | None) -> bool:
 
 
 class Pattern:
-    """What a mask function of transformers means: its kind, its documents, its window."""
+    """What a mask function of transformers means: its kind, its documents, its window.
 
-    def __init__(self, kind: str | None, documents: Tensor | None = None, overlay: str | None = None):
-        self.kind, self.documents, self.overlay = kind, documents, overlay
+    Packed tokens have the places `[B, N]` in their documents that they were given.
+    """
+
+    def __init__(
+        self,
+        kind: str | None,
+        documents: Tensor | None = None,
+        overlay: str | None = None,
+        places: Tensor | None = None,
+    ):
+        self.kind, self.documents, self.overlay, self.places = kind, documents, overlay, places
 
 
 UNKNOWN = Pattern(None)
@@ -57,12 +73,15 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
         kinds = {part.kind for part in parts if part.kind != "any"}
         documents = [part.documents for part in parts if part.documents is not None]
         overlays = [part.overlay for part in parts if part.overlay is not None]
-        if len(kinds) == 1 and len(documents) < 2 and len(overlays) < 2:
-            return Pattern(kinds.pop(), next(iter(documents), None), next(iter(overlays), None))
+        places = [part.places for part in parts if part.places is not None]
+        found = (documents, overlays, places)
+        if len(kinds) == 1 and all(len(each) < 2 for each in found):
+            return Pattern(kinds.pop(), *(next(iter(each), None) for each in found))
     elif name == "packed_sequence_mask_function":
         return Pattern("any", documents=_closure(function, "packed_sequence_mask"))
     elif name == "remap_positions_for_packed_sequence":
-        return read_pattern(_closure(function, "mask_function"))
+        inner = read_pattern(_closure(function, "mask_function"))
+        return Pattern(inner.kind, inner.documents, inner.overlay, _closure(function, "position_ids"))
     elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
         return Pattern("any", overlay="window")
     elif name == "chunked_overlay":
@@ -84,6 +103,9 @@ def _traced_pattern(
 
     By elimination (custom parts set `use_vmap`, islands are an `or_mask`) an `and_mask` is causal with
     documents, a window or chunks. Documents and chunks end where a key no longer sees the one before it.
+
+    Raises:
+        UnsupportedMaskError: chunks that are to be dropped.
     """
     if (
         function is masking_utils.causal_mask_function
@@ -93,6 +115,11 @@ def _traced_pattern(
     if getattr(function, "__name__", "") != "and_mask" or not getattr(config, "is_causal", True):
         return UNKNOWN
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if chunked and NO_CHUNKS in getattr(config, "__dict__", ()):
+        raise UnsupportedMaskError(
+            "a compiled graph cannot tell chunks, which sliding='global' drops, from packed documents: "
+            "run eagerly"
+        )
     if length is None:
         return UNKNOWN if chunked or local_size is None else Pattern("causal", overlay="window")
     index = torch.arange(1, length, device=device)[None]
@@ -150,9 +177,8 @@ def compact_mask(
     combines = kwargs.get("allow_is_causal_skip") is False and local_size is None and q_length > 1
     if pattern.kind == "causal" and pattern.documents is None and combines and not tracing:
         pattern = UNKNOWN
-    packed_chunks = pattern.overlay == "chunk" and pattern.documents is not None
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
-    if pattern.kind not in ("causal", "bidirectional") or packed_chunks or packed_both_ways:
+    if pattern.kind not in ("causal", "bidirectional") or packed_both_ways:
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = (
             False  # None would lose the padding
         )
@@ -204,10 +230,7 @@ def _encode(
         first: int | Tensor = 0
         if pattern.overlay == "chunk" and attention_mask is not None:
             first = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)
-        chunk = (
-            (index[None] - first) // local_size
-            if pattern.overlay == "chunk"
-            else torch.zeros_like(index)[None]
-        )
+        place = index[None] - first if pattern.places is None else pattern.places
+        chunk = place // local_size if pattern.overlay == "chunk" else torch.zeros_like(index)[None]
         rows += [torch.full_like(index, window)[None], chunk]
     return torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]

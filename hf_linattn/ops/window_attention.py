@@ -26,7 +26,7 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as window_blocks
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import ScaledSums, Window, accumulator_dtype
 
 BLOCK = 32
 """Queries per row of the kernel: measured, from 32 to 256."""
@@ -37,7 +37,9 @@ BLOCKS_PER_CALL = 16
 def attention(window: Window, other: ScaledSums | None) -> Tensor:
     """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen."""
     if not fits(window.query, window.key, window.value, None, 0.0):
-        return window_blocks.attention(window, other)
+        sums = accumulator_dtype(*window[:3])
+        wide = Window(*(x.to(sums) for x in window[:3]), *window[3:])
+        return window_blocks.attention(wide, other).to(window.query.dtype)
     arguments = (*window[:4], *(other or (None, None, None)), window.span, window.scaling)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_of_window(*arguments)[0]  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_linattn.attention.masks import DENSE_MASKS, WHOLE_MASKS
+from hf_linattn.attention.masks import DENSE_MASKS, NO_CHUNKS, WHOLE_MASKS
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
@@ -188,7 +188,9 @@ def _build_children(
 
 def _build_child(recipe: Recipe, site: AttentionSite, *, keep_window: bool) -> PatchedAttention:
     child = PatchedAttention(recipe, site, keep_window=keep_window)
-    parameter = next(site.module.parameters(), None)
+    own = list(site.module.parameters())
+    # while a model is loaded, some modules make a few weights on the CPU
+    parameter = next((weight for weight in own if weight.is_meta), own[0] if own else None)
     if parameter is not None:
         learned = any(True for _ in child.parameters())
         if (
@@ -241,4 +243,5 @@ def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention
     dense = any("attention_mask" in site.extras for site in sites)  # a module computes with the mask itself
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
-    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept)
+    chunks = any(site.window == "chunked" and site.name in children for site in sites) and dropped
+    return (DENSE_MASKS,) * dense + (WHOLE_MASKS,) * (dropped and kept) + (NO_CHUNKS,) * chunks

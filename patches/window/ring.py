@@ -1,4 +1,8 @@
-"""What a window keeps of the past: the last tokens and the first ones, as tensors of constant size."""
+"""What a window keeps of the past: the last tokens and the first ones, as tensors of constant size.
+
+A window counts visible tokens. So padding inside a row is moved before the tokens (`without_gaps`), where it
+changes nothing, and a padded token that comes alone leaves the ring of its row as it is.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,17 @@ class KeyValues(NamedTuple):
     valid: Tensor
 
     def columns(self, index: Tensor) -> KeyValues:
-        """Select those at these columns `[K]`."""
-        key, value = (x.index_select(2, index) for x in self[:2])
-        return KeyValues(key, value, self.valid.index_select(1, index))
+        """Select those at these columns, `[K]` of all rows or `[B, K]` of each."""
+        if index.ndim == 1:
+            key, value = (x.index_select(2, index) for x in self[:2])
+            return KeyValues(key, value, self.valid.index_select(1, index))
+        return KeyValues(*(x.gather(2, spread(index, x)) for x in self[:2]), self.valid.gather(1, index))
 
     def put(self, index: Tensor, new: KeyValues, in_place: bool) -> KeyValues:
-        """Replace those at these columns."""
-        put = Tensor.index_copy_ if in_place else Tensor.index_copy
-        parts = zip((2, 2, 1), self, new, strict=True)
-        return KeyValues(*(put(old, axis, index, x) for axis, old, x in parts))
+        """Replace those at these columns, `[B, K]`."""
+        put = Tensor.scatter_ if in_place else Tensor.scatter
+        key, value = (put(old, 2, spread(index, x), x) for old, x in zip(self[:2], new[:2], strict=True))
+        return KeyValues(key, value, put(self.valid, 1, index, new.valid))
 
 
 class WindowState(NamedTuple):
@@ -43,7 +49,8 @@ class WindowState(NamedTuple):
     Attributes:
         key, value, valid: of the window, `size` columns, see `KeyValues`.
         sink_key, sink_value, sink_valid: of the sinks, one column each.
-        oldest: column of the oldest token of the window, int64 `[B]`, the same in all rows.
+        oldest: column of the oldest token of the window, int64 `[B]`. From there on, columns that do not
+            count come before those that do.
         S, z: state of the linear attention; without elements for a window alone.
     """
 
@@ -94,10 +101,11 @@ class WindowState(NamedTuple):
 
     def in_order(self) -> KeyValues:
         """Return the window, the oldest token first."""
-        if not torch.compiler.is_compiling() and int(self.oldest[0]) == 0:
+        column, size = shared_column(self.oldest), self.valid.shape[1]
+        if column == 0:
             return self.window
-        size = self.valid.shape[1]
-        return self.window.columns((torch.arange(size, device=self.oldest.device) + self.oldest[0]) % size)
+        index = torch.arange(size, device=self.oldest.device)
+        return self.window.columns((index + (self.oldest[:, None] if column is None else column)) % size)
 
 
 class Seen(NamedTuple):
@@ -132,6 +140,57 @@ class Pushed(NamedTuple):
     seen: Seen
     evicted: Tokens | None
     after: WindowState
+
+
+def spread(index: Tensor, x: Tensor) -> Tensor:
+    """Expand an index of tokens, `[B, K]`, to `[B, H, K, D]` of x."""
+    return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+
+
+def shared_column(oldest: Tensor) -> int | None:
+    """Return the column of the oldest token, where all rows share it and it takes no time to ask."""
+    if oldest.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    columns = set(oldest.tolist())
+    return columns.pop() if len(columns) == 1 else None
+
+
+def places(valid: Tensor | None, begins: bool, keep: bool) -> Tensor | None:
+    """Find where tokens go if padding is to stand before them, int64 `[B, N]`; None where it may stay.
+
+    Args:
+        valid: boolean `[B, N]`, False for padding; None for none.
+        begins: no token is before these; else every padded one stands between tokens.
+        keep: others may follow, so that padding behind these tokens would stand between them.
+    """
+    if valid is None:
+        return None
+    if not torch.compiler.is_compiling():
+        ends = valid[:, :-1] & ~valid[:, 1:]
+        if not (ends if begins else ~valid).any():
+            return None
+        if begins and not keep and not (ends.cumsum(1)[:, :-1].bool() & valid[:, 2:]).any():
+            return None
+    hidden = (~valid).long().cumsum(1)
+    return torch.where(valid, valid.long().cumsum(1) + hidden[:, -1:], hidden) - 1
+
+
+def without_gaps(tokens: Tokens, place: Tensor) -> Tokens:
+    """Move each token to its place."""
+    order, count = place.argsort(1), tokens.count
+    assert tokens.valid is not None
+
+    def moved(x: Tensor) -> Tensor:
+        return x.gather(2, spread(order, x))
+
+    return replace(
+        tokens,
+        query=None if tokens.query is None else moved(tokens.query),
+        key=moved(tokens.key),
+        value=moved(tokens.value),
+        valid=tokens.valid.gather(1, order),
+        count=None if count is None else count.expand_as(order).gather(1, order),
+    )
 
 
 def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
@@ -196,7 +255,7 @@ def with_sinks(new: KeyValues, rank: Tensor | None, before: KeyValues) -> KeyVal
 
 
 def push(tokens: Tokens, before: WindowState) -> Pushed:
-    """Move the window over new tokens; every one of them evicts one."""
+    """Move the window over new tokens, padding first; every one of them evicts one."""
     valid, ranks = ranked(tokens, before.sink_valid.shape[1], causal=True)
     new, old = masked(tokens, valid), before.in_order()
     seen = KeyValues(
@@ -205,6 +264,12 @@ def push(tokens: Tokens, before: WindowState) -> Pushed:
         torch.cat([old.valid, valid], 1),
     )
     cut = tokens.length
+    if tokens.valid is not None and (torch.compiler.is_compiling() or not tokens.valid.all()):
+        # padding goes before the old tokens too
+        hidden, size = (~tokens.valid).sum(1, keepdim=True), old.valid.shape[1]
+        column = torch.arange(size + cut, device=hidden.device)
+        behind = torch.where(column < hidden + size, column - hidden, column)
+        seen = seen.columns(torch.where(column < hidden, column + size, behind))
     evicted = KeyValues(seen.key[:, :, :cut], seen.value[:, :, :cut], seen.valid[:, :cut])
     window = KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:])
     sinks = with_sinks(new, ranks, before.sinks)
@@ -219,35 +284,50 @@ def is_step(tokens: Tokens, before: WindowState) -> bool:
 
 
 def push_one(tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed:
-    """Put one token in the place of the oldest."""
-    count = _leading_columns(tokens, before)
-    if count is not None:
-        return _push_behind(count, tokens, before, wants_evicted)
+    """Put one token in the place of the oldest; where it is padding, nothing."""
+    column = shared_column(before.oldest)
+    if column is not None and (tokens.valid is None or tokens.valid.all()):
+        tokens = tokens if tokens.valid is None else replace(tokens, valid=None)
+        count = _leading_columns(column, before)
+        if count is not None:
+            return _push_behind(count, column, tokens, before, wants_evicted)
     valid, rank = ranked(tokens, before.sink_valid.shape[1], causal=True)
-    new, index = masked(tokens, valid), before.oldest[:1]
-    evicted = _as_tokens(before.window.columns(index), tokens) if wants_evicted else None
+    new, index = masked(tokens, valid), before.oldest[:, None]
+    sinks, step = (
+        with_sinks(new, rank, before.sinks),
+        1 if tokens.valid is None else tokens.valid[:, 0].long(),
+    )
+    old, evicted = before.window.columns(index), None
+    if wants_evicted:
+        gone = old.valid if tokens.valid is None else old.valid & tokens.valid
+        evicted = _as_tokens(old._replace(valid=gone), tokens)
+    if tokens.valid is not None:
+        count = tokens.valid[:, :, None, None]
+        key, value = (torch.where(count, x, y) for x, y in zip(new[:2], old[:2], strict=True))
+        new = KeyValues(key, value, torch.where(tokens.valid, new.valid, old.valid))
     window = before.window.put(index, new, tokens.in_place)
-    oldest = (before.oldest + 1) % before.valid.shape[1]
-    sinks = with_sinks(new, rank, before.sinks)
+    oldest = (before.oldest + step) % before.valid.shape[1]
     after = WindowState(*window, *sinks, oldest, before.S, before.z)
     return Pushed(Seen(*window, sinks, rank), evicted, after)
 
 
-def _leading_columns(tokens: Tokens, before: WindowState) -> int | None:
-    """Count the columns that count, where these are the first ones or all, and it takes no time to ask."""
+def _leading_columns(column: int, before: WindowState) -> int | None:
+    """Count the columns that count, where these are the first ones or all.
+
+    Args:
+        column: of the oldest token.
+        before: the window.
+    """
     valid = before.valid
-    if tokens.valid is not None or valid.device.type != "cpu" or torch.compiler.is_compiling():
-        return None
     if valid.all():
         return valid.shape[1]
-    column = int(before.oldest[0])
     first = valid[:, :column].all() and not valid[:, column:].any()
     return column if first and not before.sink_valid.shape[1] else None
 
 
-def _push_behind(count: int, tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed:
+def _push_behind(count: int, column: int, tokens: Tokens, before: WindowState, wants_evicted: bool) -> Pushed:
     """Put one token behind `count` columns: sinks are full, and `valid` changes in its own column alone."""
-    size, column = before.valid.shape[1], int(before.oldest[0])
+    size = before.valid.shape[1]
     slots, evicted = before.sink_valid.shape[1], None
     rank = ranked(tokens, slots, causal=True)[1] if slots else None
     if wants_evicted and count == size:

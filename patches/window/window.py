@@ -33,8 +33,8 @@ class Window(StatefulAttention):
     o_i = sum_{j in W(i)} exp(s_ij) v_j / sum_{j in W(i)} exp(s_ij)
     W(i): i - size < j <= i, and the first `sinks` tokens; |i - j| < size in encoders
 
-    As "window+<linear>" the tokens outside W(i) are not lost, but summed up with the features of that
-    attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
+    i and j count visible tokens. As "window+<linear>" the tokens outside W(i) are not lost, but summed up
+    with the features of that attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
     o_i = (sum_W exp(s_ij) v_j + sum_rest f_ij v_j) / (sum_W exp(s_ij) + sum_rest f_ij); "learned" has two:
     o_i = g_h o_window + (1 - g_h) o_rest, g_h = 0.95 at the start, and 1 while there is no rest. The cache
     holds `sinks + size` keys and the state: memory stays flat.
@@ -107,6 +107,15 @@ class Window(StatefulAttention):
 
     def causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
         """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
+        one = tokens.valid is None or tokens.length == 1
+        place = None if one else ring.places(tokens.valid, state is None, tokens.keep)
+        if place is None:
+            return self._causal(tokens, state)
+        output, after = self._causal(ring.without_gaps(tokens, place), state)
+        return output.gather(2, ring.spread(place, output)), after
+
+    def _causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
+        """Compute tokens without padding between them."""
         if state is None and self._holds(tokens):
             after = self._begun(tokens) if tokens.keep else None
             return self._softmax(tokens, causal=True), after
@@ -194,6 +203,8 @@ class Window(StatefulAttention):
 
     def absorb(self, tokens: Tokens, state: WindowState | None) -> WindowState:
         """Return the state after tokens of which no queries are needed."""
+        place = ring.places(tokens.valid, state is None, keep=True)
+        tokens = tokens if place is None else ring.without_gaps(tokens, place)
         pushed = ring.push(tokens, state or self._empty(tokens))
         if not self.inner:
             return pushed.after
@@ -210,6 +221,14 @@ class Window(StatefulAttention):
         assert tokens.query is not None
         if self._holds(tokens):
             return self._softmax(tokens, causal=False)
+        place = ring.places(tokens.valid, begins=True, keep=False)
+        if place is None:
+            return self._bidirectional(tokens)
+        output = self._bidirectional(ring.without_gaps(tokens, place))
+        return output.gather(2, ring.spread(place, output))
+
+    def _bidirectional(self, tokens: Tokens) -> Tensor:
+        assert tokens.query is not None
         valid, ranks = ring.ranked(tokens, self.sinks, causal=False)
         own = ring.masked(tokens, valid)
         sinks = ring.with_sinks(own, ranks, WindowState.empty(tokens, 0, self.sinks).sinks)
@@ -329,10 +348,13 @@ def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> windo
     before = State(state.S, state.z)
     if kind != "none" and (gate is not None or not rest.has_decay):
         return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
-    column = int(state.oldest[0])
-    if not state.valid[:, column].any() and not before.z.any():
+    column = ring.shared_column(state.oldest)
+    if column is None:
+        key, value = state.window.columns(state.oldest[:, None])[:2]
+    elif not state.valid[:, column].any() and not before.z.any():
         return None
-    key, value = state.key.narrow(2, column, 1), state.value.narrow(2, column, 1)
+    else:
+        key, value = state.key.narrow(2, column, 1), state.value.narrow(2, column, 1)
     phi_q, phi_k, value, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, before, gate)
     query_log_scale = rest.query_log_scale(upcast(query)) if kind == "none" else None
     return window_decode.LinearTail(phi_q, (phi_k, value), *before, decay, gate, kind, eps, query_log_scale)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers.oracle import as_oracle
 from helpers.tiny_models import SIZES, build, distance, grow, left_padded, positions, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, Llama4TextConfig, StaticCache
+from transformers.masking_utils import chunked_causal_mask_function
 
 import hf_linattn
+from hf_linattn.attention.masks import NO_CHUNKS, compact_mask
 from hf_linattn.errors import CacheError, LinattnError
 
 EXACT = 1e-9
@@ -55,6 +57,7 @@ def test_pieces_and_one_forward_equal_the_oracle(patch, name):
             hf_linattn.patch_model(model, patch, sliding=sliding)
         return
     ids, mask = left_padded(tokens(2, 60), 9)
+    mask[1, [12, 13, 14, 30, 50]] = 0  # in the model's own window a padded token takes a place
     live, at = mask.bool(), {"attention_mask": mask, "position_ids": positions(mask)}
     with as_oracle(model, patch, windows=sliding == "keep", **_where(patch, sliding)):
         want = model(ids, use_cache=False, **at).logits
@@ -72,6 +75,34 @@ def _where(patch, sliding):
     if patch != "elu1" or sliding == "global":
         return {}
     return {"where": lambda module: module.config.layer_types[module.layer_idx] == "full_attention"}
+
+
+@pytest.mark.parametrize("sliding", ["keep", "global"])
+@pytest.mark.parametrize("patch", ["elu1", "softmax1+logn"])
+def test_packed_documents_behind_chunks_equal_the_oracle(patch, sliding):
+    """Chunks of llama4 begin at each document, and are dropped where that was asked for."""
+    config = {"attention_chunk_size": 16, "layer_types": ["chunked_attention", "full_attention"]}
+    sizes = {**SIZES, "intermediate_size_mlp": 64, "num_local_experts": 2, "no_rope_layers": [1, 1]}
+    model = build("Llama4ForCausalLM", num_hidden_layers=2, **sizes, **config)
+    lengths, ids = (30, 16, 1, 40), tokens(2, 87)
+    where = torch.cat([torch.arange(length) for length in lengths])[None].expand(2, -1)
+    with as_oracle(model, patch, windows=sliding == "keep", **_where(patch, sliding)):
+        want = torch.cat([model(part, use_cache=False).logits for part in ids.split(lengths, 1)], 1)
+    hf_linattn.patch_model(model, patch, sliding=sliding)
+    assert distance(model(ids, position_ids=where, use_cache=False).logits, want) < 1e-5  # float32 norms
+
+
+def test_compiled_code_does_not_take_chunks_for_documents():
+    """It cannot tell them apart. Without `fullgraph` the mask is then made by eager code, which can."""
+    config = Llama4TextConfig(attention_chunk_size=8)
+    setattr(config, NO_CHUNKS, True)
+    arguments = (1, 20, 20, 0, 0, chunked_causal_mask_function(8, torch.zeros(1)), None, 8)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run eagerly"):
+        torch.compile(compact_mask, backend="eager", fullgraph=True)(*arguments, config=config)
+    want = compact_mask(*arguments, config=config)
+    assert torch.equal(torch.compile(compact_mask, backend="eager")(*arguments, config=config), want)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", SLIDING)

@@ -194,11 +194,14 @@ def check_padding(family, case, side="left"):
     model = patch(model_of(family), case)
     row = tiny_models.tokens(1, 60)
     alone = logits(model, row, torch.ones_like(row))
-    ids = torch.cat(
-        [torch.nn.functional.pad(row, (15, 0) if side == "left" else (0, 15)), tiny_models.tokens(1, 75, 1)]
-    )
+    ids = tiny_models.tokens(2, 75, 1)
+    part = {
+        "left": torch.arange(15, 75),
+        "right": torch.arange(60),
+        "middle": torch.cat([torch.arange(3, 10), torch.arange(13, 40), torch.arange(46, 72)]),
+    }[side]
+    ids[0, part] = row[0]
     mask = torch.ones_like(ids)
-    part = slice(15, None) if side == "left" else slice(0, 60)
     mask[0] = 0
     mask[0, part] = 1
     extra = {"position_ids": tiny_models.positions(mask)} if family in ENCODERS else {}

@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def given(shape, column, hidden, dtype=torch.float32, seed=0):
-    """A token, a ring whose oldest column is `column`, and a state."""
+    """A token, a ring whose oldest column is `column` in the first row, one on in each next, and a state."""
     (batch, heads, kv_heads, columns, size, wide), make = shape, torch.Generator().manual_seed(seed)
 
     def normal(*sizes):
@@ -44,7 +44,7 @@ def given(shape, column, hidden, dtype=torch.float32, seed=0):
         normal(batch, kv_heads, columns, size),
         normal(batch, kv_heads, columns, wide),
         valid_columns,
-        torch.full((batch,), column),
+        (column + torch.arange(batch)) % columns,
     )
     valid = torch.rand(batch, 1, generator=make) < 0.5 if hidden else None
     state = normal(batch, kv_heads, size, wide).float().abs(), normal(batch, kv_heads, size).float().abs() + 1
@@ -53,32 +53,31 @@ def given(shape, column, hidden, dtype=torch.float32, seed=0):
 
 def definition(token, valid, ring, scaling, tail, log_decay):
     """Output `[B, H, 1, Dv]`, S and z, in float64."""
-    (query, key, value), heads, column = (
-        (x.double() for x in token),
-        token[0].shape[1],
-        int(ring.head_index[0]),
-    )
+    (query, key, value), heads = (x.double() for x in token), token[0].shape[1]
+    rows, column = torch.arange(len(query)), ring.head_index
+    counts = torch.ones_like(ring.valid[:, :1]) if valid is None else valid
     keys, values, valid_columns = ring.key.double(), ring.value.double(), ring.valid.clone()
     S = z = others = None
     if tail is not None:
-        evicted = tail.evicted or (keys[:, :, column, None], values[:, :, column, None])
-        counts = valid_columns[:, column, None]
+        evicted = tail.evicted or (keys[rows, :, column][:, :, None], values[rows, :, column][:, :, None])
+        leaves = counts & valid_columns[rows, column, None]
         _, _, S, z = definitions.linear(
             torch.zeros_like(tail.query.double()),
             definitions.feature_map(evicted[0].double(), tail.kind, False, tail.eps),
             evicted[1].double(),
-            hidden=~counts,
+            hidden=~leaves,
             S=tail.S.double(),
             z=tail.z.double(),
-            log_decay=torch.where(counts, log_decay.double(), 0)[..., None],
+            log_decay=torch.where(leaves, log_decay.double(), 0)[..., None],
         )
         phi_q = definitions.feature_map(tail.query.double(), tail.kind, True, tail.eps)
         shift = tail.query.double().amax(-1).clamp(max=0) if tail.kind == "elu1" else torch.zeros(())
         scale = shift if tail.query_log_scale is None else tail.query_log_scale.double()
         total = (phi_q @ definitions.repeated(z, heads)[..., None])[..., 0]
         others = phi_q @ definitions.repeated(S, heads), total, scale.expand_as(total)
-    keys[:, :, column], values[:, :, column] = key[:, :, 0], value[:, :, 0]
-    valid_columns[:, column] = True if valid is None else valid[:, 0]
+    rows, column = rows[counts[:, 0]], column[counts[:, 0]]
+    keys[rows, :, column], values[rows, :, column] = key[rows, :, 0], value[rows, :, 0]
+    valid_columns[rows, column] = True
     scores = query @ definitions.repeated(keys, heads).mT * scaling
     scores = scores.masked_fill(~valid_columns[:, None, None], float("-inf"))
     return definitions.softmax(scores, values, others), S, z, keys, values, valid_columns
@@ -86,7 +85,8 @@ def definition(token, valid, ring, scaling, tail, log_decay):
 
 def compare(token, valid, ring, tail, log_decay, tolerance=1e-5):
     want = definition(token, valid, ring, 0.3, tail, log_decay)
-    column = int(ring.head_index[0])
+    step = 1 if valid is None else valid[:, 0].long()
+    after = (ring.head_index + step) % ring.key.shape[2]
     got = window_decode.decode(*token, valid, ring, 0.3, tail)
     assert got.dtype == token[0].dtype
     assert relative_error(got.double(), want[0]) < tolerance
@@ -97,7 +97,7 @@ def compare(token, valid, ring, tail, log_decay, tolerance=1e-5):
     assert torch.equal(ring.key.double() * counts, want[3] * counts)
     assert torch.equal(ring.value.double() * counts, want[4] * counts)
     assert torch.equal(ring.valid, want[5])
-    assert set(ring.head_index.tolist()) == {(column + 1) % ring.key.shape[2]}
+    assert torch.equal(ring.head_index, after)
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -132,7 +132,8 @@ def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
 def test_a_gate_makes_the_decay(compiled):
     token, valid, ring, state = given((2, 4, 2, 9, 16, 24), 3, True)
     gate = Gate(torch.randn(2, 24), torch.randn(2), 4.0)
-    logit = torch.einsum("bhe,he->bh", ring.value[:, :, 3], gate.weight) + gate.bias
+    evicted = ring.value[torch.arange(2), :, ring.head_index]
+    logit = torch.einsum("bhe,he->bh", evicted, gate.weight) + gate.bias
     tail = window_decode.LinearTail(token[0], None, *state, gate=gate, kind="elu1")
     compare(token, valid, ring, tail, torch.nn.functional.logsigmoid(logit) / 4)
 

@@ -41,6 +41,17 @@ def test_first_columns_may_be_missing(form, shape):
         agree(got, want, leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_values_of_another_size_are_summed_in_float32(dtype):
+    _, seen, _ = inputs((2, 4, 2, 90, 30, 64), "nothing", False)
+    seen = seen._replace(query=10 * seen.query, value=seen.value[..., :5])
+    exact = Window(*(x.detach().to(dtype).double() for x in seen[:3]), *seen[3:])
+    got = window_attention.attention(Window(*(x.to(dtype) for x in exact[:3]), *seen[3:]), None)
+    want = definition(exact, None)
+    assert got.dtype == dtype
+    assert distance(got, want) <= torch.finfo(dtype).eps * float(want.abs().max())
+
+
 def test_operator_keeps_the_rules_of_torch():
     for other in OTHER[:2]:
         _, seen, beside = inputs((2, 2, 1, 40, 7, 8), other, True)

@@ -220,6 +220,29 @@ def test_windows_and_options_come_back(tmp_path):
     assert torch.equal(logits(loaded, IDS), logits(model, IDS))
 
 
+def test_half_precision_comes_back_bit_for_bit(tmp_path):
+    """Once loaded: `model.to(dtype)` rounds buffers that no checkpoint holds, of unpatched models too."""
+    model = from_pretrained(saved(tmp_path / "first", patch_model(tiny_models.llama(), "window+elu1")))
+    for dtype in (torch.bfloat16, torch.float16):
+        once = from_pretrained(saved(tmp_path / "first", model), dtype=dtype)
+        twice = from_pretrained(saved(tmp_path / "second", once), dtype=dtype)
+        assert torch.equal(logits(twice, IDS), logits(once, IDS))
+
+
+def saved(folder, model):
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_modules_that_make_weights_on_the_cpu_while_loading(tmp_path):
+    """diffllama draws its lambdas there, and has the rest on the meta device."""
+    model = tiny_models.build(
+        "DiffLlamaForCausalLM", dtype=torch.float32, num_hidden_layers=2, **tiny_models.SIZES
+    )
+    patch_model(model, "temperature")
+    assert torch.equal(logits(from_pretrained(saved(tmp_path, model)), IDS), logits(model, IDS))
+
+
 def test_architectures_of_other_families(tmp_path):
     for cls, config in (
         ("BertForMaskedLM", {}),

@@ -1,6 +1,6 @@
 // One decoded token: it takes the column of the oldest one in a window, the oldest goes over into the state
 // of a linear attention, and the query sees both under one normaliser. Window and state are written over in
-// place.
+// place. A token that does not count changes neither.
 
 #pragma once
 
@@ -25,7 +25,7 @@ public:
           columns_row_(padded(columns_)),
           features_(p.features),
           features_row_(padded(features_)),
-          column_(*at<int64_t>(p.head_index)),
+          column_(at<int64_t>(p.head_index)[row_]),
           valid_(at<bool>(p.ring_valid) + row_ * p.ring_valid_row),
           token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]) {
         const int64_t widest = std::max(key_row_, value_row_);
@@ -64,13 +64,13 @@ public:
     }
 
 private:
-    bool visible(int column) const { return column == column_ ? token_counts_ : valid_[column]; }
+    bool visible(int column) const { return valid_[column] || (column == column_ && token_counts_); }
 
     void write_column(const Array& from, const Array& to, int count) const {
+        if (!token_counts_) return;
         const int64_t bytes = to.dtype == FLOAT32 ? 4 : 2;
         char* target = at<char>(to.data) + bytes * offset(to, row_, head_, column_);
-        const char* source = at<char>(from.data) + bytes * offset(from, row_, head_, 0);
-        token_counts_ ? (void)memcpy(target, source, bytes * count) : (void)memset(target, 0, bytes * count);
+        memcpy(target, at<char>(from.data) + bytes * offset(from, row_, head_, 0), bytes * count);
     }
 
     // The oldest token goes over into the state, which every query reads.
@@ -80,7 +80,7 @@ private:
         for (int d = 0; S_ && d < features_; ++d)
             read_dense(S + d * value_dim_, value_dim_, S_ + d * value_row_, value_row_);
         read_dense(z, features_, z_, features_row_);
-        if (valid_[column_]) add_evicted(S_ ? S_ : S);
+        if (valid_[column_] && token_counts_) add_evicted(S_ ? S_ : S);
         for (int d = 0; S_ && d < features_; ++d)
             memcpy(S + d * value_dim_, S_ + d * value_row_, value_dim_ * sizeof(float));
         memcpy(z, z_, features_ * sizeof(float));
@@ -179,11 +179,10 @@ private:
 
 // Columns and mask, which all key heads of a row read, are written when these are done.
 inline void advance_ring(const WindowDecodeProblem& p) {
-    int64_t* head_index = at<int64_t>(p.head_index);
-    const int64_t column = head_index[0];
     for (int64_t row = 0; row < p.batch; ++row) {
-        at<bool>(p.ring_valid)[row * p.ring_valid_row + column] =
-            !p.token_valid || at<bool>(p.token_valid)[row * p.token_valid_row];
-        head_index[row] = (column + 1) % p.columns;
+        if (p.token_valid && !at<bool>(p.token_valid)[row * p.token_valid_row]) continue;
+        int64_t& column = at<int64_t>(p.head_index)[row];
+        at<bool>(p.ring_valid)[row * p.ring_valid_row + column] = true;
+        column = (column + 1) % p.columns;
     }
 }

@@ -20,7 +20,7 @@ class RingBuffer(NamedTuple):
         key: `[B, Hkv, W, D]`, dense along D.
         value: `[B, Hkv, W, Dv]`, likewise.
         valid: boolean `[B, W]`, True at columns that count.
-        head_index: int64 `[B]`, dense: the column of the oldest token, the same in all rows.
+        head_index: int64 `[B]`, dense: the column of the oldest token.
     """
 
     key: Tensor
@@ -67,6 +67,8 @@ def decode(
     tail: LinearTail | None = None,
 ) -> Tensor:
     """Put a token into the window and let its query read all: `[B, H, 1, Dv]` in the dtype of the query.
+
+    A token that does not count changes neither window nor state.
 
     Args:
         query: `[B, H, 1, D]`.
