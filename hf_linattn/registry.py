@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch
+from hf_linattn.attention import Attention, Modifier, Patch
 from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 
 PatchType = TypeVar("PatchType", bound=type[Patch])
@@ -298,7 +298,7 @@ def _holds(attentions: list[str]) -> bool:
     """Tell whether one of two attentions takes in the other."""
     pair = [find(name) for name in attentions]
     wraps = [cls for cls in pair if getattr(cls, "wraps", False)]
-    return len(pair) == 2 and len(wraps) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
+    return len(pair) == 2 and len(wraps) == 1 and any(getattr(cls, "wrappable", False) for cls in pair)
 
 
 def _taker(spec: str, names: list[str], option: Any) -> str:

@@ -80,6 +80,7 @@ class Delta(StatefulAttention):
     direction_reason = "a state that is corrected has one direction, from past to future"
     cross = False
     supports_packing = True
+    wrappable = True
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class Delta(StatefulAttention):
         self.lives = [] if decay == "none" or given else LIVES  # to be tried out
         own = half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life)
         start = self._start(0.5, own, {"none": 0, "head": 1, "channel": self.features}[decay])
+        self.gate_count = start.shape[1]
         gates = 2 if decay == "head" else 1
         self.gate_weight = nn.Parameter(torch.zeros(kv_heads, gates, self.width))
         self.gate_bias = nn.Parameter(start[:, :gates].clone())
@@ -133,6 +135,17 @@ class Delta(StatefulAttention):
         """
         of_beta = torch.full((len(lives), 1), math.log(share / (1 - share)))
         return torch.cat([of_beta, gate_bias(lives)[:, None].expand(-1, count)], -1)
+
+    @staticmethod
+    def state_of(S: Tensor) -> DeltaState:
+        """Make a state of S."""
+        return DeltaState(S)
+
+    def past_gates(self, tokens: Tokens) -> Tensor:
+        """Compute the logits of tokens that another attention has stored."""
+        if self.source == "hidden":
+            raise missing_hidden(self.name)
+        return self._logits(upcast(tokens.value))
 
     def gates(self, call: Call) -> Tensor:
         """Compute the logits of b_t and a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
@@ -207,10 +220,7 @@ class Delta(StatefulAttention):
         self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
     ) -> tuple[Tensor | None, DeltaState | None]:
         gates = tokens.gates
-        if gates is None:  # tokens that another attention stored
-            if self.source == "hidden":
-                raise missing_hidden(self.name)
-            gates = self._logits(upcast(tokens.value))
+        assert gates is not None
         key, value = tokens.key, tokens.value
         if self.map is not None or self.fronts:
             key = self._mapped("key_map", tokens.hide(key))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import AttentionSite
+from hf_linattn.attention import AttentionSite, Tokens
 from hf_linattn.attention.call import Call
 from hf_linattn.ops.types import Gate
 from hf_linattn.registry import register
@@ -70,6 +70,7 @@ class Gated(NamedMapAttention):
         [heads] = site.require("kv_heads", reason="so it can have no gates")
         bias = gate_bias(half_lives(heads, shortest, half_life))
         self.needs_hidden = source == "hidden"
+        self.gate_count = int(self.needs_hidden)
         self.width = source_width(site, source)
         self.use_map(feature_map, front, site)
         self.weight = nn.Parameter(torch.zeros(heads, self.width))
@@ -84,9 +85,13 @@ class Gated(NamedMapAttention):
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the logarithm of g_t, `[B, Hkv, N]`."""
+        return self._gates(value)[..., 0]
+
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Refuse tokens whose hidden state is not known, where that is read."""
         if self.needs_hidden:
             raise missing_hidden(self.name)
-        return self._gates(value)[..., 0]
+        return None
 
     def gate(self) -> Gate | None:
         """Return the weights of g_t for kernels, which read values."""

@@ -76,6 +76,7 @@ class Attention(Patch):
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
         supports: keywords of the attention interface that it can honour; others are refused at patch time.
         wraps: takes a linear attention inside, as in "window+elu1".
+        wrappable: can be that linear attention.
         needs_rope: turns queries by the model's rotary embedding, which must then be there.
     """
 
@@ -83,6 +84,7 @@ class Attention(Patch):
     windowed: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     wraps: ClassVar[bool] = False
+    wrappable: ClassVar[bool] = False
     needs_rope: bool = False
 
     def attend(self, call: Call) -> Output:

@@ -33,6 +33,7 @@ class LinearAttention(StatefulAttention):
     """
 
     supports_packing = True
+    wrappable = True
     group = "feature map"
     fused: str = "none"
     eps: float = 0.0

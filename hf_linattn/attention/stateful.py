@@ -23,12 +23,14 @@ class StatefulAttention(Attention):
 
     Class attributes:
         needs_visible_count: `Tokens.count` is wanted.
+        gate_count: numbers that `gates` makes for each token and key head.
         supports_packing: `causal` honours `Tokens.documents`; else documents come one by one.
     """
 
     linear = True
     time = "O(n)"
     needs_visible_count: bool = False
+    gate_count: int = 0
     supports_packing: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
@@ -51,6 +53,14 @@ class StatefulAttention(Attention):
 
     def gates(self, call: Call) -> Tensor | None:
         """Compute what is needed of the hidden state of each token, `[B, Hkv, N, F]`; None for nothing."""
+        return None
+
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Compute the gates of tokens that another attention has stored, from key and value alone.
+
+        Raises:
+            CacheError: they depend on the hidden state.
+        """
         return None
 
     def absorb(self, tokens: Tokens, state: Any) -> Any:
@@ -174,7 +184,7 @@ class StatefulAttention(Attention):
         tokens = layer.pending
         assert tokens is not None
         if tokens.query is None:  # all of an unpatched model's past
-            tokens.valid = valid
+            tokens.valid, tokens.gates = valid, self.past_gates(tokens)
             if self.needs_visible_count:
                 key = tokens.key
                 ones = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)

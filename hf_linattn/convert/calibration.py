@@ -41,7 +41,7 @@ def calibrate(model: Any, input_ids: Tensor, keywords: dict[str, bool] = CACHELE
     with ExitStack() as stack:
         for site in sites_of(transformers_model(model)):
             child: Any = site.module._modules.get(NAME)
-            if child is None or not can_calibrate(type(child.attention)):
+            if child is None or not any(can_calibrate(type(part)) for part in child.modules()):
                 continue
             hook = _CalibrateHook(site.name, errors)
             handle = site.module.register_forward_hook(hook, with_kwargs=True)
@@ -53,7 +53,8 @@ def calibrate(model: Any, input_ids: Tensor, keywords: dict[str, bool] = CACHELE
 
 def can_calibrate(patch: type[Any]) -> bool:
     """Tell whether a patch computes weights of its own from another attention's outputs."""
-    return issubclass(patch, StatefulAttention) and patch.calibrate is not StatefulAttention.calibrate
+    own = issubclass(patch, StatefulAttention) and patch.calibrate is not StatefulAttention.calibrate
+    return own and not patch.wraps  # which calibrates what it holds
 
 
 class _CalibrateHook:

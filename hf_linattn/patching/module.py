@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
@@ -85,7 +85,8 @@ class PatchedAttention(nn.Module):
         attentions = [part for part in parts if isinstance(part, Attention)]
         wrapper = next((part for part in attentions if part.wraps), None)
         for part in parts:
-            if wrapper is not None and part is not wrapper and isinstance(part, LinearAttention):
+            inside = isinstance(part, Attention) and part.wrappable and part is not wrapper
+            if wrapper is not None and inside:
                 wrapper.wrap(part)
                 continue
             self.add_module(part.name, part)

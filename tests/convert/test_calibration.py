@@ -66,6 +66,16 @@ def test_half_lives_that_were_asked_for_stay():
     assert not torch.equal(delta_of(model).gate_bias[:, 0], before[:, 0])
 
 
+def test_in_a_hybrid_the_state_is_calibrated_alone():
+    model = patch_model(model_of("llama"), "window+delta", options={"size": 8})
+    assert len(calibrate(model, IDS)) == 2
+    want = patch_model(model_of("llama"), "delta")
+    calibrate(want, IDS)
+    rest = model.model.layers[0].self_attn.linattn.window.rest
+    assert torch.equal(rest.gate_bias, delta_of(want).gate_bias)
+    assert torch.equal(rest.scale, delta_of(want).scale)
+
+
 def test_the_model_computes_by_its_patch_afterwards_and_others_are_left_alone():
     model = patch_model(model_of("llama"), {"0": "delta", "1": "hedgehog"})
     own = {name: x.clone() for name, x in model.state_dict().items() if f"{NAME}.delta" not in name}

@@ -117,6 +117,18 @@ def test_without_rope_is_behind_nope():
     assert tiny_models.distance(patch_model(model, "delta")(ids).logits, want) > 1e-3
 
 
+@pytest.mark.parametrize("spec", ["window+delta", "window+elu1", "window+gated"])
+def test_a_hybrid_that_starts_as_its_window(spec):
+    model, ids = tiny_models.llama(), tiny_models.tokens(2, 60)
+    window = {"size": 8, "sinks": 2}
+    want = patch_model(model, "window", options=window)(ids).logits
+    patch_model(model, spec, options={"window": {**window, "mix": "interpolated"}})
+    out = model(ids).logits
+    assert tiny_models.distance(out, want) < 1e-12
+    out.square().sum().backward()
+    assert float(model.model.layers[0].self_attn.linattn.window.gate.grad.abs().max()) > 0
+
+
 def test_heads_begin_with_their_half_lives():
     delta = attention_of("delta", half_life=64.0, shortest=4.0)
     logits = delta._logits(torch.randn(1, 1, 3, 32, dtype=torch.float64)).detach()[0, :, 0]
@@ -148,9 +160,9 @@ class TestRefused:
         with pytest.raises(UnsupportedModelError, match="has one direction, from past to future"):
             patch_model(model_of("bert"), "delta")
 
-    def test_a_window_around_gates_of_the_hidden_state(self):
-        with pytest.raises(OptionError, match="source='value'"):
-            patch_model(tiny_models.llama(), "window+gated", options={"source": "hidden"})
+    def test_a_window_with_which_it_would_share_a_sum(self):
+        with pytest.raises(OptionError, match=r"mix='shared': 'delta' has no sum .* 'interpolated'"):
+            patch_model(tiny_models.llama(), "window+delta", options={"mix": "shared"})
 
     def test_a_module_without_a_hidden_state(self, monkeypatch):
         monkeypatch.setattr("hf_linattn.patching.discovery._hidden_size", lambda *module: None)
