@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch
+from hf_linattn.attention import Attention, Modifier, Patch
 from hf_linattn.errors import OptionError, RegistrationError, UnknownPatchError
 
 PatchType = TypeVar("PatchType", bound=type[Patch])
@@ -39,6 +39,9 @@ REFUSED = {
     "diff": "differential attention (arXiv:2410.05258) takes the difference of two softmaxes, and so two "
     "query and two key projections per head that a pretrained model does not have. Models of type diffllama "
     "have them; softmax1 and logn patch both of their softmaxes.",
+    "softpick": "the rectified softmax (arXiv:2504.20966) was trained from the start only, and no conversion "
+    "of a pretrained model is known. entmax15 has weights of exactly 0; softmax1 and output_gate take away "
+    "the need for an attention sink.",
 }
 """Names that people look for and that can be no patches, and why."""
 _PATCHES: dict[str, type[Patch]] = {}
@@ -295,7 +298,7 @@ def _holds(attentions: list[str]) -> bool:
     """Tell whether one of two attentions takes in the other."""
     pair = [find(name) for name in attentions]
     wraps = [cls for cls in pair if getattr(cls, "wraps", False)]
-    return len(pair) == 2 and len(wraps) == 1 and any(issubclass(cls, LinearAttention) for cls in pair)
+    return len(pair) == 2 and len(wraps) == 1 and any(getattr(cls, "wrappable", False) for cls in pair)
 
 
 def _taker(spec: str, names: list[str], option: Any) -> str:

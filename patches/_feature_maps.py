@@ -24,18 +24,19 @@ def feature_maps() -> dict[str, type[LinearAttention]]:
     }
 
 
-def named_map(option: str, name: str, site: AttentionSite) -> LinearAttention:
+def named_map(option: str, name: str, site: AttentionSite, signed: bool = False) -> LinearAttention:
     """Build the patch of this name with its default options, whose maps are to be used.
 
     Args:
         option: the option that names it, for the error.
         name: a linear patch made of feature maps alone, which divides by its sum.
         site: the module that it is for.
+        signed: also one that does not, because its features can be negative.
 
     Raises:
         OptionError: no such patch, or it makes other demands.
     """
-    fitting = {known: cls for known, cls in feature_maps().items() if cls.sum_normalised}
+    fitting = {known: cls for known, cls in feature_maps().items() if signed or cls.sum_normalised}
     if name not in fitting:
         raise OptionError(
             f"{option}={name!r} is no linear patch made of a feature map alone; there are "
@@ -77,7 +78,7 @@ class NamedMapAttention(LinearAttention):
         Raises:
             OptionError: there is no such map, or nothing can be learned in front of it.
         """
-        self.map = named_map("feature_map", name, site)
+        self.map = named_map("feature_map", name, site, signed=not self.sum_normalised)
         self.features = self.map.features
         self.fronts = input_projections(site) if front else nn.ParameterDict()
         if not front and self._adds_nothing():

@@ -12,8 +12,6 @@ from hf_linattn.registry import register
 
 from ._feature_maps import NamedMapAttention
 
-RATES = ("retnet", "lightning")
-
 
 @register("decay")
 class Decay(NamedMapAttention):
@@ -21,7 +19,9 @@ class Decay(NamedMapAttention):
 
     o_i = sum_{j<=i} g_h^(i-j) (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} g_h^(i-j) phi(q_i) . phi(k_j)
 
-    RetNet divides by norms instead of the sum; a pretrained output projection expects averages of values.
+    RetNet and Lightning divide by norms instead of the sum; a pretrained output projection expects averages
+    of values. Theirs is normalise="none" with "+output_norm", and feature_map="cosine" for keys and queries
+    of length 1 (as HALO converts models).
     Heads that share a key share its rate. Padding does not age anything: i - j counts visible tokens.
 
     Options:
@@ -33,12 +33,13 @@ class Decay(NamedMapAttention):
             g_h = exp(-2^(-8 (h + 1) / H)), ALiBi's slopes.
         half_life: tokens after which a past token counts half, the same for all heads; any number above 0,
             in place of `rates`.
+        normalise: "sum" (default), the denominator above; "none", no denominator: maps may then be negative.
 
     Use: where recent text matters most and a plain sum blurs it; long contexts then cost nothing, but nothing
         older than a few half-lives is remembered.
 
     Source: "Retentive Network", Sun et al. 2023, arXiv:2307.08621, equations 5 and 8; "Lightning
-        Attention-2", Qin et al. 2024, arXiv:2401.04658.
+        Attention-2", Qin et al. 2024, arXiv:2401.04658; HALO, arXiv:2601.22156 (conversion).
     """
 
     group = "state that forgets"
@@ -53,6 +54,7 @@ class Decay(NamedMapAttention):
         front: bool = False,
         rates: Literal["retnet", "lightning"] = "retnet",
         half_life: float | None = None,
+        normalise: Literal["sum", "none"] = "sum",
     ) -> None:
         super().__init__(site)
         if half_life is not None and not 0 < half_life < math.inf:
@@ -60,6 +62,7 @@ class Decay(NamedMapAttention):
         if half_life is not None and rates != "retnet":
             raise OptionError("rates and half_life say the same thing twice: give one of them")
         [heads] = site.require("kv_heads", reason="so there are no rates")
+        self.sum_normalised = normalise == "sum"
         self.use_map(feature_map, front, site)
         if half_life is not None:
             self.log_rates = [math.log(0.5) / half_life] * heads
@@ -68,6 +71,10 @@ class Decay(NamedMapAttention):
             self.log_rates = [math.log1p(-(2**power)) for power in spread]
         else:
             self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
+
+    def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
+        """The sum, or 1."""
+        return total if self.sum_normalised else torch.ones_like(total)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the logarithm of g_h, the same at every token."""

@@ -1,18 +1,25 @@
 """gated: linear attention whose state forgets as much as the text says."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from hf_linattn.attention import AttentionSite
-from hf_linattn.errors import OptionError
+from hf_linattn.attention import AttentionSite, Tokens
+from hf_linattn.attention.call import Call
 from hf_linattn.ops.types import Gate
 from hf_linattn.registry import register
 
 from ._feature_maps import NamedMapAttention
-
-TEMPERATURE = 16.0
+from ._gates import (
+    TEMPERATURE,
+    Source,
+    gate_bias,
+    half_lives,
+    log_gate,
+    missing_hidden,
+    per_head,
+    source_of,
+    source_width,
+)
 
 
 @register("gated")
@@ -20,17 +27,18 @@ class Gated(NamedMapAttention):
     """Linear attention with a learned gate on its state, open at the start.
 
     o_i = sum_{j<=i} a_ij (phi(q_i) . phi(k_j)) v_j / sum_{j<=i} a_ij phi(q_i) . phi(k_j)
-    a_ij = g_{j+1} ... g_i,  g_t = sigmoid(w_h . v_t + b_h)^(1/16)
+    a_ij = g_{j+1} ... g_i,  g_t = sigmoid(w_h . x_t + b_h)^(1/16)
 
-    One gate per key head and token, from the value: of what a head is given, that alone carries no rotary
-    position. At the start w = 0 and b is such that a token counts half after `half_life` tokens. Padding does
-    not close the gate.
+    One gate per key head and token. x_t is the value (of what a head is given, that alone carries no rotary
+    position), or the hidden state that the module gets. At the start w = 0, and b is such that a token counts
+    half after `half_life` tokens. Padding does not close the gate.
 
     Options:
         feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
             options and its learned weights; default "elu1".
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
+        source: x_t, "value" (default), or "hidden", the module's input.
         half_life: tokens, at the start; any number of at least 1, default 16384.
         shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
             ratios; at least 1, default None for the same in all heads.
@@ -54,35 +62,39 @@ class Gated(NamedMapAttention):
         *,
         feature_map: str = "elu1",
         front: bool = False,
+        source: Source = "value",
         half_life: float = 16384.0,
         shortest: float | None = None,
     ) -> None:
         super().__init__(site)
-        if not 1 <= half_life < math.inf:
-            raise OptionError(f"half_life must be at least 1 token, got {half_life}")
-        if shortest is not None and not 1 <= shortest <= half_life:
-            raise OptionError(
-                f"shortest must be from 1 token to half_life, which is {half_life:g}, got {shortest:g}"
-            )
-        heads, value_dim = site.require("kv_heads", "value_dim", reason="so it can have no gates")
+        [heads] = site.require("kv_heads", reason="so it can have no gates")
+        bias = gate_bias(half_lives(heads, shortest, half_life))
+        self.needs_hidden = source == "hidden"
+        self.gate_count = int(self.needs_hidden)
+        self.width = source_width(site, source)
         self.use_map(feature_map, front, site)
-        gates = [TEMPERATURE * math.log(0.5) / life for life in _lives(heads, shortest, half_life)]
-        self.weight = nn.Parameter(torch.zeros(heads, value_dim))
-        # log sigmoid(b) is the gate
-        self.bias = nn.Parameter(torch.tensor([gate - math.log(-math.expm1(gate)) for gate in gates]))
+        self.weight = nn.Parameter(torch.zeros(heads, self.width))
+        self.bias = nn.Parameter(bias)
+
+    def gates(self, call: Call) -> Tensor | None:
+        """Compute the logarithm of g_t from the hidden state, `[B, Hkv, N, 1]`."""
+        return self._gates(source_of(call, "hidden", self.width)) if self.needs_hidden else None
+
+    def _gates(self, x: Tensor) -> Tensor:
+        return log_gate(per_head(x, self.weight.unsqueeze(1), self.bias.unsqueeze(1)))
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the logarithm of g_t, `[B, Hkv, N]`."""
-        weight, bias = self.weight.to(value.dtype), self.bias.to(value.dtype)
-        logit = torch.einsum("bhnd,hd->bhn", value, weight) + bias[:, None]
-        return nn.functional.logsigmoid(logit) / TEMPERATURE
+        return self._gates(value)[..., 0]
 
-    def gate(self) -> Gate:
-        """Return the weights of g_t for kernels."""
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Refuse tokens whose hidden state is not known, where that is read."""
+        if self.needs_hidden:
+            raise missing_hidden(self.name)
+        return None
+
+    def gate(self) -> Gate | None:
+        """Return the weights of g_t for kernels, which read values."""
+        if self.needs_hidden:
+            return None
         return Gate(self.weight.float().contiguous(), self.bias.float().contiguous(), TEMPERATURE)
-
-
-def _lives(heads: int, shortest: float | None, longest: float) -> list[float]:
-    """Spread half-lives from the shortest to the longest in equal ratios."""
-    first = longest if shortest is None or heads == 1 else shortest
-    return [first * (longest / first) ** (head / max(1, heads - 1)) for head in range(heads)]

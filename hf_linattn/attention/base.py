@@ -42,6 +42,8 @@ class Patch(nn.Module):
         linear: the state is of constant size.
         modifier: changes another attention instead of being one.
         identity: leaves the module's own attention in force.
+        rope: False switches the model's rotary embedding off in its module.
+        needs_hidden: reads the module's input, `call.hidden`.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
     """
@@ -55,6 +57,8 @@ class Patch(nn.Module):
     modifier: ClassVar[bool] = False
     identity: ClassVar[bool] = False
     default_for: ClassVar[str] = ""
+    rope: bool = True
+    needs_hidden: bool = False
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__()
@@ -72,6 +76,7 @@ class Attention(Patch):
         windowed: honours a sliding or chunked window of the model; else such layers keep their own attention.
         supports: keywords of the attention interface that it can honour; others are refused at patch time.
         wraps: takes a linear attention inside, as in "window+elu1".
+        wrappable: can be that linear attention.
         needs_rope: turns queries by the model's rotary embedding, which must then be there.
     """
 
@@ -79,6 +84,7 @@ class Attention(Patch):
     windowed: ClassVar[bool] = False
     supports: ClassVar[frozenset[str]] = frozenset()
     wraps: ClassVar[bool] = False
+    wrappable: ClassVar[bool] = False
     needs_rope: bool = False
 
     def attend(self, call: Call) -> Output:
@@ -95,14 +101,9 @@ class Attention(Patch):
 
 
 class Modifier(Patch):
-    """Base class of changes to query or scores before the attention that they are composed with.
-
-    Attributes:
-        rope: False switches the model's rotary embedding off in its module.
-    """
+    """Base class of changes to query, scores or output of the attention that they are composed with."""
 
     modifier = True
-    rope: bool = True
 
     def query_scale(self, visible: Tensor) -> Tensor:
         """Return the factor of each query, and so of its scores.
@@ -132,23 +133,50 @@ class Modifier(Patch):
         """
         raise NotImplementedError(f"{type(self).__name__} has no score_bias")
 
+    def score_factor(self, distance: Tensor) -> Tensor:
+        """Return what the scores are multiplied by after scaling, before any bias; as `score_bias`."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_factor")
+
     @classmethod
     def needs_scores(cls) -> bool:
         """Tell whether it has no meaning for an attention without scores."""
-        return cls.score_bias is not Modifier.score_bias or cls.scaling is not Modifier.scaling
+        changed = ("score_bias", "score_factor", "scaling")
+        return any(getattr(cls, name) is not getattr(Modifier, name) for name in changed)
 
-    def forward(self, call: Call) -> None:
-        """Change the call in place."""
+    @classmethod
+    def changes_output(cls) -> bool:
+        """Tell whether it changes the output."""
+        return cls.output is not Modifier.output
+
+    def output(self, call: Call, output: Tensor) -> Tensor:
+        """Return the output in place of the attention's, `[B, H, N, Dv]`."""
+        return output
+
+    def forward(self, call: Call, output: Tensor | None = None) -> Tensor | None:
+        """Change the call in place, before the attention; or return its output changed, after it."""
+        if output is not None:
+            return self.output(call, output)
+        self._change(call)
+        return None
+
+    def _change(self, call: Call) -> None:
         cls, query = type(self), call.query
         dtype = torch.promote_types(query.dtype, torch.float32)
         if cls.query_scale is not Modifier.query_scale:
             visible = call.visibility.count(call.device).to(dtype)
             call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
         call.scaling = self.scaling(call.scaling, query.shape[-1])
-        if cls.score_bias is not Modifier.score_bias:
+        biased, stretched = (
+            getattr(cls, name) is not getattr(Modifier, name) for name in ("score_bias", "score_factor")
+        )
+        if biased or stretched:
             if call.cross:
                 raise UnsupportedCallError(
                     f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
                     f"are of different texts. Leave it out of the plan, e.g. {{'*.self_attn': {call.spec!r}}}"
                 )
-            call.add_bias(self.score_bias(call.distance().to(dtype)))
+            distance = call.distance().to(dtype)
+            if stretched:
+                call.stretch(self.score_factor(distance))
+            if biased:
+                call.add_bias(self.score_bias(distance))

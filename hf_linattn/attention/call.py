@@ -27,9 +27,11 @@ class Call:
         layer: the state to read and write, None without a cache.
         dropout: probability, on the weights.
         bias: added to the scores, broadcast to `[B, H, N, S]`.
+        factor: what scores are multiplied by before that, likewise; None for 1.
         softcap: c in c tanh(s / c).
         sink: logits of the model's own sinks, `[H]` or `[B, H, N, 1]`.
         output_attentions: the weights are wanted.
+        hidden: the module's input `[B, N, C]`, for attentions that ask for it; otherwise None.
     """
 
     query: Tensor
@@ -47,6 +49,8 @@ class Call:
     softcap: float | None = None
     sink: Tensor | None = None
     output_attentions: bool = False
+    hidden: Tensor | None = None
+    factor: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +73,10 @@ class Call:
         """Count the tokens from key to query, `[B or 1, N, S]`; negative for keys behind the query."""
         query, key = self.ranks()
         return query[:, :, None] - key[:, None]
+
+    def stretch(self, factor: Tensor) -> None:
+        """Multiply the scores, and any bias there is, by a factor, broadcast to `[B, H, N, S]`."""
+        self.factor = factor if self.factor is None else self.factor * factor
 
     def add_bias(self, bias: Tensor) -> None:
         """Add a bias, broadcast to `[B, H, N, S]`, to the scores."""

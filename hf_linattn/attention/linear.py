@@ -29,10 +29,11 @@ class LinearAttention(StatefulAttention):
             where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `FEATURE_MAPS` in
             `ops.types`; eps: with "relu", what it adds.
-        has_decay: there is a `log_decay`.
+        has_decay: there is a `log_decay`; `gates`, where a class computes them, are its logarithm.
     """
 
     supports_packing = True
+    wrappable = True
     group = "feature map"
     fused: str = "none"
     eps: float = 0.0
@@ -187,10 +188,16 @@ class LinearAttention(StatefulAttention):
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""
         if not self.has_decay:
             return None
+        if tokens.gates is not None:
+            return tokens.hide(tokens.gates[..., 0])
         decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 
     def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
+        assert tokens.query is not None
+        log_scale = self.query_log_scale(upcast(tokens.query))
+        if log_scale is not None:  # what the map divided by does not divide away here
+            numerator = numerator * log_scale.exp().unsqueeze(-1)
         count = None if tokens.count is None else tokens.count[:, None]
         return linear.normalised(numerator, self.denominator(total, count))
 

@@ -58,7 +58,7 @@ class ScoreAttention(Attention):
         bias = None if call.bias is None else call.bias[..., : key.shape[2]]
         chosen = self.select(call)
         fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
-        fused = fused and call.softcap is None and not call.output_attentions
+        fused = fused and call.softcap is None and call.factor is None and not call.output_attentions
         causal = visibility.plain and visibility.causal and query.shape[2] > 1
         mask: Tensor | None = None
         whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
@@ -79,7 +79,10 @@ class ScoreAttention(Attention):
                 dropout=call.dropout,
             )
             return output, None
-        scores = capped(self.scores(query, key, call.scaling), call.softcap, bias)
+        scores = self.scores(query, key, call.scaling)
+        if call.factor is not None:
+            scores = scores * call.factor[..., : key.shape[2]]
+        scores = capped(scores, call.softcap, bias)
         weights = self.weights(scores, mask, sink)
         dropped = nn.functional.dropout(weights, call.dropout) if call.dropout else weights
         values = value.repeat_interleave(query.shape[1] // value.shape[1], 1)

@@ -18,6 +18,9 @@ CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and
 ROTARY_ARGUMENT = "position_embeddings"
 """The argument by which models hand cosines and sines to their attention modules."""
 
+HIDDEN_ARGUMENT = "hidden_states"
+"""The argument, the first one, by which models hand their attention modules the input."""
+
 
 EXTRAS = {
     "position_bias": "adds a position bias to the scores",
@@ -36,6 +39,7 @@ SIZES = {
     "kv_heads": "the number of its key heads",
     "head_dim": "its head_dim",
     "value_dim": "the size of its values",
+    "hidden_size": "the width of the hidden state that it gets",
 }
 """Sizes of a `AttentionSite`, and what they are called."""
 
@@ -114,6 +118,7 @@ class AttentionSite:
         layer_idx: its index among the layers, None where it has none.
         window: "sliding" or "chunked" for a limited window, else None.
         head_dim, value_dim, heads, kv_heads: sizes; None where unknown.
+        hidden_size: width of the hidden state that its projections read; None where it gets none first.
         max_positions: the config's max_position_embeddings, in tokens.
         causal: whether the module attends to the past alone; None where only its calls tell.
         rotary: the model's one rotary embedding, where the module takes its output; otherwise None.
@@ -133,6 +138,7 @@ class AttentionSite:
     max_positions: int | None
     causal: bool | None
     rotary: nn.Module | None = None
+    hidden_size: int | None = None
     adapted: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
 

@@ -23,12 +23,14 @@ class StatefulAttention(Attention):
 
     Class attributes:
         needs_visible_count: `Tokens.count` is wanted.
+        gate_count: numbers that `gates` makes for each token and key head.
         supports_packing: `causal` honours `Tokens.documents`; else documents come one by one.
     """
 
     linear = True
     time = "O(n)"
     needs_visible_count: bool = False
+    gate_count: int = 0
     supports_packing: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
@@ -49,6 +51,18 @@ class StatefulAttention(Attention):
         """Let every query see all keys: `[B, H, N, Dv]`."""
         raise NotImplementedError(f"{type(self).__name__} has no bidirectional form")
 
+    def gates(self, call: Call) -> Tensor | None:
+        """Compute what is needed of the hidden state of each token, `[B, Hkv, N, F]`; None for nothing."""
+        return None
+
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Compute the gates of tokens that another attention has stored, from key and value alone.
+
+        Raises:
+            CacheError: they depend on the hidden state.
+        """
+        return None
+
     def absorb(self, tokens: Tokens, state: Any) -> Any:
         """Return the state after tokens whose output nobody needs; `tokens.query` may be None."""
         if tokens.query is None:
@@ -58,9 +72,13 @@ class StatefulAttention(Attention):
             )
         return self.causal(tokens, state)[1]
 
-    def aligned(self, state: Any) -> Any:
-        """Bring rows of texts of different lengths into a form in which they stand in one batch."""
-        return state
+    def calibrate(self, tokens: Tokens, target: Tensor) -> float:
+        """Set the first weights by what another attention makes of these tokens, `[B, H, N, Dv]`.
+
+        Returns:
+            The squared error that is left, over the target's square.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nothing to calibrate")
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count the bytes of one sequence's state; `size` is that of a number in the model's dtype."""
@@ -89,7 +107,10 @@ class StatefulAttention(Attention):
         new = _new_columns(documents, past, call.key.shape[2])
         count = visibility.count(query.device)[:, 0] if self.needs_visible_count else None
         valid = None if new is None else new > 0
-        tokens = Tokens(query, call.key, call.value, call.scaling, valid, count, keep=layer is not None)
+        gates = self.gates(call)
+        tokens = Tokens(
+            query, call.key, call.value, call.scaling, valid, count, gates, keep=layer is not None
+        )
         if not visibility.causal:
             if layer is not None:
                 raise UnsupportedCallError(
@@ -169,7 +190,7 @@ class StatefulAttention(Attention):
         tokens = layer.pending
         assert tokens is not None
         if tokens.query is None:  # all of an unpatched model's past
-            tokens.valid = valid
+            tokens.valid, tokens.gates = valid, self.past_gates(tokens)
             if self.needs_visible_count:
                 key = tokens.key
                 ones = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)

@@ -25,6 +25,7 @@ class Tokens:
         scaling: of scores, for parts that are softmax.
         valid: boolean `[B, S]`, False for padding; None when all count.
         count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
+        gates: what the attention made of each token's hidden state, `[B, Hkv, S, F]`; None for nothing.
         documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
         keep: the state after them is wanted; else none need be made.
         in_place: nobody wants the state before them, so its tensors may be written over.
@@ -36,6 +37,7 @@ class Tokens:
     scaling: float
     valid: Tensor | None = None
     count: Tensor | None = None
+    gates: Tensor | None = None
     documents: Tensor | None = None
     keep: bool = True
     in_place: bool = False
@@ -72,6 +74,7 @@ class Tokens:
             value=value,
             valid=cut(self.valid, 1),
             count=cut(self.count, 1),
+            gates=cut(self.gates, 2),
             documents=None,
         )
 
@@ -89,6 +92,7 @@ class Tokens:
             value=function(self.value),
             valid=each(self.valid),
             count=each(self.count),
+            gates=each(self.gates),
         )
 
 
@@ -104,6 +108,7 @@ def joined(parts: list[Tokens]) -> Tokens:
 
     queries = [part.query for part in parts if part.query is not None]
     counts = [part.count.expand(batch, -1) for part in parts if part.count is not None]
+    gates = [part.gates for part in parts if part.gates is not None]
     padded = any(part.valid is not None for part in parts)
     return Tokens(
         torch.cat(queries, 2) if len(queries) == len(parts) else None,
@@ -112,4 +117,5 @@ def joined(parts: list[Tokens]) -> Tokens:
         first.scaling,
         torch.cat([valid(part) for part in parts], 1) if padded else None,
         torch.cat(counts, 1) if len(counts) == len(parts) else None,
+        torch.cat(gates, 2) if len(gates) == len(parts) else None,
     )

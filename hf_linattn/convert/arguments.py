@@ -17,6 +17,8 @@ stages:
              the mean squared error of the attention's outputs over their variance (0 is perfect, 1 no better
              than the mean), or with --target weights the divergence of the attention weights. Hybrids of a
              window train their linear part alone, as if there were no window.
+             Before it, patches that can (delta) are calibrated: rates at which their states forget are tried
+             out on --calibrate-tokens of the text against the model's own attention.
   distill    the whole model learns the token probabilities of the unpatched one: Kullback-Leibler
              divergence in nats per token. All weights for plans that are linear everywhere; LoRA (and the
              patch's parameters) for hybrids, whose teacher is then the model itself without patch and LoRA.
@@ -119,6 +121,11 @@ class ConvertArguments(TrainingArguments):
     distill_tokens: int | None = option(None, "tokens of stage distill", minimum=0)
     finetune_tokens: int | None = option(None, "tokens of stage finetune", minimum=0)
     finetune_length: int | None = option(None, "tokens per row of stage finetune", minimum=2)
+    calibrate_tokens: int = option(
+        4096,
+        "tokens that the first weights of a patch are computed from, where it has such (delta); 0 for none",
+        minimum=0,
+    )
     learn_front: bool = option(False, "a learned linear layer in front of a map that has nothing to train")
     target: Literal["output", "weights"] = option(
         "output", "what stage transfer compares", choices=("output", "weights")

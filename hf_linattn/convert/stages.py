@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_linattn import from_pretrained, is_patched, unpatch_model
 from hf_linattn.convert.arguments import learning_rate_for
 from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
+from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.convert.resolve import ConversionPlan, StagePlan
 from hf_linattn.errors import TrainingError
@@ -21,6 +22,7 @@ from hf_linattn.finetune.model import choose_trained, switch_off_dropout
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.contexts import hybrids
 from hf_linattn.patching.loading import explain_missing
+from hf_linattn.registry import parse
 from hf_linattn.training.arguments import TrainingArguments
 from hf_linattn.training.fsdp import shard_frozen
 from hf_linattn.training.objectives import Objective
@@ -32,9 +34,11 @@ PROJECTIONS_RATE = 0.1
 class Transfer(TrainingRecipe):
     """Stage `transfer`: see `hf_linattn.convert.attention_transfer`."""
 
-    def __init__(self, target: Target, projections: bool) -> None:
+    def __init__(self, target: Target, projections: bool, calibrate_tokens: int = 0) -> None:
         super().__init__()
         self.settings = {"stage": "transfer", "target": target, "train_projections": projections}
+        self.settings |= {"calibrate_tokens": calibrate_tokens} if calibrate_tokens else {}
+        self.calibrate_tokens = calibrate_tokens
         self.target: Target = target
         self.projections = projections
         self.label = (
@@ -48,6 +52,7 @@ class Transfer(TrainingRecipe):
             TrainingError: the patch has no parameters.
         """
         objective, device = run.objective, run.accelerator.device
+        self.calibration = calibrated(base, run, self.calibrate_tokens)
         transfer = AttentionTransfer(
             base, self.target, projections=self.projections, keywords=objective.keywords
         ).to(device)
@@ -76,7 +81,8 @@ class Transfer(TrainingRecipe):
     def results(self) -> dict[str, Any]:
         """Measure the error of each layer, on the first row of the text."""
         self.module(self.row)
-        return {"layer_losses": self.module.layer_losses}
+        own = {"calibration": self.calibration} if self.calibration else {}
+        return {"layer_losses": self.module.layer_losses, **own}
 
 
 class Distill(TrainingRecipe):
@@ -87,20 +93,29 @@ class Distill(TrainingRecipe):
         drop_window: see `DistillationLoss`.
         patch_rate: see `TrainingRecipe`.
         ce_weight: see `DistillationLoss`.
+        calibrate_tokens: to calibrate the patch with, before; 0 where a stage has done so.
     """
 
     def __init__(
-        self, teacher: str | None, drop_window: float, patch_rate: float = 1.0, ce_weight: float = 0.0
+        self,
+        teacher: str | None,
+        drop_window: float,
+        patch_rate: float = 1.0,
+        ce_weight: float = 0.0,
+        calibrate_tokens: int = 0,
     ) -> None:
         super().__init__(patch_rate)
         self.settings |= {"stage": "distill", "teacher": teacher, "drop_window": drop_window}
         self.teacher, self.drop_window, self.ce_weight = teacher, drop_window, ce_weight
         if ce_weight:
             self.settings["ce_weight"] = ce_weight
+        self.settings |= {"calibrate_tokens": calibrate_tokens} if calibrate_tokens else {}
+        self.calibrate_tokens = calibrate_tokens
 
     def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
         """Let all weights of the model train, or LoRA; the losses compare it with the teacher."""
         arguments, objective = run.arguments, run.objective
+        calibrated(base, run, self.calibrate_tokens)
         module = choose_trained(base, arguments, objective)
         if self.teacher is None:
             predict = teacher_inside(module, objective.comparison)
@@ -114,6 +129,16 @@ class Distill(TrainingRecipe):
         poolers = objective.name == "states"  # behind the hidden states, untrained
         self.skips = poolers or bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
+
+
+def calibrated(model: PreTrainedModel, run: TrainingRun, tokens: int) -> dict[str, float]:
+    """Calibrate a patch on the first rows of the text, at most `tokens`; see `calibration.calibrate`."""
+    if not tokens:
+        return {}
+    rows = run.blocks[: max(1, tokens // run.blocks.shape[1])]
+    device = run.accelerator.device
+    model.to(device)  # type: ignore[arg-type]
+    return calibrate(model, torch.from_numpy(rows).to(device, dtype=torch.int64), run.objective.keywords)
 
 
 def load_original(name: str, dtype: str, objective: Objective) -> Any:
@@ -178,12 +203,25 @@ def stage_arguments(
 def stage_recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingRecipe:
     """Make the recipe of one stage; `lora` is as for `stage_arguments`."""
     arguments = plan.arguments
+    fresh = stage is plan.stages[0] and _can_be_calibrated(arguments.patch)
+    calibrate_tokens = arguments.calibrate_tokens if fresh else 0
     if stage.name == "transfer":
-        return Transfer(arguments.target, arguments.train_projections)
+        return Transfer(arguments.target, arguments.train_projections, calibrate_tokens)
     if stage.name == "finetune":
         return TrainingRecipe(arguments.patch_rate)
     # without patch and LoRA the model is its own teacher, unless stage transfer has changed its weights too
     changed = arguments.train_projections and any(other.name == "transfer" for other in plan.stages)
     is_teacher = lora and not changed and arguments.teacher is None and arguments.patch is not None
     teacher = None if is_teacher else plan.original
-    return Distill(teacher, arguments.drop_window, arguments.patch_rate, arguments.ce_weight)
+    return Distill(
+        teacher, arguments.drop_window, arguments.patch_rate, arguments.ce_weight, calibrate_tokens
+    )
+
+
+def _can_be_calibrated(patch: str | dict[str, Any] | None) -> bool:
+    """Tell whether a patch, or that of any layer, has weights to calibrate; None is what the model has."""
+    if patch is None:
+        return False
+    entries = [patch] if isinstance(patch, str) else patch.values()
+    specs = [entry[0] if isinstance(entry, list | tuple) else entry for entry in entries]
+    return any(can_calibrate(part) for spec in specs if spec is not None for part in parse(spec).parts)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
     EXTRAS,
+    HIDDEN_ARGUMENT,
     ROTARY_ARGUMENT,
     AttentionSite,
     Extra,
@@ -190,6 +191,14 @@ def _first(owner: Any, *names: str) -> int | None:
     return None
 
 
+def _hidden_size(module: nn.Module, source: ForwardInfo) -> int | None:
+    """Read the width of the hidden state off the first projection."""
+    if source.parameters[:1] != (HIDDEN_ARGUMENT,):
+        return None
+    sizes = (_first(child, "in_features", "nx") for child in module.children())
+    return next((size for size in sizes if size is not None), None)
+
+
 def _rotary(model: nn.Module) -> nn.Module | None:
     """Find the one module that makes cosines and sines for all layers."""
     embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
@@ -234,6 +243,7 @@ def _site(
         rotary=rotary if ROTARY_ARGUMENT in source.parameters else None,
         adapted=attributes is not None,
         attributes=attributes or {},
+        hidden_size=_hidden_size(module, source),
     )
 
 

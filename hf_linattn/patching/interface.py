@@ -11,7 +11,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import WHOLE_MASKS, compact_mask, is_compact
-from hf_linattn.attention.site import CACHE_ARGUMENTS, ROTARY_ARGUMENT, AttentionSite, ForwardInfo
+from hf_linattn.attention.site import (
+    CACHE_ARGUMENTS,
+    HIDDEN_ARGUMENT,
+    ROTARY_ARGUMENT,
+    AttentionSite,
+    ForwardInfo,
+)
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import (
@@ -21,7 +27,7 @@ from hf_linattn.patching.cache_layers import (
     self_attention_cache,
 )
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
-from hf_linattn.patching.paged import CACHE, paged_attention
+from hf_linattn.patching.paged import CACHE, Group, paged_attention
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
@@ -72,15 +78,16 @@ def attention(
         )
     if kwargs.get(CACHE) is not None:
         keeps_state = kept is None and child.keeps_state
+        hidden = None if child is None else getattr(child.calls, "context", NO_CONTEXT).hidden
 
-        def compute(q: Tensor, k: Tensor, v: Tensor, seen: Visibility, layer: StateLayer | None) -> Tensor:
+        def compute(q: Tensor, k: Tensor, v: Tensor, group: Group, layer: StateLayer | None) -> Tensor:
+            seen = group.visibility
             if kept is not None:
                 return native_attention(
                     module, q, k, v, seen, kept, scaling=scaling, dropout=dropout, **kwargs
                 )[0]
-            if layer is not None and layer.state is not None and q.shape[0] > 1:
-                layer.state = child.attention.aligned(layer.state)
-            return child(CallContext(layer), q, k, v, seen, scaling, dropout, True, kwargs)[0]  # type: ignore[no-any-return]
+            context = CallContext(layer, hidden=None if hidden is None else hidden[0, group.queries])
+            return child(context, q, k, v, seen, scaling, dropout, True, kwargs)[0]  # type: ignore[no-any-return]
 
         return paged_attention(module, query, key, value, kwargs, compute, keeps_state), None
     if kept is not None:
@@ -202,8 +209,10 @@ def bind_cache_layer(
         not CROSS_ARGUMENTS.isdisjoint(kwargs)
         and any(kwargs.get(name) is not None for name in CROSS_ARGUMENTS)
     )
+    hidden = (args[0] if args else kwargs.get(HIDDEN_ARGUMENT)) if child.needs_hidden else None
+    if cross or hidden is not None:
+        child.calls.context = CallContext(cross=cross, hidden=hidden)
     if cross:
-        child.calls.context = CallContext(cross=True)
         return args, kwargs
     if not (child.keeps_state or child.drops_window or child.drops_rope):
         return args, kwargs
@@ -223,7 +232,7 @@ def bind_cache_layer(
         return args, kwargs
     layer: StateLayer = put_state_layer(self_attention_cache(cache), index, where)
     layer.expecting_update = True
-    child.calls.context = CallContext(layer)
+    child.calls.context = CallContext(layer, hidden=hidden)
     return args, kwargs
 
 

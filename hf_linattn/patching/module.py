@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, LinearAttention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
@@ -25,11 +25,13 @@ class CallContext(NamedTuple):
         layer: the state to read and write; None without a cache.
         cross: keys come from another sequence.
         used: the state was handed out in this call already.
+        hidden: the module's input `[B, N, C]`, where its attention asks for it.
     """
 
     layer: StateLayer | None = None
     cross: bool = False
     used: bool = False
+    hidden: Tensor | None = None
 
 
 NO_CONTEXT = CallContext()
@@ -60,7 +62,11 @@ class PatchedAttention(nn.Module):
         self.modifiers: list[str] = []
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
         self._compose(parts, site)
-        self.drops_rope = any(not part.rope for part in parts if isinstance(part, Modifier))
+        self.drops_rope = any(not part.rope for part in parts)
+        self.needs_hidden = any(part.needs_hidden for part in parts)
+        self.changes_output = [
+            part.name for part in parts if isinstance(part, Modifier) and part.changes_output()
+        ]
         self._check_saved()
         self.refuse(site)
 
@@ -79,7 +85,8 @@ class PatchedAttention(nn.Module):
         attentions = [part for part in parts if isinstance(part, Attention)]
         wrapper = next((part for part in attentions if part.wraps), None)
         for part in parts:
-            if wrapper is not None and part is not wrapper and isinstance(part, LinearAttention):
+            inside = isinstance(part, Attention) and part.wrappable and part is not wrapper
+            if wrapper is not None and inside:
                 wrapper.wrap(part)
                 continue
             self.add_module(part.name, part)
@@ -244,10 +251,13 @@ class PatchedAttention(nn.Module):
             extras.get("softcap"),
             extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
             bool(extras.get("output_attentions")),
+            context.hidden,
         )
         for name in self.modifiers:
             self.get_submodule(name)(call)
         output, weights = self.attention(call)
+        for name in self.changes_output:
+            output = self.get_submodule(name)(call, output)
         return output.transpose(1, 2).contiguous(), weights
 
     def _restricted(

@@ -37,7 +37,7 @@ PACKING = (
 )
 """Keywords that describe the packed row; what is left is the attention's own."""
 WHOLE_ROW = ("position_bias", "indices")
-Compute = Callable[[Tensor, Tensor, Tensor, Visibility, "StateLayer | None"], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor, "Group", "StateLayer | None"], Tensor]
 
 
 class Request(NamedTuple):
@@ -200,7 +200,8 @@ def paged_attention(
         place = (packing[name][allocator.index] for name in ("read_index", "write_index"))
         keys, values = allocator.update(keys, values, module.layer_idx, *place)
     output: Tensor | None = None
-    for requests, queries, columns, visibility in step.groups[allocator.index]:
+    for group in step.groups[allocator.index]:
+        requests, queries, columns, _ = group
         layer = StateLayer() if slots else None
         if layer is not None and requests[0].past:
             layer.state = allocator.read_state(module.layer_idx, requests)
@@ -209,7 +210,7 @@ def paged_attention(
             query[0, :, queries].transpose(0, 1),
             keys[rows].transpose(1, 2),
             values[rows].transpose(1, 2),
-            visibility,
+            group,
             layer,
         )
         if layer is not None:

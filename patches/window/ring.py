@@ -100,17 +100,6 @@ class WindowState(NamedTuple):
         oldest = like.key.new_zeros(batch, dtype=torch.int64)
         return cls(*columns(size), *columns(sinks), oldest, nothing, nothing)
 
-    def aligned(self) -> WindowState:
-        """Turn the ring of each row so that its oldest token is in column 0, as rows of one batch need it."""
-        size = self.valid.shape[1]
-        if not bool(self.oldest.any()):
-            return self
-        index = (torch.arange(size, device=self.oldest.device) + self.oldest[:, None]) % size
-        columns = index[:, None, :, None]
-        key, value = (x.gather(2, columns.expand(-1, x.shape[1], -1, x.shape[3])) for x in self[:2])
-        valid = self.valid.gather(1, index)
-        return self._replace(key=key, value=value, valid=valid, oldest=torch.zeros_like(self.oldest))
-
     def in_order(self) -> KeyValues:
         """Return the window, the oldest token first."""
         column, size = shared_column(self.oldest), self.valid.shape[1]

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.attention import Attention, AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
+from hf_linattn.attention import AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
+from hf_linattn.attention.call import Call
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.cpp import linear as native
@@ -22,6 +23,7 @@ from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
 from . import ring
+from .rest import absorb, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
 
@@ -36,15 +38,17 @@ class Window(StatefulAttention):
     i and j count visible tokens. As "window+<linear>" the tokens outside W(i) are not lost, but summed up
     with the features of that attention, f_ij = phi(q_i) . phi(k_j). mix="shared" has one normaliser:
     o_i = (sum_W exp(s_ij) v_j + sum_rest f_ij v_j) / (sum_W exp(s_ij) + sum_rest f_ij); "learned" has two:
-    o_i = g_h o_window + (1 - g_h) o_rest, g_h = 0.95 at the start, and 1 while there is no rest. The cache
-    holds `sinks + size` keys and the state: memory stays flat.
+    o_i = g_h o_window + (1 - g_h) o_rest, g_h = sigmoid(b_h) = 0.95 at the start, and 1 while there is no
+    rest; "interpolated" likewise, with g_h itself learned and 1 at the start: patching changes no more than
+    the window does. The cache holds `sinks + size` keys and the state: memory stays flat.
 
     Options:
         size: tokens in the window, the query's own among them, at least 1; default 256.
         sinks: first tokens of a text that stay visible, at least 0; default 0.
         positions: "cache", a sink is never further than the cache is long (StreamingLLM's positions inside
             the cache); "text", its true distance; "auto" (default), "cache" in models with RoPE.
-        mix: "shared" (default) or "learned", with a linear attention.
+        mix: with a linear attention, "shared" (the default where it has a sum to share), "learned" or
+            "interpolated" (the default for "window+delta", which has none).
 
     Use: alone, text of any length with flat memory and no training, but nothing older is known; 4 sinks keep
         pretrained models stable. With a linear attention, the hybrid that loses least in conversion.
@@ -66,7 +70,7 @@ class Window(StatefulAttention):
         size: int = 256,
         sinks: int = 0,
         positions: Literal["auto", "cache", "text"] = "auto",
-        mix: Literal["shared", "learned"] = "shared",
+        mix: Literal["shared", "learned", "interpolated"] | None = None,
     ) -> None:
         super().__init__(site)
         if size < 1:
@@ -81,27 +85,50 @@ class Window(StatefulAttention):
         self.inner = ""
         self.heads = site.heads
 
-    def wrap(self, inner: Attention) -> None:
+    def wrap(self, inner: Any) -> None:
         """Take in the linear attention of the tokens outside."""
-        if not isinstance(inner, LinearAttention) or not inner.sum_normalised:
+        sums = isinstance(inner, LinearAttention)
+        if isinstance(inner, LinearAttention) and not inner.sum_normalised:
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
-        self.inner, self.branches = inner.name, "both"
+        self.mix = self.mix or ("shared" if sums else "interpolated")
+        if self.mix == "shared" and not sums:
+            raise OptionError(
+                f"mix='shared': {inner.name!r} has no sum to share with a window; give 'interpolated' or "
+                "'learned'"
+            )
+        self.inner, self.branches, self.needs_hidden = inner.name, "both", inner.needs_hidden
+        self.gate_count = inner.gate_count
         self.directions, self.direction_reason = inner.directions, inner.direction_reason  # type: ignore[misc]
         self.needs_visible_count = self.needs_visible_count or inner.needs_visible_count
         self.add_module("rest", inner)
-        if self.mix == "learned":
+        if self.mix != "shared":
             if self.heads is None:
-                raise OptionError("mix='learned' needs the number of heads, which cannot be told here")
-            self.gate = nn.Parameter(torch.full((self.heads,), 3.0))
+                raise OptionError(f"mix={self.mix!r} needs the number of heads, which cannot be told here")
+            self.gate = nn.Parameter(torch.full((self.heads,), 3.0 if self.mix == "learned" else 1.0))
 
-    def _linear(self) -> LinearAttention:
-        rest: Any = self._modules["rest"]  # not by its own name, which may be one of our attributes
-        return rest  # type: ignore[no-any-return]
+    def gates(self, call: Call) -> Tensor | None:
+        """Compute what the linear attention needs of the hidden state."""
+        gates: Tensor | None = self._linear().gates(call) if self.inner else None
+        return gates
+
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Compute what it needs of tokens that another attention has stored."""
+        gates: Tensor | None = self._linear().past_gates(tokens) if self.inner else None
+        return gates
+
+    def calibrate(self, tokens: Tokens, target: Tensor) -> float:
+        """Calibrate the linear attention, over all tokens."""
+        error: float = self._linear().calibrate(tokens, target)
+        return error
+
+    def _linear(self) -> Any:
+        return self._modules["rest"]  # not by its own name, which may be one of our attributes
 
     def causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
         """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
+        tokens = with_gates(tokens)
         one = tokens.valid is None or tokens.length == 1
         place = None if one else ring.places(tokens.valid, state is None, tokens.keep)
         if place is None:
@@ -130,7 +157,8 @@ class Window(StatefulAttention):
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
-        if not self.sinks and self.mix == "shared" and self.branches in (None, "both"):
+        alone = self.mix in (None, "shared") and not self.gate_count
+        if not self.sinks and alone and self.branches in (None, "both"):
             fused = fused_step(self._linear() if self.inner else None, tokens, state)
             if fused is not None:
                 return fused
@@ -159,7 +187,7 @@ class Window(StatefulAttention):
         summed = replace(evicted, query=tokens.query[:, :, inside_all:])
         if self.branches == "linear":
             summed, inside_all = tokens, 0
-        numerator, total, after = self._linear().sums(summed, before)
+        numerator, total, after = sums(self._linear(), without_gates(summed, self.gate_count), before)
         if inside_all:
             numerator, total = F.pad(numerator, (0, 0, inside_all, 0)), F.pad(total, (inside_all, 0))
         return self._mixed(tokens, inside, numerator, total), after
@@ -176,7 +204,7 @@ class Window(StatefulAttention):
     def _softmax(self, tokens: Tokens, causal: bool) -> Tensor:
         """Compute a text inside the window: none of its tokens has left."""
         assert tokens.query is not None
-        key, value, mask = tokens.hide(tokens.key), tokens.hide(tokens.value), None
+        key, value, mask = tokens.hide(tokens.key), tokens.hide(self._values(tokens.value)), None
         if tokens.valid is not None:
             mask = _seen(tokens.valid, causal)
         output = F.scaled_dot_product_attention(
@@ -194,10 +222,18 @@ class Window(StatefulAttention):
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
         after = ring.from_prompt(tokens, self.size, self.sinks)
-        return after.with_linear(self._linear().absorb(_nobody(tokens), None)) if self.inner else after
+        return after.with_linear(self._absorbed(_nobody(tokens), None)) if self.inner else after
+
+    def _absorbed(self, tokens: Tokens, before: State | None) -> State:
+        return absorb(self._linear(), without_gates(tokens, self.gate_count), before)
+
+    def _values(self, value: Tensor) -> Tensor:
+        """Leave out the gates behind the values."""
+        return value[..., : -self.gate_count] if self.gate_count else value
 
     def absorb(self, tokens: Tokens, state: WindowState | None) -> WindowState:
         """Return the state after tokens of which no queries are needed."""
+        tokens = with_gates(tokens)
         place = ring.places(tokens.valid, state is None, keep=True)
         tokens = tokens if place is None else ring.without_gaps(tokens, place)
         pushed = ring.push(tokens, state or self._empty(tokens))
@@ -206,11 +242,7 @@ class Window(StatefulAttention):
         summed = tokens if self.branches == "linear" else pushed.evicted
         assert summed is not None
         before = None if state is None else state.linear
-        return pushed.after.with_linear(self._linear().absorb(summed, before))
-
-    def aligned(self, state: WindowState) -> WindowState:
-        """Begin each row's ring with its oldest token."""
-        return state.aligned()
+        return pushed.after.with_linear(self._absorbed(summed, before))
 
     def _empty(self, tokens: Tokens) -> WindowState:
         return WindowState.empty(tokens, self.size, self.sinks)
@@ -260,7 +292,7 @@ class Window(StatefulAttention):
             other: sums over tokens elsewhere that share the normaliser.
         """
         assert tokens.query is not None
-        query, key, value = upcast(tokens.query), upcast(seen.key), upcast(seen.value)
+        query, key, value = upcast(tokens.query), upcast(seen.key), upcast(self._values(seen.value))
         if self.sinks:
             sinks = self._sink_sums(tokens.scaling, query, seen)
             other = sinks if other is None else band.add_sums(sinks, other)
@@ -272,7 +304,7 @@ class Window(StatefulAttention):
         )
 
     def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> ScaledSums:
-        key, value, ranks = upcast(seen.sinks.key), upcast(seen.sinks.value), seen.ranks
+        key, value, ranks = upcast(seen.sinks.key), upcast(self._values(seen.sinks.value)), seen.ranks
         visible = seen.sinks.valid[:, None].expand(-1, query.shape[2], -1)
         if ranks is not None:
             visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
@@ -291,8 +323,9 @@ class Window(StatefulAttention):
             return linear.normalised(numerator, total)
         if self.branches == "window":
             return inside(None)
-        if self.mix == "learned":
-            gate = self.gate.to(total.dtype).sigmoid()[:, None]
+        if self.mix != "shared":
+            gate = self.gate.to(total.dtype)[:, None]
+            gate = gate.sigmoid() if self.mix == "learned" else gate
             gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
             return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None
@@ -307,9 +340,13 @@ class Window(StatefulAttention):
         """Count window and sinks in the model's dtype, a flag a token, and the linear attention's state."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
-        own = (self.size + self.sinks) * (site.kv_heads * (site.head_dim + site.value_dim) * size + 1) + 8
+        per_head = site.head_dim + site.value_dim + self.gate_count
+        own = (self.size + self.sinks) * (site.kv_heads * per_head * size + 1) + 8
         inner = self._linear().state_bytes(site, size) if self.inner else 0
-        return None if inner is None else own + inner
+        if inner is None:
+            return None
+        flag = max(size, 4) if self.inner and not isinstance(self._linear(), LinearAttention) else 0
+        return own + inner + flag
 
 
 def fused_step(

@@ -202,6 +202,17 @@ def test_a_map_without_parameters_takes_a_layer_in_front():
     assert results["eval_loss"] < results["eval_loss_before"]
 
 
+def test_a_state_that_forgets_is_calibrated_before_it_learns():
+    losses = {}
+    for tokens in ("0", "128"):
+        argv = [*BASE, "--patch", "delta", "--stages", "transfer", "--transfer-tokens", str(TOKENS)]
+        assert main([*argv, "--calibrate-tokens", tokens, "--output-dir", f"delta-{tokens}"]) == 0
+        results = read(f"delta-{tokens}/transfer/results.json")
+        assert len(results.get("calibration", {})) == (2 if tokens == "128" else 0)
+        losses[tokens] = results["eval_loss_before"]
+    assert losses["128"] < losses["0"]
+
+
 def test_projections_are_trained_in_copies_and_the_teacher_is_apart(sharp):
     argv = [*sharp, "--patch", "elu1", "--train-projections", "--lora", "2"]
     tokens = ["--transfer-tokens", str(TOKENS), "--distill-tokens", "128"]

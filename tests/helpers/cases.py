@@ -1,6 +1,6 @@
 """Every patch with the options under which the suites run it: sizes that matter in some hundred tokens."""
 
-from helpers.formulas import linear, scores, sparse, state
+from helpers.formulas import linear, output, scores, sparse, state
 from helpers.oracle import Case
 
 CASES = {
@@ -14,4 +14,5 @@ CASES = {
     **state.CASES,
     **scores.CASES,
     **sparse.CASES,
+    **output.CASES,
 }

@@ -55,6 +55,7 @@ class Run:
         learned: parameters and buffers of the patch, module -> name -> tensor.
         calls: the attention modules in the order in which they called.
         shared: what the layers of a forward hand on.
+        hidden: the input of the module that runs.
     """
 
     options: dict[str, Any]
@@ -63,6 +64,7 @@ class Run:
     learned: dict[nn.Module, dict[str, Tensor]] = field(default_factory=dict)
     calls: list[nn.Module] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
+    hidden: Tensor | None = None
 
 
 @dataclass
@@ -76,10 +78,12 @@ class Inputs:
         kv_heads: number of key heads before they were repeated.
         causal: what the module is.
         options: given ones alone; `learned`: parameters and buffers of `linattn`, by their names there.
+        factor: of the scores, of position patches.
         bias, softcap, sink: what the model adds to its scores, and position patches to the bias.
         parts: the names in the composition.
         first: no other module called before it in this forward.
         shared: what the layers of a forward hand on.
+        hidden: the module's input `[B, N, C]`.
     """
 
     query: Tensor
@@ -92,18 +96,22 @@ class Inputs:
     options: dict[str, Any]
     learned: dict[str, Tensor]
     bias: Tensor | None = None
+    factor: Tensor | None = None
     softcap: float | None = None
     sink: Tensor | None = None
     parts: tuple[str, ...] = ()
     first: bool = True
     shared: dict[str, Any] = field(default_factory=dict)
+    hidden: Tensor | None = None
 
     def scores(self) -> Tensor:
         """s_ij `[B, H, N, S]`, capped and biased; whatever is there where the key is not visible."""
         return self.finish(self.query @ self.key.mT * self.scaling)
 
     def finish(self, scores: Tensor) -> Tensor:
-        """Cap and bias."""
+        """Stretch, cap and bias."""
+        if self.factor is not None:
+            scores = scores * self.factor
         if self.softcap is not None:
             scores = self.softcap * (scores / self.softcap).tanh()
         return scores if self.bias is None else scores + self.bias.double()[..., : scores.shape[-1]]
@@ -149,6 +157,7 @@ class Case:
 
 FORMULAS: dict[str, Callable[[Inputs], Tensor]] = {}
 MODIFIERS: dict[str, Callable[[Inputs], None]] = {}
+OUTPUTS: dict[str, Callable[[Inputs, Tensor], Tensor]] = {}
 STILL: set[str] = set()
 """Modifiers under which the model's rotary embedding turns nothing."""
 
@@ -178,6 +187,16 @@ def modifier(name: str, rope: bool = True) -> Callable[[Any], Any]:
     def decorate(function: Callable[[Inputs], None]) -> Callable[[Inputs], None]:
         MODIFIERS[name] = function
         STILL.update(() if rope else (name,))
+        return function
+
+    return decorate
+
+
+def output_modifier(name: str) -> Callable[[Any], Any]:
+    """Register a function that makes another output `[B, H, N, Dv]` of an attention's."""
+
+    def decorate(function: Callable[[Inputs, Tensor], Tensor]) -> Callable[[Inputs, Tensor], Tensor]:
+        OUTPUTS[name] = function
         return function
 
     return decorate
@@ -277,6 +296,7 @@ def _inputs(
         {},
         {},
         bias,
+        None,
         kwargs.get("softcap"),
         kwargs.get("s_aux") if kwargs.get("sinks") is None else kwargs["sinks"],
     )
@@ -292,11 +312,15 @@ def _oracle(
     names = tuple(name.split("+")) if run.where is None or run.where(module) else ("softmax",)
     x.first, x.shared = module is run.calls[0], run.shared
     x.parts, x.options, x.learned = names, run.options, run.learned.get(module, {})
+    x.hidden = None if run.hidden is None else run.hidden.double()
     for part in names:
         if part in MODIFIERS:
             MODIFIERS[part](x)
-    attention = "+".join(part for part in names if part not in MODIFIERS)
+    attention = "+".join(part for part in names if part not in MODIFIERS and part not in OUTPUTS)
     output = FORMULAS[attention or "softmax"](x)
+    for part in names:
+        if part in OUTPUTS:
+            output = OUTPUTS[part](x, output)
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -345,6 +369,12 @@ def _route(model: nn.Module) -> list[Callable[[], Any]]:
     return undo
 
 
+def _note_hidden(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Keep the first argument of an attention module for its call."""
+    first = args[0] if args else kwargs.get("hidden_states")
+    _RUNS[-1].hidden = first if isinstance(first, Tensor) else None
+
+
 @contextlib.contextmanager
 def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     """Let an unpatched model compute its attention by the oracle; options are the patch's and `Run`'s."""
@@ -359,6 +389,11 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
     rotary = [m for m in model.modules() if hasattr(m, "rope_type")] if STILL & set(patch.split("+")) else []
     hooks = [module.register_forward_hook(_still) for module in rotary]
     undo = _route(model)
+    hooks += [
+        module.register_forward_pre_hook(_note_hidden, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "config") and "attention" in type(module).__name__.lower()
+    ]
     _RUNS.append(run)
     try:
         for config, _ in before:
@@ -374,5 +409,5 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
             config._attn_implementation_internal = implementation
 
 
-for _module in ("first", "linear", "state", "scores", "sparse"):
+for _module in ("first", "linear", "state", "scores", "sparse", "output"):
     importlib.import_module("helpers.formulas." + _module)

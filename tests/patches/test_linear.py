@@ -51,6 +51,8 @@ class TestForms:
         phi_k = attention.key_map(key).repeat_interleave(2, 1)
         outer = phi_k[..., :, None] * value.repeat_interleave(2, 1)[..., None, :]
         numerator = (phi_q[..., None] * outer.cumsum(2)).sum(-2)
+        if not attention.sum_normalised and (log_scale := attention.query_log_scale(query)) is not None:
+            numerator = numerator * log_scale.exp()[..., None]
         total = (phi_q * phi_k.cumsum(2)).sum(-1)
         summed = numerator / attention.denominator(total, tokens.count[:, None]).unsqueeze(-1)
         assert relative_error(torch.cat(steps, 2), summed) < 1e-10

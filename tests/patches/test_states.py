@@ -94,6 +94,10 @@ class TestEveryState:
             with pytest.raises(CacheError, match="queries"):
                 pieces(model, ids, (50, 51, 80), cache)
             return
+        if model.model.layers[0].self_attn.linattn.attention.needs_hidden:
+            with pytest.raises(CacheError, match=r"from the hidden state of past tokens .*'source': 'value'"):
+                pieces(model, ids, (50, 51, 80), cache)
+            return
         if "nope" in case:  # its keys are not turned, and those are
             with pytest.raises(CacheError, match="turned"):
                 pieces(model, ids, (50, 51, 80), cache)

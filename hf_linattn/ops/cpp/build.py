@@ -33,6 +33,10 @@ TARGET = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-mar
 """What older compilers for ARM do not know by the other name."""
 FLAGS = ("-std=c++17", "-O3", TARGET, "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
 THREADED = "-fopenmp"
+KERNELS = (
+    *("forward", "backward", "delta_forward", "delta_backward"),
+    *("window_forward", "window_backward", "window_decode"),
+)
 
 
 def asked() -> bool:
@@ -68,7 +72,7 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(built))
     except OSError as error:
         raise UnsupportedCallError(f"{built} cannot be loaded ({error}): delete it. {_without()}") from error
-    for name in ("forward", "backward", "window_forward", "window_backward", "window_decode"):
+    for name in KERNELS:
         function = getattr(loaded, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None
     return loaded

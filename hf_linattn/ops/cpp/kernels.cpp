@@ -1,7 +1,10 @@
-// What Python calls: linear attention, causal and over all keys, and softmax over a window. Everything is
+// What Python calls: linear attention, causal and over all keys, the delta rule, and softmax over a window. Everything is
 // brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
 #include "bidirectional.h"
+#include "delta_backward.h"
+#include "delta_forward.h"
+#include "delta_step.h"
 #include "linear_backward.h"
 #include "linear_forward.h"
 #include "window_backward.h"
@@ -28,6 +31,12 @@ void linattn_forward(const LinearProblem* p, float eps) {
 void linattn_backward(const LinearProblem* p, float eps) {
     p->causal ? run_all<LinearBackward>(*p, eps) : run_all<BidirectionalBackward>(*p, eps);
 }
+
+void linattn_delta_forward(const DeltaProblem* p, float eps) {
+    p->step ? run_all<DeltaStep>(*p, eps) : run_all<DeltaForward>(*p, eps);
+}
+
+void linattn_delta_backward(const DeltaProblem* p, float eps) { run_all<DeltaBackward>(*p, eps); }
 
 void linattn_window_forward(const WindowProblem* p, float scaling) { run_all<WindowForward>(*p, scaling); }
 

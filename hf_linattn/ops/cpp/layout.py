@@ -150,6 +150,41 @@ class LinearProblem(Struct):
     z_after: Address
 
 
+class DeltaGrads(Part):
+    """Of the backward: gradients of what the forward gave, and of what it was given."""
+
+    d_output: Array
+    d_query: Array
+    d_key: Array
+    d_value: Array
+    d_gates: Array
+    d_S_after: Address  # as S; 0 for none
+    d_S: Address
+
+
+class DeltaProblem(Struct):
+    """The delta rule, forward and backward, or one token of it."""
+
+    sizes: Sizes
+    grads: DeltaGrads
+    step: bool  # one token behind a state
+    chunk: int  # tokens
+    decays: bool  # the second number of a token's gates is that of its decay
+    query: Array  # data 0 where the state alone is wanted
+    key: Array
+    value: Array
+    output: Array
+    gates: Array  # float32 [B, Hkv, N, 1 or 2]: logits
+    valid: Address  # bool [B, N], False at tokens that do not count; 0 where all do
+    valid_row: int  # its stride
+    documents: Address  # int64 [B, N], dense, ascending; 0 for one
+    S: Address  # float32 [B, Hkv, D, Dv], dense: the state before; 0 for none
+    S_after: Address  # 0 where it is not wanted
+    scale: Address  # float32 [H], dense: factors of the output; 0 for 1
+    beta: float  # the largest
+    temperature: float
+
+
 class WindowGrads(Part):
     """Of the backward: gradients of the output, and of what the forward was given."""
 
@@ -219,9 +254,9 @@ class WindowDecodeProblem(Struct):
 
 _PARTS = {part.__name__ for part in Part.__subclasses__()}
 _STRUCTS: list[type[Struct]] = [Array, Gate, *Part.__subclasses__()]
-_STRUCTS += [LinearProblem, WindowProblem, WindowDecodeProblem]
-NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_WINDOW_GRADS, NO_TAIL = (
-    bytes(each.size) for each in (Array, Gate, LinearGrads, WindowGrads, DecodeTail)
+_STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, WindowDecodeProblem]
+NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_DELTA_GRADS, NO_WINDOW_GRADS, NO_TAIL = (
+    bytes(each.size) for each in (Array, Gate, LinearGrads, DeltaGrads, WindowGrads, DecodeTail)
 )
 
 

@@ -11,6 +11,14 @@ from helpers.oracle import Inputs, elu_plus_one, formula, modifier, over_its_sum
 @modifier("logn")
 def logn(x: Inputs) -> None:
     n = x.visible.sum(-1, keepdim=True).double().clamp(min=1)
+    form, length = x.options.get("form", "log"), x.options.get("train_length", 512)
+    if form != "log":
+        steps = {"llama4": 1 + n // length, "ministral3": 1 + (n - 1) // length, "inkling": n / length}
+        if form == "sqrt":
+            x.query = x.query * (n.log() / math.log(length)).sqrt()
+        else:
+            x.query = x.query * (1 + x.options.get("slope", 0.1) * steps[form].clamp(min=1).log())
+        return
     kappa = x.options.get("kappa")
     if kappa == "learned":
         factor = x.parameter("logn.kappa")[None, :, None, None] * n.log()

@@ -25,6 +25,7 @@ CASES: dict[str, Case] = {
     "linear": Case("linear", {"feature_map": "softplus"}),
     "linear, two maps": Case("linear", {"query_map": "elu1", "key_map": "t2r"}),
     "linear, front": Case("linear", {"feature_map": "elu1", "front": True}),
+    "linear, n, elu1": Case("linear", {"feature_map": "elu1", "normalise": "n"}),
     "linear, n": Case("linear", {"feature_map": "identity", "normalise": "n"}),
 }
 
@@ -114,6 +115,8 @@ def hedgehog(x: Inputs) -> Tensor:
 
 @formula("linear", scores=False)
 def linear_map(x: Inputs) -> Tensor:
+    if x.options.get("normalise") == "n" and x.options["feature_map"] == "elu1":
+        return over_n(elu_plus_one(x.query) @ elu_plus_one(x.key).mT, x) @ x.value
     if x.options.get("normalise") == "n":
         return over_n(x.query @ x.key.mT, x) @ x.value
     if x.options.get("front"):

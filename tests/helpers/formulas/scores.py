@@ -22,6 +22,10 @@ CASES: dict[str, Case] = {
     "softmax1, learned+logn": Case("softmax1+logn", {"sink": "learned"}),
     "logn, learned": Case("logn", {"kappa": "learned", "train_length": 64}),
     "logn, learned, clip": Case("logn", {"kappa": "learned", "train_length": 64, "clip": True}),
+    "logn, sqrt": Case("logn", {"form": "sqrt", "train_length": 64}),
+    "logn, llama4": Case("logn", {"form": "llama4", "train_length": 16, "slope": 0.7}),
+    "logn, ministral3": Case("logn", {"form": "ministral3", "train_length": 16, "slope": 0.7}),
+    "logn, inkling": Case("logn", {"form": "inkling", "train_length": 20}),
     "temperature": Case("temperature"),
     "temperature, init": Case("temperature", {"init": 2.0}),
     "unscaled": Case("unscaled"),
@@ -29,6 +33,9 @@ CASES: dict[str, Case] = {
     "nope": Case("nope"),
     "nope+logn": Case("nope+logn", {"train_length": 64}),
     "alibi": Case("alibi"),
+    "scale_invariant": Case("scale_invariant", {"tau": 3.0}),
+    "entmax15": Case("entmax15", half=0.1),
+    "entmax15, learned": Case("entmax15", {"scale": "learned"}, half=0.1),
     "kerple": Case("kerple"),
     "kerple, power": Case("kerple", {"kind": "power", "seed": 3}),
     "sandwich": Case("sandwich"),
@@ -104,6 +111,38 @@ def additive(x: Inputs) -> Tensor:
     if x.sink is not None:
         total = total + x.sink.double().reshape(1, -1, 1, 1).exp()
     return exponentials / total.where(total > 0, 1.0) @ x.value
+
+
+@modifier("scale_invariant")
+def scale_invariant(x: Inputs) -> None:
+    square = 1 + 2 * (1 + apart(x) / x.options.get("tau", 10.0)).log()
+    x.factor = square.sqrt()
+    add(x, 1 - square)
+
+
+@formula("entmax15")
+def entmax15(x: Inputs) -> Tensor:
+    """The threshold by bisection: the sum falls as it rises."""
+    scores = x.scores()
+    if x.options.get("scale") == "learned":
+        slope = per_query_head(x.parameter("entmax15.log_factor")) * seen(x).log()
+        scores = scores * (per_query_head(x.parameter("entmax15.factor")) + slope)
+    sink = torch.full_like(scores[..., :1], -torch.inf)
+    if x.sink is not None:
+        sink = x.sink.double().reshape(1, -1, 1, 1).expand_as(sink)
+    scores = torch.cat([torch.where(x.visible, scores, -torch.inf), sink], -1) / 2
+    low, high = (scores.amax(-1, keepdim=True).clamp(min=-1e6) - shift for shift in (1.0, 0.0))
+    for _ in range(80):
+        middle = (low + high) / 2
+        above = (scores - middle).clamp(min=0).pow(2).sum(-1, keepdim=True) > 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    # of the threshold's own gradient: the weights sum to 1
+    root = (scores - (low + high).detach() / 2).clamp(min=0)
+    slope = root / root.sum(-1, keepdim=True).clamp(min=1e-300)
+    threshold = (low + high).detach() / 2
+    finite = torch.where(scores.isfinite(), scores, 0.0)
+    moved = (slope.detach() * (finite - finite.detach())).sum(-1, keepdim=True)
+    return (scores - threshold - moved).clamp(min=0).pow(2)[..., :-1] @ x.value
 
 
 @modifier("temperature")

@@ -1,0 +1,189 @@
+"""The delta rule by the C++ kernels: what `eager.delta_rule` computes with one decay a head, in a call."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.cpp import build, layout
+from hf_linattn.ops.cpp.layout import NO_ARRAY, NO_DELTA_GRADS, address, array
+from hf_linattn.ops.cpp.linear import SUMS, reads, rows
+from hf_linattn.ops.types import token_major
+
+CHUNK = 64
+EPS = 1e-12
+"""Least length that a key or query is divided by, as in `torch.nn.functional.normalize`."""
+
+
+class DeltaConfig(NamedTuple):
+    """Which delta rule is computed.
+
+    Attributes:
+        decay: "none"; "head", one for each key head; "channel", one for each feature.
+        beta: the largest b_t, above 0 and at most 2.
+        temperature: of the decay, sigmoid(...)^(1 / temperature).
+    """
+
+    decay: Literal["none", "head", "channel"]
+    beta: float
+    temperature: float
+
+
+class DeltaInputs(NamedTuple):
+    """What the delta rule is computed from.
+
+    Attributes:
+        query: `[B, H, N, D]`, of any length; None where the state alone is wanted.
+        key: `[B, Hkv, N, D]`, of any length.
+        value: `[B, Hkv, N, Dv]`.
+        gates: logits of b_t, and of what a_t is made of, `[B, Hkv, N, 1, 2 or 1 + D]`, in the dtype of sums.
+        state: S `[B, Hkv, D, Dv]` of the tokens before, likewise; None for nothing.
+        valid: boolean `[B, N]`, False at tokens that do not count, which may hold NaN; None where all do.
+        documents: integers `[B, N]`, ascending; None for one document.
+    """
+
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+    gates: Tensor
+    state: Tensor | None = None
+    valid: Tensor | None = None
+    documents: Tensor | None = None
+
+
+class DeltaGrads(NamedTuple):
+    """Gradients of `DeltaInputs`, as they are there; that of the state is None where there is none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gates: Tensor
+    state: Tensor | None
+
+
+def takes(inputs: DeltaInputs) -> bool:
+    """Tell whether the kernels were asked for and take these: on a CPU, of at most 32 bits, nothing empty."""
+    query, key, value, gates, state, *_ = inputs
+    query = key if query is None else query
+    if not reads(query, key, value) or gates.dtype != SUMS or (state is not None and state.dtype != SUMS):
+        return False
+    return bool(query.numel() and key.numel() and value.numel())
+
+
+def forward(
+    inputs: DeltaInputs,
+    config: DeltaConfig,
+    keep: bool,
+    scale: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the output `[B, H, N, Dv]`, in the dtype of the values, and the state after where it is kept.
+
+    Args:
+        inputs: what it is computed from.
+        config: which rule; no decay by channel.
+        keep: the state after is wanted.
+        scale: factors of the output `[H]`, float32; None for 1.
+        in_place: of one token, the state may be written over.
+    """
+    inputs = _dense(inputs)
+    query, key, value, _, state, *_ = inputs
+    step = query is not None and state is not None and key.shape[2] == 1 and keep
+    after: Tensor | None = None
+    if keep:
+        shape = (*key.shape[:2], key.shape[3], value.shape[3])
+        after = state if step and in_place else key.new_empty(shape, dtype=SUMS)
+    output = None
+    if query is not None:
+        output = token_major(value, query.shape[0], query.shape[1], query.shape[2], value.shape[3])
+    problem = _problem(inputs, config, output, after, step, scale, NO_DELTA_GRADS)
+    build.library().linattn_delta_forward(problem, EPS)
+    return output, after
+
+
+def backward(
+    inputs: DeltaInputs, config: DeltaConfig, d_output: Tensor, d_after: Tensor | None
+) -> DeltaGrads:
+    """Compute the gradients of `forward` without a scale.
+
+    Args:
+        inputs: of the forward, with queries.
+        config: of the forward.
+        d_output: `[B, H, N, Dv]`.
+        d_after: gradient of the state after, `[B, Hkv, D, Dv]`; None for none.
+    """
+    inputs = _dense(inputs)
+    assert inputs.query is not None
+    d_output = rows(d_output)
+    d_after = None if d_after is None else d_after.contiguous()
+    query, key, value, gates = (torch.empty_like(x) for x in (inputs.query, *inputs[1:4]))
+    state = None if inputs.state is None else torch.empty_like(inputs.state)
+    grads = layout.DeltaGrads.pack(
+        d_output=array(d_output),
+        d_query=array(query),
+        d_key=array(key),
+        d_value=array(value),
+        d_gates=array(gates),
+        d_S_after=address(d_after),
+        d_S=address(state),
+    )
+    problem = _problem(inputs, config, None, None, False, None, grads)
+    build.library().linattn_delta_backward(problem, EPS)
+    return DeltaGrads(query, key, value, gates, state)
+
+
+def _problem(
+    inputs: DeltaInputs,
+    config: DeltaConfig,
+    output: Tensor | None,
+    after: Tensor | None,
+    step: bool,
+    scale: Tensor | None,
+    grads: bytes,
+) -> bytes:
+    query, key, value, gates, state, valid, documents = inputs
+    (batch, kv_heads, length, head_dim), value_dim = key.shape, value.shape[3]
+    return layout.DeltaProblem.pack(
+        sizes=layout.Sizes.pack(
+            batch=batch,
+            heads=kv_heads if query is None else query.shape[1],
+            kv_heads=kv_heads,
+            length=length,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            threads=torch.get_num_threads(),
+        ),
+        grads=grads,
+        step=step,
+        chunk=CHUNK,
+        decays=config.decay != "none",
+        query=NO_ARRAY if query is None else array(query),
+        key=array(key),
+        value=array(value),
+        output=NO_ARRAY if output is None else array(output),
+        gates=array(gates),
+        valid=address(valid),
+        valid_row=0 if valid is None else valid.stride(0),
+        documents=address(documents),
+        S=address(state),
+        S_after=address(after),
+        scale=address(scale),
+        beta=config.beta,
+        temperature=config.temperature,
+    )
+
+
+def _dense(inputs: DeltaInputs) -> DeltaInputs:
+    """Bring inputs to the layout that the kernels read: tokens dense along D, the rest whole."""
+    query, key, value, gates, state, valid, documents = inputs
+    return DeltaInputs(
+        None if query is None else rows(query),
+        rows(key),
+        rows(value),
+        rows(gates),
+        None if state is None else state.contiguous(),
+        None if valid is None else rows(valid),
+        None if documents is None else documents.contiguous(),
+    )

@@ -1,0 +1,73 @@
+"""The delta rule, by the C++ kernels where they are asked for, else in torch operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_linattn.ops.cpp import delta
+from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
+from hf_linattn.ops.eager import delta_rule
+from hf_linattn.ops.types import accumulator_dtype
+
+
+def attention(
+    inputs: DeltaInputs, config: DeltaConfig, scale: Tensor, keep: bool, in_place: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the delta rule on keys and queries that are brought to length 1.
+
+    Args:
+        inputs: queries, keys, values, gates, and what came before.
+        config: which rule.
+        scale: factors of the output, `[H]`.
+        keep: the state after is wanted.
+        in_place: the state before may be written over.
+
+    Returns:
+        Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
+    """
+    compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+    if config.decay == "channel" or compiled or not delta.takes(inputs):
+        output, after = _eager(inputs, config)
+    elif torch.is_grad_enabled() and inputs.query is not None:
+        output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]
+    else:
+        return delta.forward(inputs, config, keep, scale.float(), in_place)
+    return None if output is None else output * scale.to(output)[:, None, None], after
+
+
+def _eager(inputs: DeltaInputs, config: DeltaConfig) -> tuple[Tensor | None, Tensor]:
+    query, key, value, logits, state, valid, documents = inputs
+    dtype = accumulator_dtype(key, value)
+    beta, log_decay = config.beta * logits[..., 0].sigmoid(), None
+    if config.decay != "none":
+        log_decay = (F.logsigmoid(logits[..., 1:]) / config.temperature).clamp_min(delta_rule.LOWEST)
+    if valid is not None:  # neither written nor aged by the others; not by a product: they may hold NaN
+        hidden = ~valid[:, None, :]
+        beta = beta.masked_fill(hidden, 0)
+        key, value = (x.masked_fill(hidden[..., None], 0) for x in (key, value))
+        log_decay = None if log_decay is None else log_decay.masked_fill(hidden[..., None], 0)
+    query = None if query is None else F.normalize(query.to(dtype), dim=-1, eps=delta.EPS)
+    key = F.normalize(key.to(dtype), dim=-1, eps=delta.EPS)
+    return delta_rule.causal(query, key, value.to(dtype), beta, log_decay, state, documents)
+
+
+class _Delta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, ctx.config = args
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return delta.forward(DeltaInputs(*tensors), ctx.config, keep=True)  # type: ignore[return-value]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_output: Tensor | None, d_after: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = DeltaInputs(*ctx.saved_tensors)
+        if d_output is None:
+            assert inputs.query is not None
+            d_output = inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3])
+        return (*delta.backward(inputs, ctx.config, d_output, d_after), None, None, None)

@@ -1,0 +1,238 @@
+"""delta: a state that corrects what it holds under a key before it writes, with gates that forget."""
+
+import itertools
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
+from hf_linattn.attention.call import Call
+from hf_linattn.errors import OptionError
+from hf_linattn.ops import delta_rule
+from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
+from hf_linattn.registry import register
+
+from ._feature_maps import input_projections, named_map, project
+from ._gates import (
+    TEMPERATURE,
+    Source,
+    gate_bias,
+    half_lives,
+    missing_hidden,
+    per_head,
+    source_of,
+    source_width,
+)
+
+HALF_LIFE = 16384.0
+LIVES = [4.0**power for power in range(1, 8)]
+"""Half-lives that are tried out, from 4 to 16,384 tokens."""
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
+"""Of the largest b, likewise."""
+
+
+class DeltaState(NamedTuple):
+    """S `[B, Hkv, F, Dv]`: what is held under each key."""
+
+    S: Tensor
+
+
+@register("delta")
+class Delta(StatefulAttention):
+    """A state that corrects itself: under each key it holds the newest value in place of a sum of all.
+
+    S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,  o_t = c_h S_t q_t
+    k_t, q_t: phi(key), phi(query) over their length; S `[Dv, F]` a key head
+    b_t = beta sigmoid(w_b . x_t + d_b),  a_t = sigmoid(w_a . x_t + d_a)^(1/16)
+
+    A sum of keys and values blurs what it holds once there are more tokens than features. Here a key first
+    reads what stands under it, and the difference to its value is written: what is under other directions
+    stays. No denominator; c_h is learned for each query head, 1 at the start, where w = 0 too. Padding is
+    neither written nor does it age anything.
+
+    Options:
+        decay: what fades: "head" (default), one a_t per key head (Gated DeltaNet); "channel", one for each
+            feature (KDA), from x_t through a layer of rank D; "none", a_t = 1 (DeltaNet).
+        source: x_t, what gates read: "hidden" (default), the module's input; "value", the head's value, for
+            modules that are not given a hidden state.
+        beta: largest b_t, above 0 and at most 2; default 1. Above 1 what stands under a key can change its
+            sign, which tracking of states needs (arXiv:2411.12537).
+        feature_map: phi, the map of another linear patch, such as "elu1" or "hedgehog", with its default
+            options and its learned weights; default None, phi(x) = x.
+        front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
+            `[Hkv, D, D]`, the identity at the start; default False.
+        rope: False switches the model's rotary embedding off in these layers; default True.
+        half_life: tokens after which a past token counts half, at the start; at least 1, default 16384.
+        shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
+            ratios; at least 1, default None for the same in all heads.
+
+    Use: where details must be found again without softmax.
+
+    Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", Yang et al. 2024,
+        arXiv:2406.06484; "Gated Delta Networks", Yang et al. 2024, arXiv:2412.06464, equation 10; by channel:
+        "Kimi Linear", 2025, arXiv:2510.26692, section 3.
+    """
+
+    group = "state that forgets"
+    directions = "causal"
+    direction_reason = "a state that is corrected has one direction, from past to future"
+    cross = False
+    supports_packing = True
+    wrappable = True
+
+    def __init__(
+        self,
+        site: AttentionSite,
+        *,
+        decay: Literal["head", "channel", "none"] = "head",
+        source: Source = "hidden",
+        beta: float = 1.0,
+        feature_map: str | None = None,
+        front: bool = False,
+        rope: bool = True,
+        half_life: float | None = None,
+        shortest: float | None = None,
+    ) -> None:
+        super().__init__(site)
+        if not 0 < beta <= 2:
+            raise OptionError(f"beta must be above 0 and at most 2, got {beta}")
+        if decay == "none" and (half_life is not None or shortest is not None):
+            raise OptionError("decay='none' forgets nothing: leave half_life and shortest out")
+        sizes = ("heads", "kv_heads", "head_dim", "value_dim")
+        heads, kv_heads, head_dim, _ = site.require(*sizes, reason="so its state has no size")
+        self.source, self.rope = source, rope
+        self.needs_hidden = source == "hidden"
+        self.width = source_width(site, source)
+        self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
+        self.features = head_dim if self.map is None else self.map.features or head_dim
+        self.fronts = input_projections(site) if front else nn.ParameterDict()
+        self.config = DeltaConfig(decay, beta, TEMPERATURE)
+        self.scale = nn.Parameter(torch.ones(heads))
+        given = half_life is not None or shortest is not None
+        self.lives = [] if decay == "none" or given else LIVES  # to be tried out
+        own = half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life)
+        start = self._start(0.5, own, {"none": 0, "head": 1, "channel": self.features}[decay])
+        self.gate_count = start.shape[1]
+        gates = 2 if decay == "head" else 1
+        self.gate_weight = nn.Parameter(torch.zeros(kv_heads, gates, self.width))
+        self.gate_bias = nn.Parameter(start[:, :gates].clone())
+        if decay == "channel":
+            down = torch.randn(kv_heads, head_dim, self.width, generator=site.generator())
+            self.channel_down = nn.Parameter(down * self.width**-0.5)
+            self.channel_weight = nn.Parameter(torch.zeros(kv_heads, self.features, head_dim))
+            self.channel_bias = nn.Parameter(start[:, 1:].clone())
+
+    @staticmethod
+    def _start(share: float, lives: list[float], count: int) -> Tensor:
+        """Return logits that are the same for all tokens, `[Hkv, 1 + count]`.
+
+        Args:
+            share: b over its largest value.
+            lives: half-life of each key head, in tokens.
+            count: of decays.
+        """
+        of_beta = torch.full((len(lives), 1), math.log(share / (1 - share)))
+        return torch.cat([of_beta, gate_bias(lives)[:, None].expand(-1, count)], -1)
+
+    @staticmethod
+    def state_of(S: Tensor) -> DeltaState:
+        """Make a state of S."""
+        return DeltaState(S)
+
+    def past_gates(self, tokens: Tokens) -> Tensor:
+        """Compute the logits of tokens that another attention has stored."""
+        if self.source == "hidden":
+            raise missing_hidden(self.name)
+        return self._logits(upcast(tokens.value))
+
+    def gates(self, call: Call) -> Tensor:
+        """Compute the logits of b_t and a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
+        return self._logits(source_of(call, self.source, self.width))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Compute them from x `[B, 1 or Hkv, N, C]`."""
+        logits = per_head(x, self.gate_weight, self.gate_bias)
+        if self.config.decay != "channel":
+            return logits
+        channels = per_head(per_head(x, self.channel_down), self.channel_weight, self.channel_bias)
+        return torch.cat([logits, channels], -1)
+
+    @torch.no_grad()
+    def calibrate(self, tokens: Tokens, target: Tensor) -> float:
+        """Choose b and, unless an option gives it, the half-life of each key head, by trying them out.
+
+        The gates are the same for all tokens, as they are at the start; the scale of each query head is that
+        of least squares.
+        """
+        assert tokens.query is not None
+        query, key = self._mapped("query_map", tokens.query), self._mapped("key_map", tokens.key)
+        (batch, kv_heads, length, _), device = key.shape, key.device
+        config = self.config._replace(decay="none" if self.config.decay == "none" else "head")
+        power = target.float().square().sum((0, 2, 3))
+        least, scale, best = power.new_full((kv_heads,), float("inf")), self.scale.float(), self._head_bias()
+        for share, life in itertools.product(SHARES, self.lives or [None]):
+            logits = best.clone() if life is None else self._start(share, [life] * kv_heads, 1).to(device)
+            logits[:, 0] = math.log(share / (1 - share))
+            gates = logits[None, :, None].expand(batch, -1, length, -1).to(upcast(key))
+            inputs = DeltaInputs(query, key, tokens.value, gates)
+            output, _ = delta_rule.attention(inputs, config, torch.ones_like(scale), keep=False)
+            assert output is not None
+            along, own = ((output.float() * x.float()).sum((0, 2, 3)) for x in (target, output))
+            factor = along / own.clamp_min(1e-30)
+            error = (power - along * factor).view(kv_heads, -1).sum(1)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better[:, None], logits, best)
+            scale = torch.where(better.repeat_interleave(scale.shape[0] // kv_heads), factor, scale)
+        self.scale.copy_(scale)
+        self.gate_bias.copy_(best[:, : self.gate_bias.shape[1]])
+        if self.config.decay == "channel":
+            self.channel_bias.copy_(best[:, 1:])
+        return float(least.sum() / power.sum())
+
+    def _head_bias(self) -> Tensor:
+        """Return the logits of b and of a head's decay, `[Hkv, 1 or 2]`, as they are now."""
+        channel = [self.channel_bias[:, :1]] if self.config.decay == "channel" else []
+        return torch.cat([self.gate_bias, *channel], 1).float()
+
+    def _mapped(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
+        """Map queries or keys, `[B, H, N, F]`; they are brought to length 1 later."""
+        if self.map is None:
+            return project(self.fronts, side, x)
+        mapped: Tensor = getattr(self.map, side)(project(self.fronts, side, upcast(x)))
+        return mapped
+
+    def causal(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, DeltaState | None]:
+        """Compute the causal form in chunks."""
+        assert tokens.query is not None
+        output, after = self._run(tokens, self._mapped("query_map", tokens.query), state, tokens.keep)
+        assert output is not None
+        return output, after
+
+    def absorb(self, tokens: Tokens, state: DeltaState | None) -> DeltaState:
+        """Write without queries, which do not change the state."""
+        after = self._run(tokens, None, state, keep=True)[1]
+        assert after is not None
+        return after
+
+    def _run(
+        self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
+    ) -> tuple[Tensor | None, DeltaState | None]:
+        gates = tokens.gates
+        assert gates is not None
+        key, value = tokens.key, tokens.value
+        if self.map is not None or self.fronts:
+            key = self._mapped("key_map", tokens.hide(key))
+        before = None if state is None else state.S
+        inputs = DeltaInputs(query, key, value, gates, before, tokens.valid, tokens.documents)
+        output, S = delta_rule.attention(inputs, self.config, self.scale, keep, tokens.in_place)
+        if S is None or S is before:  # written over
+            return output, state
+        return output, DeltaState(S)
+
+    def state_bytes(self, site: AttentionSite, size: int) -> int | None:
+        """Count S in float32 (float64 in float64 models)."""
+        if site.kv_heads is None or site.value_dim is None:
+            return None
+        return max(size, 4) * site.kv_heads * self.features * site.value_dim
