@@ -79,8 +79,10 @@ def served(model, requests):
         (gemma3, "logn", {}, "keep", 8),
         (gemma3, "local", {"size": 8}, "global", 8),
         (gemma3, "elu1", {}, "keep", 32),
+        (llama, "delta", {}, "keep", 8),
+        (qwen3, "window+delta+output_gate", {"window": {"size": 8, "mix": "learned"}}, "keep", 8),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_requests_of_mixed_lengths_get_their_tokens(family, spec, options, sliding, count):
     model = patch_model(family(), spec, options=options, sliding=sliding)
