@@ -48,6 +48,7 @@ GENERATE = "attention/test_generate.py::test_"
 INVARIANT = "properties/test_invariance.py::test_"
 COPIES = "patching/test_copies.py::test_"
 QUANTISED = "patching/test_quantised.py::test_"
+SERVED = "cli/test_wrapper.py::test_a_server_"
 NO_ENCODER = nothing("encoder")
 
 # A column that no entry of a row names is "not tried". A new client or answer changes these rows alone.
@@ -73,8 +74,14 @@ ROWS: dict[str, list[Shown]] = {
         NO_ENCODER,
     ],
     "`generate`: offloaded cache (needs a GPU)": [NO_ENCODER],
-    "continuous batching (`generate_batch`)": [NO_ENCODER],
-    "`transformers serve`, `transformers chat`": [NO_ENCODER],
+    "continuous batching (`generate_batch`)": [
+        works(DECODERS, "patching/test_batching.py::test_requests_of_mixed_lengths_get_their_tokens"),
+        NO_ENCODER,
+    ],
+    "`transformers serve`": [
+        works("linear", f"{SERVED}answers_as_the_model_does_and_keeps_the_state_of_a_chat"),
+        NO_ENCODER,
+    ],
     "several threads": [
         works(DECODERS, "attention/test_threads.py::test_threads_generate_what_one_thread_does")
     ],
@@ -121,10 +128,18 @@ ROWS: dict[str, list[Shown]] = {
     "a patched folder, quantised while loading": [
         works("linear", f"{QUANTISED}a_patched_folder_is_quantised_at_load_and_its_maps_are_not")
     ],
-    "GGUF": [],
+    "GGUF": [
+        works(
+            DECODERS,
+            "patching/test_gguf.py::test_a_patched_model_saves_and_unpatching_brings_the_marks_back",
+        )
+    ],
     "`torch.compile`": [works("scores linear", "ops/test_compiled.py::test_forward_is_one_graph")],
-    "`torch.export`": [],
-    "ONNX": [],
+    "`torch.export`": [
+        works("scores linear gated", "patching/test_export.py::test_the_table"),
+        works("hybrid encoder", "patching/test_export.py::test_one_program_serves_every_batch_and_length"),
+    ],
+    "ONNX": [works("scores linear gated", "patching/test_export.py::test_the_table")],
     "`push_to_hub`, download": [
         works(DECODERS, "patching/test_hub.py::test_what_is_pushed_is_what_is_saved_and_comes_back")
     ],

@@ -53,7 +53,7 @@ def patched(spec, model=None, dtype=torch.float32, **options):
     """A tiny llama with this patch, or an encoder for patches of encoders."""
     parts = spec.split("+")
     if model is None:
-        model = encoder(dtype) if "linformer" in parts else llama(layers=1, dtype=dtype)
+        model = encoder(dtype) if {"linformer", "power"} & set(parts) else llama(layers=1, dtype=dtype)
     options = {key: value for part in parts for key, value in SIZES.get(part, {}).items()} | options
     return Logits(patch_model(model, spec, options=options)).eval()
 

@@ -33,7 +33,10 @@ def table():
 def distances(spec, folder):
     """How far the program and the ONNX model are from eager, float32; texts where there is none."""
     model = exports.patched(spec)
-    program = exports.exported(model)
+    try:
+        program = exports.exported(model)
+    except LinattnError as error:
+        return dict.fromkeys(WAYS, str(error))
     found = {"torch.export": exports.farthest(program.module(), model)}
     try:
         found["ONNX"] = exports.farthest(exports.runner(exports.to_onnx(program), folder), model)

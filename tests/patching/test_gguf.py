@@ -91,7 +91,7 @@ def state(model):
     return attributes, [[config.__dict__[name] for name in marks.CONFIG_MARKS] for config in configs], configs
 
 
-@pytest.mark.parametrize("spec", ["elu1", "hedgehog", "softmax1+logn"])
+@pytest.mark.parametrize("spec", ["elu1", "hedgehog", "softmax1+logn", "gated", "window+gated"])
 def test_a_patched_model_saves_and_unpatching_brings_the_marks_back(folder, spec, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE)
     before, want = state(model), logits(model)

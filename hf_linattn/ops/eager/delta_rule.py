@@ -55,7 +55,9 @@ def causal(
         log_decay = key.new_zeros(1, 1, 1, 1).expand(*key.shape[:3], 1)
     if length == 1:
         return _step(query, key, value, beta, log_decay, state)
-    size = min(length, CHUNK if log_decay.shape[-1] == 1 else CHUNK_BY_CHANNEL)
+    size = length  # an exported program has no loop over chunks, whose number it does not know
+    if not torch.compiler.is_exporting():
+        size = min(length, CHUNK if log_decay.shape[-1] == 1 else CHUNK_BY_CHANNEL)
     grouped = None if query is None else _chunks(query.unflatten(1, (key.shape[1], -1)), size)
     key, value, beta, log_decay = (_chunks(x, size) for x in (key, value, beta[..., None], log_decay))
     inner = log_decay.clamp_min(LOWEST).cumsum(-2)  # [B, Hkv, chunks, C, 1 or D]
