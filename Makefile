@@ -11,7 +11,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') \
 	$(if $(PATCH),--patch '$(PATCH)') $(if $(OPTIONS),--options '$(OPTIONS)')
 
-.PHONY: help install demo test lint types docs clean
+.PHONY: help install demo test test-quantised lint types docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -30,6 +30,10 @@ demo: $(VENV)/.installed  ## patch, fine-tune and measure a small model, and wri
 
 test: $(VENV)/.installed  ## the whole fast test suite
 	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
+
+test-quantised: $(VENV)/.installed  ## tests on quantised bases; installs torchao and bitsandbytes for them
+	$(BIN)/python -m pip install -q -e '.[quantised]'
+	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) -q tests/patching/test_quantised.py $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff: rules and format
 	$(BIN)/ruff check .
