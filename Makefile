@@ -15,7 +15,7 @@ DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "variables: VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) OUT=$(OUT); for demo also MODEL DATA EVAL_DATA PATCH OPTIONS ARGS"
 
 install: $(VENV)/.installed  ## make the virtual environment (the other targets do it by themselves)
