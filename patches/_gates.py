@@ -62,7 +62,8 @@ def per_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[1] == 1:
         flat = None if bias is None else bias.flatten()
         projected: Tensor = nn.functional.linear(x[:, 0], weight.flatten(0, 1), flat)
-        return projected.unflatten(-1, weight.shape[:2]).transpose(1, 2)
+        by_head: Tensor = projected.unflatten(-1, weight.shape[:2])
+        return by_head.transpose(1, 2)
     projected = x @ weight.mT
     return projected if bias is None else projected + bias[:, None]
 

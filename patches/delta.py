@@ -136,8 +136,7 @@ class Delta(StatefulAttention):
         of_beta = torch.full((len(lives), 1), math.log(share / (1 - share)))
         return torch.cat([of_beta, gate_bias(lives)[:, None].expand(-1, count)], -1)
 
-    @staticmethod
-    def state_of(S: Tensor) -> DeltaState:
+    def state_of(self, S: Tensor) -> DeltaState:
         """Make a state of S."""
         return DeltaState(S)
 
@@ -172,7 +171,8 @@ class Delta(StatefulAttention):
         config = self.config._replace(decay="none" if self.config.decay == "none" else "head")
         power = target.float().square().sum((0, 2, 3))
         least, scale, best = power.new_full((kv_heads,), float("inf")), self.scale.float(), self._head_bias()
-        for share, life in itertools.product(SHARES, self.lives or [None]):
+        lives: list[float | None] = [*self.lives] or [None]
+        for share, life in itertools.product(SHARES, lives):
             logits = best.clone() if life is None else self._start(share, [life] * kv_heads, 1).to(device)
             logits[:, 0] = math.log(share / (1 - share))
             gates = logits[None, :, None].expand(batch, -1, length, -1).to(upcast(key))

@@ -43,5 +43,5 @@ class OutputGate(Modifier):
         """Multiply `[B, H, N, Dv]` by the gates."""
         hidden = read_hidden(call, self.width)
         logits = nn.functional.linear(hidden, self.weight.to(hidden.dtype).flatten(0, 1))
-        gates = 2 * logits.sigmoid().unflatten(-1, self.weight.shape[:2])  # [B, N, H, 1 or Dv]
+        gates: Tensor = 2 * logits.sigmoid().unflatten(-1, self.weight.shape[:2])  # [B, N, H, 1 or Dv]
         return output * gates.transpose(1, 2).to(output.dtype)

@@ -72,6 +72,10 @@ class StatefulAttention(Attention):
             )
         return self.causal(tokens, state)[1]
 
+    def state_of(self, S: Tensor) -> Any:
+        """Make a state of its one tensor, for a window that keeps it in place of sums."""
+        raise NotImplementedError(f"{type(self).__name__} has no state of one tensor")
+
     def calibrate(self, tokens: Tokens, target: Tensor) -> float:
         """Set the first weights by what another attention makes of these tokens, `[B, H, N, Dv]`.
 

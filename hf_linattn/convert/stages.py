@@ -137,7 +137,7 @@ def calibrated(model: PreTrainedModel, run: TrainingRun, tokens: int) -> dict[st
         return {}
     rows = run.blocks[: max(1, tokens // run.blocks.shape[1])]
     device = run.accelerator.device
-    model.to(device)  # type: ignore[arg-type]
+    model.to(device)
     return calibrate(model, torch.from_numpy(rows).to(device, dtype=torch.int64), run.objective.keywords)
 
 

@@ -85,8 +85,7 @@ class PatchedAttention(nn.Module):
         attentions = [part for part in parts if isinstance(part, Attention)]
         wrapper = next((part for part in attentions if part.wraps), None)
         for part in parts:
-            inside = isinstance(part, Attention) and part.wrappable and part is not wrapper
-            if wrapper is not None and inside:
+            if wrapper is not None and part is not wrapper and isinstance(part, Attention) and part.wrappable:
                 wrapper.wrap(part)
                 continue
             self.add_module(part.name, part)

@@ -268,7 +268,8 @@ class Window(StatefulAttention):
         if not self.inner:
             return inside(None)
         if self.branches == "linear":
-            return self._linear().bidirectional(tokens)
+            alone: Tensor = self._linear().bidirectional(tokens)
+            return alone
         numerator, total = self._outside(tokens, own)
         mirrored = KeyValues(own.key.flip(2), own.value.flip(2), valid.flip(1))
         back, behind = self._outside(replace(tokens, query=tokens.query.flip(2)), mirrored)
@@ -280,7 +281,8 @@ class Window(StatefulAttention):
         cut = tokens.length
         key, value, valid = key[:, :, :cut], value[:, :, :cut], valid[:, :cut]
         stream = Tokens(tokens.query, key, value, tokens.scaling, valid, keep=False)
-        return self._linear().sums(stream, None)[:2]
+        numerator, total, _ = sums(self._linear(), stream, None)
+        return numerator, total
 
     def _inside(self, tokens: Tokens, seen: Seen, span: int | None, other: ScaledSums | None) -> Tensor:
         """Compute softmax over the window, the sinks and other tokens.

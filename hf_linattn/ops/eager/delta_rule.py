@@ -135,4 +135,5 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     """Cut `[..., N, D]` to `[..., chunks, C, D]`, with zeros behind the end."""
     missing = -x.shape[-2] % size
     padded: Tensor = F.pad(x, (0, 0, 0, missing)) if missing else x
-    return padded.unflatten(-2, (-1, size))
+    chunks: Tensor = padded.unflatten(-2, (-1, size))
+    return chunks
