@@ -1,5 +1,10 @@
 """Change the attention of pretrained Hugging Face models: `patch_model(model, "elu1")`."""
 
+from hf_linattn.cli.versions import check_versions
+
+check_versions()  # before an import fails by itself, in other words
+
+# ruff: noqa: E402
 from hf_linattn.errors import LinattnError
 from hf_linattn.patching.auto import install
 from hf_linattn.patching.checkpoint import from_pretrained

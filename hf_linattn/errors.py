@@ -51,3 +51,7 @@ class DataError(LinattnError, ValueError):
 
 class TrainingError(LinattnError, RuntimeError):
     """Training cannot start or go on."""
+
+
+class VersionError(LinattnError, ImportError):
+    """Another package is installed in a version that is too old."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from itertools import pairwise
 
+from hf_linattn.cli.versions import check_versions
 from hf_linattn.errors import LinattnError, TrainingError
 
 
@@ -24,6 +25,7 @@ def exit_status(
         alike: every process fails in the same way, so that one line is enough.
     """
     try:
+        check_versions(extra)
         work()
     except LinattnError as error:
         message = " ".join(str(error).split())

@@ -1,0 +1,57 @@
+"""Versions of other packages, held against what this package's own metadata asks for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from hf_linattn.errors import VersionError
+
+NAME = "hf-linattn"
+LOWER = (">", ">=", "==", "~=")
+
+
+def requirements(extra: str) -> Iterator[Requirement]:
+    """List what an extra asks for, "" for the package itself; nothing where it was not installed by pip."""
+    try:
+        lines = metadata.requires(NAME) or []
+    except metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        wanted = (
+            always if not extra else not always and marker is not None and marker.evaluate({"extra": extra})
+        )
+        if wanted and requirement.name == NAME:
+            for other in requirement.extras:
+                yield from requirements(other)
+        elif wanted:
+            yield requirement
+
+
+def check_versions(extra: str = "") -> None:
+    """Refuse packages that are older than an extra asks for, and warn of newer ones; skip missing ones.
+
+    Args:
+        extra: of this package; "" for the package itself.
+
+    Raises:
+        VersionError: one is too old.
+    """
+    for requirement in requirements(extra):
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            continue
+        failing = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
+        if not failing:
+            continue
+        asked = f"{requirement.name}{requirement.specifier}"
+        if any(each.operator in LOWER for each in failing):
+            raise VersionError(f"hf_linattn needs {asked}, and {version} is installed: pip install '{asked}'")
+        warnings.warn(f"hf_linattn was tried with {asked}, and {version} is installed", stacklevel=2)
