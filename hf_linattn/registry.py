@@ -154,9 +154,12 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _spelled(annotation: Any) -> str:
-    """Spell a type as users read it: `float | Literal['learned'] | None`."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " | ".join(map(_spelled, typing.get_args(annotation)))
+    """Spell a type as users read it: `float, 'learned' or None`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Literal):
+        parts = [
+            repr(part) if isinstance(part, str) else _spelled(part) for part in typing.get_args(annotation)
+        ]
+        return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     if annotation is type(None):
         return "None"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
