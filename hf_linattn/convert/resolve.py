@@ -172,7 +172,9 @@ def with_learned_front(spec: str) -> tuple[str, dict[str, Any]]:
         OptionError: it holds no feature map.
     """
     names = names_in(spec)
-    maps = [name for name in names if issubclass(find(name), LinearAttention)]
+    maps = [
+        name for name in names if issubclass(find(name), LinearAttention) or "front" in signature(find(name))
+    ]
     if len(maps) != 1:
         raise OptionError(f"--learn-front: {spec!r} has no feature map that a layer could stand in front of")
     if "front" in signature(find(maps[0])):

@@ -7,6 +7,7 @@ from helpers.properties import model_of
 
 from hf_linattn import patch_model
 from hf_linattn.convert.calibration import calibrate
+from hf_linattn.convert.resolve import with_learned_front
 from hf_linattn.patching.contexts import bypassed
 from hf_linattn.patching.interface import NAME
 
@@ -56,6 +57,10 @@ def test_no_other_scale_or_gate_near_by_is_better():
             parameter.add_(change)
             assert error_of(model, IDS) > least
             parameter.sub_(change)
+
+
+def test_a_layer_can_stand_in_front_of_it():
+    assert with_learned_front("window+delta") == ("window+delta", {"delta": {"front": True}})
 
 
 def test_half_lives_that_were_asked_for_stay():
