@@ -54,4 +54,4 @@ class TrainingError(LinattnError, RuntimeError):
 
 
 class VersionError(LinattnError, ImportError):
-    """Another package is installed in a version that is too old."""
+    """Another package is installed in a version that is too old, or too new."""

@@ -37,11 +37,14 @@ def requirements(extra: str) -> Iterator[Requirement]:
 def check_versions(extra: str = "") -> None:
     """Refuse packages that are older than an extra asks for, and warn of newer ones; skip missing ones.
 
+    Of what the package itself needs, newer ones are refused too: it reads transformers' own source, and 5.24,
+    for one, has renamed the arguments by which caches are handed on.
+
     Args:
         extra: of this package; "" for the package itself.
 
     Raises:
-        VersionError: one is too old.
+        VersionError: one is too old, or too new.
     """
     for requirement in requirements(extra):
         try:
@@ -52,6 +55,6 @@ def check_versions(extra: str = "") -> None:
         if not failing:
             continue
         asked = f"{requirement.name}{requirement.specifier}"
-        if any(each.operator in LOWER for each in failing):
+        if not extra or any(each.operator in LOWER for each in failing):
             raise VersionError(f"hf_linattn needs {asked}, and {version} is installed: pip install '{asked}'")
         warnings.warn(f"hf_linattn was tried with {asked}, and {version} is installed", stacklevel=2)

@@ -29,7 +29,7 @@ def test_what_is_installed_here_is_right():
 
 def test_too_old_is_one_line(pretend, capsys):
     pretend(transformers="5.1.0", trl="1.2")
-    message = r"^hf_linattn needs transformers<6,>=5\.20, and 5\.1\.0 is installed: pip install '.*'$"
+    message = r"^hf_linattn needs transformers<5\.24,>=5\.20, and 5\.1\.0 is installed: pip install '.*'$"
     with pytest.raises(VersionError, match=message):
         check_versions()
     assert VersionError.__bases__ == (LinattnError, ImportError)
@@ -38,8 +38,10 @@ def test_too_old_is_one_line(pretend, capsys):
 
 
 def test_newer_than_tried_is_a_warning(pretend):
-    pretend(transformers="6.0.1")
-    with pytest.warns(UserWarning, match="was tried with transformers<6,>=5.20, and 6.0.1 is installed"):
+    pretend(trl="2.0.1", transformers="5.24.0")
+    with pytest.warns(UserWarning, match="was tried with trl<2,>=1.10, and 2.0.1 is installed"):
+        check_versions("trl")
+    with pytest.raises(VersionError, match=r"and 5\.24\.0 is installed"):  # its caches have other names
         check_versions()
 
 
