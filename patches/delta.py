@@ -108,6 +108,7 @@ class Delta(StatefulAttention):
         self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
         self.features = head_dim if self.map is None else self.map.features or head_dim
         self.fronts = input_projections(site) if front else nn.ParameterDict()
+        self.plain = self.map is None and not front
         self.config = DeltaConfig(decay, beta, TEMPERATURE)
         self.scale = nn.Parameter(torch.ones(heads))
         given = half_life is not None or shortest is not None
@@ -198,6 +199,8 @@ class Delta(StatefulAttention):
 
     def _mapped(self, side: Literal["query_map", "key_map"], x: Tensor) -> Tensor:
         """Map queries or keys, `[B, H, N, F]`; they are brought to length 1 later."""
+        if self.plain:
+            return x
         if self.map is None:
             return project(self.fronts, side, x)
         mapped: Tensor = getattr(self.map, side)(project(self.fronts, side, upcast(x)))
@@ -222,7 +225,7 @@ class Delta(StatefulAttention):
         gates = tokens.gates
         assert gates is not None
         key, value = tokens.key, tokens.value
-        if self.map is not None or self.fronts:
+        if not self.plain:
             key = self._mapped("key_map", tokens.hide(key))
         before = None if state is None else state.S
         inputs = DeltaInputs(query, key, value, gates, before, tokens.valid, tokens.documents)
