@@ -70,7 +70,7 @@ CALLS = [
     ((LOGN,), {"options": {"train_length": -4}}, OptionError, "at least 2 tokens, got -4"),
     ((LOGN,), {"options": {"kappa": 0}}, OptionError, 'positive number or "learned", got 0'),
     ((LOGN,), {"options": {"kappa": float("nan")}}, OptionError, 'positive number or "learned", got nan'),
-    ((LOGN,), {"options": {"kappa": "1"}}, OptionError, r"must be float \| Literal"),
+    ((LOGN,), {"options": {"kappa": "1"}}, OptionError, r"must be float, 'learned' or None"),
     ((LOGN,), {"options": {"kappa": 1.0, "train_length": 9}}, OptionError, "give one of them"),
     ((LOGN,), {"options": {"clip": 1}}, OptionError, "must be bool, got 1"),
     ((LOGN,), {"options": {"logn": {"clip": True}, "clip": True}}, OptionError, "given twice"),
