@@ -11,7 +11,7 @@ from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcas
 from hf_linattn.attention.call import Call
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import delta_rule
-from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
+from hf_linattn.ops.types import DeltaConfig, DeltaInputs
 from hf_linattn.registry import register
 
 from ._feature_maps import input_projections, named_map, project

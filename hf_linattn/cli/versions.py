@@ -24,9 +24,8 @@ def requirements(extra: str) -> Iterator[Requirement]:
         requirement = Requirement(line)
         marker = requirement.marker
         always = marker is None or marker.evaluate({"extra": ""})
-        wanted = (
-            always if not extra else not always and marker is not None and marker.evaluate({"extra": extra})
-        )
+        active = marker is None or marker.evaluate({"extra": extra})
+        wanted = active and not (extra and always)
         if wanted and requirement.name == NAME:
             for other in requirement.extras:
                 yield from requirements(other)

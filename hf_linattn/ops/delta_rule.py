@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.cpp import delta
-from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
 from hf_linattn.ops.eager import delta_rule
-from hf_linattn.ops.types import accumulator_dtype
+from hf_linattn.ops.types import DeltaConfig, DeltaInputs, accumulator_dtype
 
 
 def attention(

@@ -7,7 +7,7 @@ an input is float64. Queries, keys and values may be strided; outputs lie token 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -237,3 +237,49 @@ class ScaledSums(NamedTuple):
     values: Tensor
     total: Tensor
     log_scale: Tensor
+
+
+class DeltaConfig(NamedTuple):
+    """Which delta rule is computed.
+
+    Attributes:
+        decay: "none"; "head", one for each key head; "channel", one for each feature.
+        beta: the largest b_t, above 0 and at most 2.
+        temperature: of the decay, sigmoid(...)^(1 / temperature).
+    """
+
+    decay: Literal["none", "head", "channel"]
+    beta: float
+    temperature: float
+
+
+class DeltaInputs(NamedTuple):
+    """What the delta rule is computed from.
+
+    Attributes:
+        query: `[B, H, N, D]`, of any length; None where the state alone is wanted.
+        key: `[B, Hkv, N, D]`, of any length.
+        value: `[B, Hkv, N, Dv]`.
+        gates: logits of b_t, and of what a_t is made of, `[B, Hkv, N, 1, 2 or 1 + D]`, in the dtype of sums.
+        state: S `[B, Hkv, D, Dv]` of the tokens before, likewise; None for nothing.
+        valid: boolean `[B, N]`, False at tokens that do not count, which may hold NaN; None where all do.
+        documents: integers `[B, N]`, ascending; None for one document.
+    """
+
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+    gates: Tensor
+    state: Tensor | None = None
+    valid: Tensor | None = None
+    documents: Tensor | None = None
+
+
+class DeltaGrads(NamedTuple):
+    """Gradients of `DeltaInputs`, as they are there; that of the state is None where there is none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gates: Tensor
+    state: Tensor | None

@@ -9,7 +9,7 @@ from helpers.random_inputs import relative_error
 
 from hf_linattn.ops import delta_rule
 from hf_linattn.ops.cpp import build, delta
-from hf_linattn.ops.cpp.delta import DeltaConfig, DeltaInputs
+from hf_linattn.ops.types import DeltaConfig, DeltaInputs
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 SHAPES = {

@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
 from hf_linattn.ops.cpp.layout import NO_ARRAY, NO_DELTA_GRADS, address, array
 from hf_linattn.ops.cpp.linear import SUMS, reads, rows
-from hf_linattn.ops.types import token_major
+from hf_linattn.ops.types import DeltaConfig, DeltaGrads, DeltaInputs, token_major
 
 CHUNK = 64
 EPS = 1e-12
 """Least length that a key or query is divided by, as in `torch.nn.functional.normalize`."""
-
-
-class DeltaConfig(NamedTuple):
-    """Which delta rule is computed.
-
-    Attributes:
-        decay: "none"; "head", one for each key head; "channel", one for each feature.
-        beta: the largest b_t, above 0 and at most 2.
-        temperature: of the decay, sigmoid(...)^(1 / temperature).
-    """
-
-    decay: Literal["none", "head", "channel"]
-    beta: float
-    temperature: float
-
-
-class DeltaInputs(NamedTuple):
-    """What the delta rule is computed from.
-
-    Attributes:
-        query: `[B, H, N, D]`, of any length; None where the state alone is wanted.
-        key: `[B, Hkv, N, D]`, of any length.
-        value: `[B, Hkv, N, Dv]`.
-        gates: logits of b_t, and of what a_t is made of, `[B, Hkv, N, 1, 2 or 1 + D]`, in the dtype of sums.
-        state: S `[B, Hkv, D, Dv]` of the tokens before, likewise; None for nothing.
-        valid: boolean `[B, N]`, False at tokens that do not count, which may hold NaN; None where all do.
-        documents: integers `[B, N]`, ascending; None for one document.
-    """
-
-    query: Tensor | None
-    key: Tensor
-    value: Tensor
-    gates: Tensor
-    state: Tensor | None = None
-    valid: Tensor | None = None
-    documents: Tensor | None = None
-
-
-class DeltaGrads(NamedTuple):
-    """Gradients of `DeltaInputs`, as they are there; that of the state is None where there is none."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gates: Tensor
-    state: Tensor | None
 
 
 def takes(inputs: DeltaInputs) -> bool:
@@ -144,17 +96,8 @@ def _problem(
     grads: bytes,
 ) -> bytes:
     query, key, value, gates, state, valid, documents = inputs
-    (batch, kv_heads, length, head_dim), value_dim = key.shape, value.shape[3]
     return layout.DeltaProblem.pack(
-        sizes=layout.Sizes.pack(
-            batch=batch,
-            heads=kv_heads if query is None else query.shape[1],
-            kv_heads=kv_heads,
-            length=length,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=torch.get_num_threads(),
-        ),
+        sizes=layout.sizes((key if query is None else query).shape[1], key.shape[2], key, value),
         grads=grads,
         step=step,
         chunk=CHUNK,

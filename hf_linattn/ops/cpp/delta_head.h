@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include "gate.h"
 #include "key_head.h"
 
 constexpr float LOWEST = -50;  // of the log decay of a token, as ops/eager/delta_rule.py has it
@@ -22,16 +23,51 @@ inline DeltaGates delta_gates(const DeltaProblem& p, const float* logits) {
     DeltaGates gates{largest * open, 0, largest * open * (1 - open), 0};
     if (!p.decays) return gates;
     const float logit = logits[1], temperature = static_cast<float>(p.temperature);
-    const float log_sigmoid = (logit > 0 ? 0 : logit) - std::log1p(std::exp(-std::abs(logit)));  // of NaN too
-    gates.log_decay = log_sigmoid / temperature;
+    gates.log_decay = log_sigmoid(logit) / temperature;
     gates.d_decay = 1 / (1 + std::exp(logit)) / temperature;
     if (gates.log_decay < LOWEST) gates.log_decay = LOWEST, gates.d_decay = 0;
     return gates;
 }
 
-class DeltaHead : protected KeyHead<DeltaProblem> {
+// Vectors of length 1, gates and states, of a chunk as of a single token.
+class DeltaVectors : protected KeyHead<DeltaProblem> {
 protected:
     const float eps_;
+
+    DeltaVectors(const DeltaProblem& p, float eps, int64_t batch_head) : KeyHead(p, batch_head), eps_(eps) {}
+
+    int64_t state_floats() const { return int64_t(key_row_) * value_row_; }
+
+    DeltaGates gates_of(int64_t token) const {
+        return delta_gates(p_, at<float>(p_.gates.data) + offset(p_.gates, row_, head_, token));
+    }
+
+    // Read a vector and bring it to length 1; 1 / its length.
+    float read_unit(const Array& x, int64_t head, int64_t token, float* to) const {
+        read_row(x, head, token, to, head_dim_, key_row_);
+        const float inverse = 1 / std::max(std::sqrt(dot(to, to, key_row_)), eps_);
+        scale(to, inverse, key_row_);
+        return inverse;
+    }
+
+    // The state of this key head among those at an address.
+    float* state_at(int64_t address) const {
+        return at<float>(address) + batch_head_ * head_dim_ * value_dim_;
+    }
+
+    // Its rows in whole vectors, as many as those of keys; zeros for none.
+    void read_state(int64_t from, float* S) const {
+        if (!from || head_dim_ != key_row_ || value_dim_ != value_row_)
+            memset(S, 0, state_floats() * sizeof(float));
+        if (!from) return;
+        const float* rows = state_at(from);
+        for (int d = 0; d < head_dim_; ++d)
+            memcpy(S + d * value_row_, rows + d * value_dim_, value_dim_ * sizeof(float));
+    }
+};
+
+class DeltaHead : protected DeltaVectors {
+protected:
     const int chunk_, chunk_row_;
     float *query_, *key_, *key_transposed_, *value_, *w_, *u_;
     float* ratio_;  // e^(r_i - r_j) from each key to the tokens from it on; 0 before it, and in other documents
@@ -44,7 +80,7 @@ protected:
     float* key_inverse_;  // 1 / length of each key
 
     DeltaHead(const DeltaProblem& p, float eps, int64_t batch_head, int64_t extra_floats)
-        : KeyHead(p, batch_head), eps_(eps), chunk_(std::min(p.chunk, p.length)), chunk_row_(padded(chunk_)) {
+        : DeltaVectors(p, eps, batch_head), chunk_(std::min(p.chunk, p.length)), chunk_row_(padded(chunk_)) {
         const int64_t n = chunk_row_;
         reserve(n * (3 * key_row_ + 3 * value_row_ + 2 * n + 8) + extra_floats);
         query_ = alloc(n, key_row_);
@@ -67,16 +103,6 @@ protected:
         d_decay_ = rows + 7 * n;
     }
 
-    int64_t state_floats() const { return int64_t(key_row_) * value_row_; }
-
-    // Read a vector and bring it to length 1; 1 / its length.
-    float read_unit(const Array& x, int64_t head, int64_t token, float* to) const {
-        read_row(x, head, token, to, head_dim_, key_row_);
-        const float inverse = 1 / std::max(std::sqrt(dot(to, to, key_row_)), eps_);
-        scale(to, inverse, key_row_);
-        return inverse;
-    }
-
     // Gradient of a vector from that of its direction y: (d - y (y . d)) / length.
     void through_unit(float* d, const float* y, float inverse) const {
         const float along = dot(d, y, key_row_);
@@ -84,23 +110,10 @@ protected:
             store(d + i, (load(d + i) - load(y + i) * along) * inverse);
     }
 
-    void read_state(int64_t from, float* S) const {
-        if (!from || head_dim_ != key_row_ || value_dim_ != value_row_)
-            memset(S, 0, state_floats() * sizeof(float));
-        if (!from) return;
-        const float* rows = at<float>(from) + batch_head_ * head_dim_ * value_dim_;
-        for (int d = 0; d < head_dim_; ++d)
-            memcpy(S + d * value_row_, rows + d * value_dim_, value_dim_ * sizeof(float));
-    }
-
     void write_state(const float* S, int64_t to) const {
-        float* rows = at<float>(to) + batch_head_ * head_dim_ * value_dim_;
+        float* rows = state_at(to);
         for (int d = 0; d < head_dim_; ++d)
             memcpy(rows + d * value_dim_, S + d * value_row_, value_dim_ * sizeof(float));
-    }
-
-    bool hidden(int64_t token) const {
-        return p_.valid && !at<uint8_t>(p_.valid)[row_ * p_.valid_row + token];
     }
 
     // Keys, values and gates of a chunk, and what each token is to the others.
@@ -112,8 +125,7 @@ protected:
                 key_inverse_[j] = beta_[j] = running_[j] = d_beta_[j] = d_decay_[j] = 0;
                 continue;
             }
-            const float* logits = at<float>(p_.gates.data) + offset(p_.gates, row_, head_, start + j);
-            const DeltaGates gates = delta_gates(p_, logits);
+            const DeltaGates gates = gates_of(start + j);
             beta_[j] = gates.beta;
             running_[j] = gates.log_decay;
             d_beta_[j] = gates.d_beta;

@@ -6,26 +6,22 @@
 
 #include "delta_head.h"
 
-class DeltaStep : KeyHead<DeltaProblem> {
-    const float eps_;
-
+class DeltaStep : DeltaVectors {
 public:
-    DeltaStep(const DeltaProblem& p, float eps, int64_t batch_head) : KeyHead(p, batch_head), eps_(eps) {}
+    DeltaStep(const DeltaProblem& p, float eps, int64_t batch_head) : DeltaVectors(p, eps, batch_head) {}
 
     void run() {
-        const int64_t size = int64_t(head_dim_) * value_dim_;
-        const bool whole = value_dim_ == value_row_, counts = !hidden();
-        reserve((1 + shared_) * (key_row_ + value_row_) + value_row_ + (whole ? 0 : head_dim_ * value_row_));
+        const bool whole = value_dim_ == value_row_, counts = !hidden(0);
+        reserve((1 + shared_) * (key_row_ + value_row_) + value_row_ + (whole ? 0 : state_floats()));
         float *vectors = alloc(1 + shared_, key_row_), *held = alloc(1 + shared_, value_row_);
         float* correction = alloc(1, value_row_);
-        const float* before = at<float>(p_.S) + batch_head_ * size;
-        float* after = at<float>(p_.S_after) + batch_head_ * size;
-        if (!whole) before = with_whole_rows(before, alloc(head_dim_, value_row_));
+        float *before = state_at(p_.S), *after = state_at(p_.S_after);
+        if (!whole) read_state(p_.S, before = alloc(key_row_, value_row_));
         read_vectors(vectors, counts);
         const LeftFactor left{vectors, key_row_, 1};
         product(left, 1 + shared_, head_dim_, before, value_row_, held, value_row_, value_row_, false);
         DeltaGates gates{0, 0, 0, 0};
-        if (counts) gates = delta_gates(p_, at<float>(p_.gates.data) + offset(p_.gates, row_, head_, 0));
+        if (counts) gates = gates_of(0);
         const float decay = std::exp(gates.log_decay);
         memset(correction, 0, value_row_ * sizeof(float));
         if (counts) read_row(p_.value, head_, 0, correction, value_dim_, value_row_);
@@ -44,27 +40,12 @@ public:
     }
 
 private:
-    bool hidden() const { return p_.valid && !at<uint8_t>(p_.valid)[row_ * p_.valid_row]; }
-
     // The key, 0 where it does not count, and the queries.
     void read_vectors(float* vectors, bool counts) const {
         memset(vectors, 0, key_row_ * sizeof(float));
-        if (counts) read_unit(p_.key, head_, vectors);
+        if (counts) read_unit(p_.key, head_, 0, vectors);
         for (int64_t head = first_query(); head < last_query(); ++head)
-            read_unit(p_.query, head, vectors + (1 + head - first_query()) * key_row_);
-    }
-
-    void read_unit(const Array& x, int64_t head, float* to) const {
-        read_row(x, head, 0, to, head_dim_, key_row_);
-        scale(to, 1 / std::max(std::sqrt(dot(to, to, key_row_)), eps_), key_row_);
-    }
-
-    const float* with_whole_rows(const float* S, float* to) const {
-        for (int d = 0; d < head_dim_; ++d) {
-            memcpy(to + d * value_row_, S + d * value_dim_, value_dim_ * sizeof(float));
-            memset(to + d * value_row_ + value_dim_, 0, (value_row_ - value_dim_) * sizeof(float));
-        }
-        return to;
+            read_unit(p_.query, head, 0, vectors + (1 + head - first_query()) * key_row_);
     }
 
     void write_state(const float* key, const float* before, const float* correction, float decay,

@@ -40,6 +40,11 @@ protected:
         return (row_ * p_.heads + head) * p_.length + token;
     }
 
+    // Whether a token does not count, of problems that know of such.
+    bool hidden(int64_t token) const {
+        return p_.valid && !at<uint8_t>(p_.valid)[row_ * p_.valid_row + token];
+    }
+
     void read_row(const Array& x, int64_t head, int64_t token, float* to, int count, int row) const {
         read(x, offset(x, row_, head, token), count, to);
         for (int i = count; i < row; ++i) to[i] = 0;

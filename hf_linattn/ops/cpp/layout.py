@@ -266,6 +266,19 @@ def array(x: Tensor) -> bytes:
     return Array.pack(x.data_ptr(), DTYPES[x.dtype], batch, head, token)
 
 
+def sizes(heads: int, length: int, key: Tensor, value: Tensor) -> bytes:
+    """Pack the sizes of a problem.
+
+    Args:
+        heads: of queries.
+        length: number of queries.
+        key: `[B, Hkv, S, D]`, or queries of so many rows and of the same size.
+        value: `[B, Hkv, S, Dv]`.
+    """
+    (batch, kv_heads, _, value_dim), threads = value.shape, torch.get_num_threads()
+    return Sizes.pack(batch, heads, kv_heads, length, key.shape[3], value_dim, threads)
+
+
 def gate(given: types.Gate | None) -> bytes:
     """Pack a gate; None for none."""
     if given is None:

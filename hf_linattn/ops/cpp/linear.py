@@ -112,23 +112,14 @@ def _problem(
     grads: bytes,
 ) -> bytes:
     query, key, value, valid, S, z, log_decay, documents = inputs
-    (batch, heads, length, head_dim), (_, kv_heads, keys, value_dim) = query.shape, value.shape
     return layout.LinearProblem.pack(
-        sizes=layout.Sizes.pack(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            length=length,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=torch.get_num_threads(),
-        ),
+        sizes=layout.sizes(query.shape[1], query.shape[2], query, value),
         options=layout.LinearOptions.pack(
             feature_map=FEATURE_MAPS.index(config.kind),
             normalise=config.normalise,
             causal=config.causal,
             keep_state=keep,
-            keys=keys,
+            keys=value.shape[2],
             chunk=chunk,
         ),
         grads=grads,

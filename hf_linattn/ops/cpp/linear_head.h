@@ -145,10 +145,6 @@ protected:
             memcpy(to.S + d * to_row, from.S + d * from_row, value_dim_ * sizeof(float));
     }
 
-    bool hidden(int64_t token) const {
-        return p_.valid && !at<uint8_t>(p_.valid)[row_ * p_.valid_row + token];
-    }
-
     // Features of keys, and values, 0 where hidden and behind the chunk; derivatives of the map where wanted.
     void read_keys(int64_t start, int count, float* derivatives = nullptr) {
         for (int j = 0; j < count; ++j) {

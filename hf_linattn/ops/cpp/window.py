@@ -73,17 +73,9 @@ def backward(
 
 def _problem(window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor, grads: bytes) -> bytes:
     query, key, value, valid, span, _ = window
-    (batch, heads, length, head_dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
+    length = query.shape[2]
     return layout.WindowProblem.pack(
-        sizes=layout.Sizes.pack(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            length=length,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=torch.get_num_threads(),
-        ),
+        sizes=layout.sizes(query.shape[1], length, key, value),
         grads=grads,
         span=span,
         n_missing=window.n_missing,

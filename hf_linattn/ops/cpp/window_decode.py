@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
@@ -83,19 +82,11 @@ def decode(
         UnsupportedCallError: the kernels cannot be compiled.
     """
     query, key, value = rows(query), rows(key), rows(value)
-    (batch, heads, _, head_dim), (_, kv_heads, columns, value_dim) = query.shape, ring.value.shape
+    (batch, heads), (columns, value_dim) = query.shape[:2], ring.value.shape[2:]
     output = token_major(query, batch, heads, 1, value_dim)
     tail = None if tail is None else _dense(tail)  # held until the kernel is done
     problem = layout.WindowDecodeProblem.pack(
-        sizes=layout.Sizes.pack(
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            length=1,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            threads=torch.get_num_threads(),
-        ),
+        sizes=layout.sizes(heads, 1, query, ring.value),
         tail=layout.NO_TAIL if tail is None else _packed(tail),
         columns=columns,
         query=array(query),
