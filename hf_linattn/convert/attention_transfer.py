@@ -9,8 +9,8 @@ arXiv:2402.04347, section 4.2.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hf_linattn.attention.site import AttentionSite
+from hf_linattn.convert.patch_hook import PatchHook, computing_by
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.patching.interface import NAME, native_attention
 from hf_linattn.patching.module import CallContext, PatchedAttention
@@ -121,30 +122,24 @@ class AttentionTransfer(nn.Module):
             yield site, dict(zip(names, copies.parameters(), strict=True))
 
 
-class _CompareHook:
+class _CompareHook(PatchHook):
     """Forward hook of an attention module: runs its patch on the same inputs and notes how far off it is."""
 
     def __init__(
         self, name: str, target: Target, weights: dict[str, Any], grad: bool, compared: dict[str, Tensor]
     ) -> None:
+        super().__init__()
         self.name, self.target, self.weights, self.grad, self.compared = name, target, weights, grad, compared
-        self.busy = False
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.busy:
-            return
-        self.busy = True
-        child: Any = module._modules[NAME]
-        own, child.bypass = child.bypass, None
-        try:
-            with torch.set_grad_enabled(self.grad), ExitStack() as stack:
-                if self.target == "weights":
-                    stack.enter_context(_comparing_weights(module, child, own, self._note))
-                patched_output = functional_call(module, self.weights, args, kwargs)
-                if self.target == "output":
-                    self._note(relative_error(_first(patched_output), _first(output)))
-        finally:
-            child.bypass, self.busy = own, False
+    def run(
+        self, module: Any, child: Any, own: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with torch.set_grad_enabled(self.grad), ExitStack() as stack:
+            if self.target == "weights":
+                stack.enter_context(_comparing_weights(module, child, own, self._note))
+            patched_output = functional_call(module, self.weights, args, kwargs)
+            if self.target == "output":
+                self._note(relative_error(_first(patched_output), _first(output)))
 
     def _note(self, losses: Tensor) -> None:
         self.compared[self.name] = losses
@@ -164,8 +159,9 @@ def weights_divergence(weights: Tensor, target: Tensor) -> Tensor:
     return (target * (target.clamp_min(tiny).log() - weights.log())).sum(-1).flatten(1).mean(1)
 
 
-@contextmanager
-def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator[None]:
+def _comparing_weights(
+    module: Any, child: Any, own: str, note: Callable[[Tensor], None]
+) -> AbstractContextManager[None]:
     """While this lasts, the child compares weights, by one-hot values, and gives an output of zeros."""
 
     def forward(
@@ -190,11 +186,7 @@ def _comparing_weights(module: Any, child: Any, own: str, note: Any) -> Iterator
         note(weights_divergence(weights.transpose(1, 2), target.transpose(1, 2)))
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    child.forward = forward
-    try:
-        yield
-    finally:
-        del child.forward
+    return computing_by(child, forward)
 
 
 def _first(output: Any) -> Tensor:

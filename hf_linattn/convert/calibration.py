@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import StatefulAttention, Tokens
+from hf_linattn.convert.patch_hook import PatchHook, computing_by
 from hf_linattn.patching.contexts import bypassed
 from hf_linattn.patching.interface import NAME, native_attention
 from hf_linattn.patching.module import CallContext
@@ -57,24 +58,18 @@ def can_calibrate(patch: type[Any]) -> bool:
     return own and not patch.wraps  # which calibrates what it holds
 
 
-class _CalibrateHook:
+class _CalibrateHook(PatchHook):
     """Forward hook of an attention module: gives its patch what the module's own attention read and gave."""
 
     def __init__(self, name: str, errors: dict[str, float]) -> None:
-        self.name, self.errors, self.busy = name, errors, False
+        super().__init__()
+        self.name, self.errors = name, errors
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.busy:
-            return
-        self.busy = True
-        child: Any = module._modules[NAME]
-        own, child.bypass = child.bypass, None
-        child.forward = partial(self._calibrate, module, child, own)
-        try:
+    def run(
+        self, module: Any, child: Any, own: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        with computing_by(child, partial(self._calibrate, module, child, own)):
             module(*args, **kwargs)
-        finally:
-            del child.forward
-            child.bypass, self.busy = own, False
 
     def _calibrate(
         self,
