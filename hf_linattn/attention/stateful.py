@@ -112,6 +112,7 @@ class StatefulAttention(Attention):
         count = visibility.count(query.device)[:, 0] if self.needs_visible_count else None
         valid = None if new is None else new > 0
         gates = self.gates(call)
+        _check_gates(call, gates, valid)
         tokens = Tokens(
             query, call.key, call.value, call.scaling, valid, count, gates, keep=layer is not None
         )
@@ -219,6 +220,24 @@ def _compact(call: Call, past: int | Tensor) -> Visibility:
     if call.layer is None and visibility.causal and queries != keys:
         raise CacheError(f"causal attention of {queries} queries over {keys} keys without a state")
     return visibility
+
+
+def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None:
+    """Refuse gates that are not numbers: a state keeps them for ever.
+
+    On a CPU alone, and not for a single token: the answer would be waited for.
+
+    Raises:
+        UnsupportedCallError: a gate of a token that counts is NaN.
+    """
+    if gates is None or gates.shape[2] == 1 or gates.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = gates.isnan()
+    if bool(wrong.any()) and bool((wrong if valid is None else wrong & valid[:, None, :, None]).any()):
+        raise UnsupportedCallError(
+            f"{call.where}: gates of {call.spec!r} are NaN, and its state would keep them. The hidden state "
+            "or the weights of the gates hold NaN: look for a training that diverged, or a dtype too narrow"
+        )
 
 
 def _new_columns(documents: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:

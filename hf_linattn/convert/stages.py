@@ -132,10 +132,19 @@ class Distill(TrainingRecipe):
 
 
 def calibrated(model: PreTrainedModel, run: TrainingRun, tokens: int) -> dict[str, float]:
-    """Calibrate a patch on the first rows of the text, at most `tokens`; see `calibration.calibrate`."""
+    """Calibrate a patch on the first rows of the text, at most `tokens`; see `calibration.calibrate`.
+
+    Raises:
+        TrainingError: there is less text.
+    """
     if not tokens:
         return {}
     rows = run.blocks[: max(1, tokens // run.blocks.shape[1])]
+    if rows.size < tokens - run.blocks.shape[1]:
+        raise TrainingError(
+            f"the patch is calibrated on --calibrate-tokens {tokens}, and the text has {rows.size}: give "
+            "more text or fewer tokens, or leave it out (--calibrate-tokens 0)"
+        )
     device = run.accelerator.device
     model.to(device)
     return calibrate(model, torch.from_numpy(rows).to(device, dtype=torch.int64), run.objective.keywords)

@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,13 @@ def test_a_state_that_forgets_is_calibrated_before_it_learns():
         assert len(results.get("calibration", {})) == (2 if tokens == "128" else 0)
         losses[tokens] = results["eval_loss_before"]
     assert losses["128"] < losses["0"]
+
+
+def test_too_little_text_to_calibrate_on(capsys):
+    argv = [*BASE, "--patch", "delta", "--stages", "transfer", "--transfer-tokens", str(TOKENS)]
+    assert main([*argv, "--calibrate-tokens", "10000000", "--output-dir", "little"]) == 1
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert re.search(r"--calibrate-tokens 10000000, and the text has \d+: give ", line)
 
 
 def test_projections_are_trained_in_copies_and_the_teacher_is_apart(sharp):

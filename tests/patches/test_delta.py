@@ -1,5 +1,7 @@
 """The delta rule: its chunks against the recurrence, its ends, its gates, and what it refuses."""
 
+import math
+
 import pytest
 import torch
 from helpers import tiny_models
@@ -175,3 +177,19 @@ class TestRefused:
         model.model.layers[1].self_attn.linattn.delta.width = 31
         with pytest.raises(UnsupportedCallError, match=r"\[rows, 20, 31\].*\(1, 20, 32\).*'value'"):
             model(tiny_models.tokens(1, 20))
+
+    @pytest.mark.parametrize(
+        ("spec", "options"), [("delta", {}), ("gated", {"source": "hidden"}), ("window+delta", {})]
+    )
+    def test_gates_that_are_not_numbers(self, spec, options):
+        model, ids = patch_model(tiny_models.llama(), spec, options=options), tiny_models.tokens(2, 20)
+
+        def hidden(_, args, kwargs):
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * math.nan}
+
+        module = model.model.layers[1].self_attn
+        handle = module.register_forward_pre_hook(hidden, with_kwargs=True, prepend=True)
+        with pytest.raises(UnsupportedCallError, match=r"layers.1.self_attn.*: gates of .* are NaN"):
+            model(ids)
+        handle.remove()
+        assert model(ids).logits.isfinite().all()
