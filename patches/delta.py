@@ -14,6 +14,7 @@ from hf_linattn.ops import delta_rule
 from hf_linattn.ops.types import DeltaConfig, DeltaInputs
 from hf_linattn.registry import register
 
+from ._convolution import convolve, identity
 from ._feature_maps import input_projections, named_map, project
 from ._gates import (
     TEMPERATURE,
@@ -34,9 +35,10 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
 
 
 class DeltaState(NamedTuple):
-    """S `[B, Hkv, F, Dv]`: what is held under each key."""
+    """S `[B, Hkv, F, Dv]`: what is held under each key; last keys `[B, Hkv, conv - 1, D]`."""
 
     S: Tensor
+    keys: Tensor
 
 
 @register("delta")
@@ -63,6 +65,9 @@ class Delta(StatefulAttention):
             options and its learned weights; default None, phi(x) = x.
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
+        conv: taps of a causal convolution over each channel of the keys, which learns; k_t then depends on
+            the conv - 1 keys before it too, so that what follows a token can be found under that token. The
+            token itself alone at the start. From 1, the default, which is none, to 16; not behind a window.
         rope: False switches the model's rotary embedding off in these layers; default True.
         half_life: tokens after which a past token counts half, at the start; at least 1, default 16384.
         shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
@@ -91,11 +96,14 @@ class Delta(StatefulAttention):
         beta: float = 1.0,
         feature_map: str | None = None,
         front: bool = False,
+        conv: int = 1,
         rope: bool = True,
         half_life: float | None = None,
         shortest: float | None = None,
     ) -> None:
         super().__init__(site)
+        if not 1 <= conv <= 16:
+            raise OptionError(f"conv must be from 1 to 16 taps, got {conv}")
         if not 0 < beta <= 2:
             raise OptionError(f"beta must be above 0 and at most 2, got {beta}")
         if decay == "none" and (half_life is not None or shortest is not None):
@@ -107,6 +115,9 @@ class Delta(StatefulAttention):
         self.width = source_width(site, source)
         self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
         self.features = head_dim if self.map is None else self.map.features or head_dim
+        self.past, self.one_tensor = conv - 1, conv == 1
+        if conv > 1:
+            self.key_conv = identity(kv_heads, head_dim, conv)
         self.fronts = input_projections(site) if front else nn.ParameterDict()
         self.plain = self.map is None and not front
         self.config = DeltaConfig(decay, beta, TEMPERATURE)
@@ -139,7 +150,7 @@ class Delta(StatefulAttention):
 
     def state_of(self, S: Tensor) -> DeltaState:
         """Make a state of S."""
-        return DeltaState(S)
+        return DeltaState(S, S[:, :, :0])
 
     def past_gates(self, tokens: Tokens) -> Tensor:
         """Compute the logits of tokens that another attention has stored."""
@@ -219,23 +230,37 @@ class Delta(StatefulAttention):
         assert after is not None
         return after
 
+    def _convolved(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, Tensor]:
+        """Return the keys behind the convolution, and the last ones before it, `[B, Hkv, conv - 1, D]`."""
+        key = tokens.key
+        if not self.past:
+            return key, key[:, :, :0]
+        before = None if state is None else state.keys
+        return convolve(key, before, self.key_conv, tokens.valid, tokens.documents)
+
     def _run(
         self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
     ) -> tuple[Tensor | None, DeltaState | None]:
         gates = tokens.gates
         assert gates is not None
-        key, value = tokens.key, tokens.value
+        value = tokens.value
+        key, recent = self._convolved(tokens, state)
         if not self.plain:
             key = self._mapped("key_map", tokens.hide(key))
         before = None if state is None else state.S
         inputs = DeltaInputs(query, key, value, gates, before, tokens.valid, tokens.documents)
         output, S = delta_rule.attention(inputs, self.config, self.scale, keep, tokens.in_place)
-        if S is None or S is before:  # written over
+        if S is None:
             return output, state
-        return output, DeltaState(S)
+        if S is before:  # written over
+            assert state is not None
+            state.keys.copy_(recent)
+            return output, state
+        return output, DeltaState(S, recent)
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
-        """Count S in float32 (float64 in float64 models)."""
-        if site.kv_heads is None or site.value_dim is None:
+        """Count S in float32 (float64 in float64 models), and the last keys."""
+        if site.kv_heads is None or site.value_dim is None or site.head_dim is None:
             return None
-        return max(size, 4) * site.kv_heads * self.features * site.value_dim
+        of_keys = size * self.past * site.head_dim
+        return site.kv_heads * (max(size, 4) * self.features * site.value_dim + of_keys)

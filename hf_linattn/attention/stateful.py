@@ -24,6 +24,7 @@ class StatefulAttention(Attention):
     Class attributes:
         needs_visible_count: `Tokens.count` is wanted.
         gate_count: numbers that `gates` makes for each token and key head.
+        one_tensor: its state is S alone, which `state_of` makes it of, so that a window can keep it.
         supports_packing: `causal` honours `Tokens.documents`; else documents come one by one.
     """
 
@@ -31,6 +32,7 @@ class StatefulAttention(Attention):
     time = "O(n)"
     needs_visible_count: bool = False
     gate_count: int = 0
+    one_tensor: bool = False
     supports_packing: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:

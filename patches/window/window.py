@@ -92,6 +92,11 @@ class Window(StatefulAttention):
             raise OptionError(
                 f"{inner.name!r} has no sum to share with a window: its weights can be negative"
             )
+        if not (sums or inner.one_tensor):
+            raise OptionError(
+                f"a window keeps one tensor of {inner.name!r}, which has more with these options: leave out "
+                "its convolution (conv=1), the window sees the tokens before each"
+            )
         self.mix = self.mix or ("shared" if sums else "interpolated")
         if self.mix == "shared" and not sums:
             raise OptionError(

@@ -146,6 +146,7 @@ class TestRefused:
             ({"beta": 0.0}, "beta must be above 0 and at most 2, got 0"),
             ({"beta": 2.5}, "beta must be"),
             ({"beta": float("nan")}, "beta must be"),
+            ({"conv": 0}, "conv must be from 1 to 16 taps, got 0"),
             ({"half_life": 0.5}, "half_life must be at least 1 token"),
             ({"decay": "none", "shortest": 2.0}, "forgets nothing"),
             ({"decay": "often"}, "channel"),
@@ -165,6 +166,10 @@ class TestRefused:
     def test_a_window_with_which_it_would_share_a_sum(self):
         with pytest.raises(OptionError, match=r"mix='shared': 'delta' has no sum .* 'interpolated'"):
             patch_model(tiny_models.llama(), "window+delta", options={"mix": "shared"})
+
+    def test_a_window_that_would_keep_last_keys(self):
+        with pytest.raises(OptionError, match=r"one tensor of 'delta'.*conv=1"):
+            patch_model(tiny_models.llama(), "window+delta", options={"conv": 4})
 
     def test_a_module_without_a_hidden_state(self, monkeypatch):
         monkeypatch.setattr("hf_linattn.patching.discovery._hidden_size", lambda *module: None)

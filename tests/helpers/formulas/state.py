@@ -1,6 +1,7 @@
 """Formulas of the patches with a state of another kind: quadratic, float64, one function each."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ CASES: dict[str, Case] = {
     "delta": Case("delta"),
     "delta, near": Case("delta", {"half_life": 5.0, "source": "value", "front": True}),
     "delta, channel": Case("delta", {"decay": "channel", "beta": 2.0, "half_life": 20.0}),
+    "delta, conv": Case("delta", {"conv": 4, "front": True}),
     "delta, no decay": Case("delta", {"decay": "none", "feature_map": "elu1"}),
     "gated, front": Case("gated", {"front": True, "half_life": 50.0}),
     "gated, hedgehog": Case("gated", {"feature_map": "hedgehog", "shortest": 4.0, "half_life": 50.0}),
@@ -110,6 +112,17 @@ def gated(x: Inputs) -> Tensor:
     return over_its_sum(weights * product, x.visible) @ x.value
 
 
+def convolved(x: Inputs, tokens: Tensor, weight: Tensor) -> Tensor:
+    """Sum a token and those before it that it sees, the nearest by the last weight `[Hkv, D, taps]`."""
+    weight, (rank, _) = x.per_head(weight), x.ranks()
+    before = rank[:, None, :, None] - rank[:, None, None, :]  # how many tokens ago
+    mixed = sum(
+        (x.visible & (before == ago)).double() @ tokens * weight[None, :, None, :, -1 - ago]
+        for ago in range(weight.shape[-1])
+    )
+    return torch.where(x.visible.any(-1, keepdim=True), mixed, tokens)
+
+
 def delta_reads(x: Inputs, prefix: str, counted: Tensor, seen: Tensor) -> Tensor:
     """c (Q K^T * A)(I + T)^-1 b v; T = b (K K^T * A) for j < i; A: the product of a over what came since.
 
@@ -120,6 +133,8 @@ def delta_reads(x: Inputs, prefix: str, counted: Tensor, seen: Tensor) -> Tensor
     """
     options, source = x.options, x.options.get("source", "hidden")
     beta = options.get("beta", 1.0) * gates_of(x, prefix, "gate_weight", "gate_bias", source).sigmoid()
+    if "conv" in options:
+        x = replace(x, key=convolved(x, x.key, x.parameter(f"{prefix}.key_conv")))
     query, key = fronted(x, prefix) if options.get("front") else (x.query, x.key)
     if options.get("feature_map") == "elu1":
         query, key = elu_plus_one(query), elu_plus_one(key)
