@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 from hf_linattn.attention.base import SCORE_EXTRAS, SINKS, Attention, Output
 from hf_linattn.attention.call import Call
-from hf_linattn.ops.softmax import capped, scores_of, sink_column, softmax_attention, softmax_weights
+from hf_linattn.ops.softmax import (
+    capped,
+    scores_of,
+    sink_column,
+    softmax_attention,
+    softmax_weights,
+)
 
 
 class ScoreAttention(Attention):
@@ -56,6 +62,10 @@ class ScoreAttention(Attention):
         query, key, value, visibility = call.query, call.key, call.value, call.visibility
         sink = _joined(self.sink_logit(query), call.sink)
         bias = None if call.bias is None else call.bias[..., : key.shape[2]]
+        if call.decay is not None:
+            of_query, of_key = call.decay
+            decay = of_query.unsqueeze(-1) - of_key.unsqueeze(-2)
+            bias = decay if bias is None else bias + decay
         chosen = self.select(call)
         fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
         fused = fused and call.softcap is None and call.factor is None and not call.output_attentions

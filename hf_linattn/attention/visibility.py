@@ -108,8 +108,8 @@ class Visibility:
         dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
-    def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+    def places(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Find each query among the keys, `[N]`, and the padding: documents `[B, S]` or None, 0 where padded.
 
         Args:
             causal: the queries are the last of the keys; else both are the same tokens.
@@ -119,13 +119,27 @@ class Visibility:
             UnsupportedMaskError: a mask in which tokens have no places.
         """
         if self.dense is not None:
+            return analyse(self, self.keys - self.queries if causal else 0).places(causal, device)
+        relative = self.relative
+        first = -(self.keys - self.queries if causal else 0) if relative is None else relative[0]
+        own = (torch.arange(self.queries, device=device) - first).clamp(0, self.keys - 1)
+        return own, self.documents
+
+    def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
+
+        Args:
+            causal: the queries are the last of the keys; else both are the same tokens.
+            device: of the answer.
+
+        Raises:
+            UnsupportedMaskError: as `places`.
+        """
+        if self.dense is not None:
             plain = analyse(self, self.keys - self.queries if causal else 0)
             return plain.ranks(causal, device)
         index = torch.arange(self.keys, device=device)
-        relative = self.relative
-        if relative is None:
-            relative = index - (self.keys - self.queries if causal else 0)
-        own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)
+        own, _ = self.places(causal, device)
         earlier = 0 if self.earlier is None else self.earlier[:, None]
         if self.documents is None:
             return own[None] + earlier, index[None] + earlier
