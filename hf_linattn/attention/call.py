@@ -88,7 +88,8 @@ class Call:
         """Add to each score the logarithms of the gates that came after its key: those of l, j < l <= i.
 
         Args:
-            gates: logarithms, `[B, H, S]`, float32 (float64 in float64 models). Those of padding are left out.
+            gates: logarithms, `[B, H, S]`, float32 (float64 in float64 models); those of padding are left
+                out.
         """
         own, documents = self.visibility.places(self.causal, self.device)
         if documents is not None:

@@ -13,7 +13,11 @@ from hf_linattn.ops.softmax import (
     sink_column,
     softmax_attention,
     softmax_weights,
+    with_decay,
 )
+
+LONG = 128
+"""Queries from which on a decay is put into channels of keys and values, not into a bias of each score."""
 
 
 class ScoreAttention(Attention):
@@ -62,13 +66,16 @@ class ScoreAttention(Attention):
         query, key, value, visibility = call.query, call.key, call.value, call.visibility
         sink = _joined(self.sink_logit(query), call.sink)
         bias = None if call.bias is None else call.bias[..., : key.shape[2]]
-        if call.decay is not None:
-            of_query, of_key = call.decay
-            decay = of_query.unsqueeze(-1) - of_key.unsqueeze(-2)
-            bias = decay if bias is None else bias + decay
         chosen = self.select(call)
         fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
         fused = fused and call.softcap is None and call.factor is None and not call.output_attentions
+        decay = call.decay
+        if decay is not None:
+            if fused and query.shape[2] >= LONG and not torch.compiler.is_exporting():
+                query, key, value = with_decay(query, key, value, decay, call.scaling)
+            else:
+                apart = decay[0].unsqueeze(-1) - decay[1].unsqueeze(-2)
+                bias = apart if bias is None else bias + apart
         causal = visibility.plain and visibility.causal and query.shape[2] > 1
         mask: Tensor | None = None
         whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
@@ -88,7 +95,7 @@ class ScoreAttention(Attention):
                 sink=sink,
                 dropout=call.dropout,
             )
-            return output, None
+            return output[..., : call.value.shape[-1]], None
         scores = self.scores(query, key, call.scaling)
         if call.factor is not None:
             scores = scores * call.factor[..., : key.shape[2]]

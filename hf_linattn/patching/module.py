@@ -166,17 +166,19 @@ class PatchedAttention(nn.Module):
             self._refuse_state(site)
 
     def _refuse_state(self, site: AttentionSite) -> None:
+        """Refuse modules whose place in the cache cannot hold a state, or gates beside keys."""
+        kept = "gates" if self.keeps_gates else "states"
+        instead = "source='value', which keeps none" if self.keeps_gates else "a softmax patch (softmax1, logn)"
         if site.forward_info.calls > 1:
             raise UnsupportedModelError(
                 f"{self.where} combines {site.forward_info.calls} attentions in one forward (differential "
-                f"attention): one state, or gate, cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
-                "or logn there."
+                f"attention): one layer of {kept} cannot serve them, so {self.spec!r} does not apply. Use "
+                f"{instead} there."
             )
         if site.shares:
             raise UnsupportedModelError(
-                f"{self.where} shares keys and values with other layers, and the cache of {self.spec!r} has "
-                "states or gates of its own that cannot be shared. Leave it out of the plan, or use a softmax "
-                "patch (softmax1, logn) there."
+                f"{self.where} shares keys and values with other layers, and a cache that holds "
+                f"{self.spec!r} {kept} has none to share. Leave it out of the plan, or use {instead} there."
             )
         if site.forward_info.updates and site.forward_info.slot is None:
             raise UnsupportedModelError(
