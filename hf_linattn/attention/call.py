@@ -96,7 +96,7 @@ class Call:
             padded = documents[:, : gates.shape[2]] == 0
             gates = gates.masked_fill(padded[:, None], 0)
         c = gates.cumsum(-1)
-        c = c - c[..., gates.shape[2] // 2, None].detach()  # differences alone count: numbers stay small
+        c = c - c.detach().mean(-1, keepdim=True)  # differences alone count: numbers stay small
         self.decay = c[..., own], c
 
     def add_bias(self, bias: Tensor) -> None:

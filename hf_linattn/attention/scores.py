@@ -71,7 +71,7 @@ class ScoreAttention(Attention):
         fused = fused and call.softcap is None and call.factor is None and not call.output_attentions
         decay = call.decay
         if decay is not None:
-            if fused and query.shape[2] >= LONG and not torch.compiler.is_exporting():
+            if fused and not torch.compiler.is_exporting() and query.shape[2] >= LONG:
                 query, key, value = with_decay(query, key, value, decay, call.scaling)
             else:
                 apart = decay[0].unsqueeze(-1) - decay[1].unsqueeze(-2)

@@ -168,7 +168,7 @@ class PatchedAttention(nn.Module):
     def _refuse_state(self, site: AttentionSite) -> None:
         """Refuse modules whose place in the cache cannot hold a state, or gates beside keys."""
         kept = "gates" if self.keeps_gates else "states"
-        instead = "source='value', which keeps none" if self.keeps_gates else "a softmax patch (softmax1, logn)"
+        instead = "source='value' (which keeps none)" if self.keeps_gates else "softmax1 or logn"
         if site.forward_info.calls > 1:
             raise UnsupportedModelError(
                 f"{self.where} combines {site.forward_info.calls} attentions in one forward (differential "

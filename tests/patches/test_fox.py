@@ -248,3 +248,13 @@ def test_the_decoder_of_an_encoder_and_decoder():
     inputs, kwargs = {"input_ids": tokens(2, 11)}, {"max_new_tokens": 20, "do_sample": False, "num_beams": 3}
     want = model.generate(**inputs, use_cache=False, **kwargs)
     assert torch.equal(model.generate(**inputs, **kwargs), want)
+
+
+@torch.no_grad()
+def test_compiled_it_is_one_graph():
+    torch._dynamo.reset()
+    model, (ids, mask) = shaken(llama(1), "softmax1+fox"), left_padded(tokens(2, 140), 9)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    want, got = (each(ids, attention_mask=mask, use_cache=False).logits for each in (model, compiled))
+    assert distance(got[mask.bool()], want[mask.bool()]) < 1e-9
+    torch._dynamo.reset()
