@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.visibility import Visibility
+from hf_linattn.errors import UnsupportedMaskError
 
 
 @dataclass
@@ -90,10 +91,19 @@ class Call:
         Args:
             gates: logarithms, `[B, H, S]`, float32 (float64 in float64 models); those of padding are left
                 out.
+
+        Raises:
+            UnsupportedMaskError: the mask shows keys behind the query, or hides more than padding.
         """
-        own, documents = self.visibility.places(self.causal, self.device)
-        if documents is not None:
-            padded = documents[:, : gates.shape[2]] == 0
+        visibility = self.visibility.compact(self.causal)
+        if not visibility.causal and visibility.queries > 1:
+            raise UnsupportedMaskError(
+                f"{self.where}: {self.spec!r} forgets from past to future, and this attention mask shows a "
+                "query the keys behind it. Leave it out of the plan"
+            )
+        own = visibility.own(self.causal, self.device)
+        if visibility.documents is not None:
+            padded = visibility.documents[:, : gates.shape[2]] == 0
             gates = gates.masked_fill(padded[:, None], 0)
         c = gates.cumsum(-1)
         c = c - c.detach().mean(-1, keepdim=True)  # differences alone count: numbers stay small

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -52,7 +52,8 @@ class GateLayer(CacheLayerMixin):
             )
         new = gates.unsqueeze(-1)
         kept: Tensor = self.gates.update(new, new[..., :0])[0].squeeze(-1)
-        mine, others = self.get_seq_length(), self.gates.get_seq_length()
+        mine: Any = self.get_seq_length()
+        others = self.gates.get_seq_length()
         if not isinstance(mine, Tensor) and mine != others:
             raise CacheError(f"{where}: the cache has {mine} tokens and gates of {others}. {ANOTHER_WAY}")
         return kept
@@ -73,16 +74,24 @@ PLAIN: dict[type, Callable[[Any], Any]] = {
     StaticSlidingWindowLayer: lambda layer: StaticSlidingWindowLayer(
         layer.max_cache_len, layer.max_cache_len
     ),
-    LinearAttentionAndFullAttentionLayer: lambda layer: DynamicLayer(),
 }
-"""Kinds of cache layers -> a new layer that keeps as many tokens."""
+"""Cache layers -> a new one that keeps as many tokens; those derived from others come later."""
+HYBRIDS = ("FullAttention", "SlidingWindowAttention", "StaticFullAttention", "StaticSlidingWindowAttention")
+"""Middles of the names of layers that hold recurrent states too, as far as this transformers has them."""
+
+
+def _known() -> list[type]:
+    hybrids = (getattr(cache_utils, f"LinearAttentionAnd{name}Layer", None) for name in HYBRIDS)
+    return [*PLAIN, *filter(None, hybrids)]
+
+
 WITH_GATES: dict[type, Any] = {
     cls: type(
         f"Gate{cls.__name__}",
         (GateLayer, cls),
         {name: _both(name) for name in FOLLOWED if hasattr(cls, name)},
     )
-    for cls in PLAIN
+    for cls in _known()
 }
 
 
@@ -93,7 +102,7 @@ def with_gates(layer: Any, where: str) -> GateLayer:
         CacheError: the layer holds keys already, or is of a kind that keeps none.
     """
     cls = type(layer)
-    if cls not in PLAIN:
+    if cls not in WITH_GATES:
         raise CacheError(
             f"{where}: a cache layer of type {cls.__name__} cannot keep gates of the hidden state. Use a "
             "dynamic or static cache, or compute gates of values: source='value'"
@@ -105,7 +114,7 @@ def with_gates(layer: Any, where: str) -> GateLayer:
         )
     new: GateLayer = object.__new__(WITH_GATES[cls])
     new.__dict__.update(layer.__dict__)
-    new.gates = PLAIN[cls](layer)
+    new.gates = next(make for kind, make in reversed(PLAIN.items()) if issubclass(cls, kind))(layer)
     if getattr(layer, "record_past", False) and hasattr(new.gates, "record_past"):
         new.gates.activate_past_recording()
     return new

@@ -108,22 +108,22 @@ class Visibility:
         dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
-    def places(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Find each query among the keys, `[N]`, and the padding: documents `[B, S]` or None, 0 where padded.
+    def compact(self, causal: bool) -> Visibility:
+        """Return the compact form.
 
         Args:
             causal: the queries are the last of the keys; else both are the same tokens.
-            device: of the answer.
 
         Raises:
-            UnsupportedMaskError: a mask in which tokens have no places.
+            UnsupportedMaskError: there is none.
         """
-        if self.dense is not None:
-            return analyse(self, self.keys - self.queries if causal else 0).places(causal, device)
+        return analyse(self, self.keys - self.queries if causal else 0)
+
+    def own(self, causal: bool, device: torch.device) -> Tensor:
+        """Find each query of a compact mask among the keys, `[N]`; `causal` as `compact` takes it."""
         relative = self.relative
         first = -(self.keys - self.queries if causal else 0) if relative is None else relative[0]
-        own = (torch.arange(self.queries, device=device) - first).clamp(0, self.keys - 1)
-        return own, self.documents
+        return (torch.arange(self.queries, device=device) - first).clamp(0, self.keys - 1)
 
     def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
@@ -133,13 +133,12 @@ class Visibility:
             device: of the answer.
 
         Raises:
-            UnsupportedMaskError: as `places`.
+            UnsupportedMaskError: a mask in which tokens have no places.
         """
         if self.dense is not None:
-            plain = analyse(self, self.keys - self.queries if causal else 0)
-            return plain.ranks(causal, device)
+            return self.compact(causal).ranks(causal, device)
         index = torch.arange(self.keys, device=device)
-        own, _ = self.places(causal, device)
+        own = self.own(causal, device)
         earlier = 0 if self.earlier is None else self.earlier[:, None]
         if self.documents is None:
             return own[None] + earlier, index[None] + earlier

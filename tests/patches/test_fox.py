@@ -25,13 +25,12 @@ from helpers.tiny_models import (
     positions,
     tokens,
 )
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from hf_linattn import patch_model, unpatch_model
 from hf_linattn.attention import scores
 from hf_linattn.attention.gate_layer import GateLayer
-from hf_linattn.errors import CacheError, OptionError, UnsupportedModelError
+from hf_linattn.errors import CacheError, OptionError, UnsupportedMaskError, UnsupportedModelError
 from hf_linattn.ops.softmax import softmax_attention, with_decay
 
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -221,9 +220,8 @@ def test_a_cache_of_the_unpatched_model():
 
 def test_caches_that_keep_no_gates():
     model = shaken(llama(dtype=torch.float32))
-    cache = DynamicCache(config=model.config)
-    cache.layers[0] = DynamicIndexedLayer()
-    with pytest.raises(CacheError, match=r"type DynamicIndexedLayer cannot keep gates.*source='value'"):
+    cache = QuantizedCache("fp8", model.config)
+    with pytest.raises(CacheError, match=r"type Fp8QuantizedLayer cannot keep gates.*source='value'"):
         in_pieces(model, tokens(1, 5), (0, 5), cache)
     with pytest.raises(UnsupportedModelError, match=r"'fox' at model.layers.0.* keeps gates.*'value'"):
         model.init_continuous_batching()
@@ -239,6 +237,22 @@ def test_modules_that_it_cannot_serve():
         patch_model(llama(), "elu1+fox")
     with pytest.raises(OptionError, match="half_life must be at least 1 token"):
         patch_model(llama(), "fox", options={"half_life": 0.5})
+
+
+@torch.no_grad()
+def test_masks_of_the_caller():
+    model, ids = shaken(llama()), tokens(2, 20)
+    causal = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    causal[0, :, :, 5:8] = False
+    mask = torch.ones_like(ids)
+    mask[0, 5:8] = 0
+    want = model(ids, attention_mask=mask, position_ids=torch.arange(20)[None]).logits[mask.bool()]
+    assert distance(model(ids, attention_mask=causal).logits[mask.bool()], want) < 1e-9
+    with pytest.raises(UnsupportedMaskError, match="shows a query the keys behind it"):
+        model(ids, attention_mask=torch.ones_like(causal))
+    causal[..., :3, :3] = True  # a prefix
+    with pytest.raises(UnsupportedMaskError, match="a prefix"):
+        model(ids, attention_mask=causal)
 
 
 @torch.no_grad()
