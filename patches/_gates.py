@@ -51,7 +51,7 @@ def read_hidden(call: Call, width: int) -> Tensor:
         shape = None if hidden is None else tuple(hidden.shape)
         raise UnsupportedCallError(
             f"{call.where}: {call.spec!r} reads the hidden state, [rows, {tokens}, {width}], and the module "
-            f"was given {shape}. Leave it out of the plan; gated and delta have source='value'"
+            f"was given {shape}. Leave it out of the plan; gated, delta and fox have source='value'"
         )
     return hidden
 
@@ -92,9 +92,9 @@ def half_lives(heads: int, shortest: float | None, longest: float) -> list[float
     return [first * (longest / first) ** (head / max(1, heads - 1)) for head in range(heads)]
 
 
-def gate_bias(lives: list[float]) -> Tensor:
-    """Return b `[Hkv]` with sigmoid(b)^(1/16) = 2^(-1 / half-life)."""
-    logs = [TEMPERATURE * math.log(0.5) / life for life in lives]
+def gate_bias(lives: list[float], temperature: float = TEMPERATURE) -> Tensor:
+    """Return b, one for each half-life in tokens, with sigmoid(b)^(1 / temperature) = 2^(-1 / half-life)."""
+    logs = [temperature * math.log(0.5) / life for life in lives]
     return torch.tensor([log - math.log(-math.expm1(log)) for log in logs])
 
 

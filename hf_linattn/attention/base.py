@@ -44,6 +44,7 @@ class Patch(nn.Module):
         identity: leaves the module's own attention in force.
         rope: False switches the model's rotary embedding off in its module.
         needs_hidden: reads the module's input, `call.hidden`.
+        keeps_gates: gates of past tokens are wanted again, by `call.gates`.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
     """
@@ -59,6 +60,7 @@ class Patch(nn.Module):
     default_for: ClassVar[str] = ""
     rope: bool = True
     needs_hidden: bool = False
+    keeps_gates: bool = False
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__()
@@ -137,10 +139,18 @@ class Modifier(Patch):
         """Return what the scores are multiplied by after scaling, before any bias; as `score_bias`."""
         raise NotImplementedError(f"{type(self).__name__} has no score_factor")
 
+    def log_gates(self, call: Call) -> Tensor:
+        """Return the logarithm of what each token leaves of the weight of those before it.
+
+        Returns:
+            `[B, H, S]`, one for each key, float32 (float64 in float64 models); anything for padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no log_gates")
+
     @classmethod
     def needs_scores(cls) -> bool:
         """Tell whether it has no meaning for an attention without scores."""
-        changed = ("score_bias", "score_factor", "scaling")
+        changed = ("score_bias", "score_factor", "scaling", "log_gates")
         return any(getattr(cls, name) is not getattr(Modifier, name) for name in changed)
 
     @classmethod
@@ -166,15 +176,19 @@ class Modifier(Patch):
             visible = call.visibility.count(call.device).to(dtype)
             call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
         call.scaling = self.scaling(call.scaling, query.shape[-1])
-        biased, stretched = (
-            getattr(cls, name) is not getattr(Modifier, name) for name in ("score_bias", "score_factor")
+        biased, stretched, forgets = (
+            getattr(cls, name) is not getattr(Modifier, name)
+            for name in ("score_bias", "score_factor", "log_gates")
         )
-        if biased or stretched:
+        if biased or stretched or forgets:
             if call.cross:
                 raise UnsupportedCallError(
                     f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
                     f"are of different texts. Leave it out of the plan, e.g. {{'*.self_attn': {call.spec!r}}}"
                 )
+            if forgets:
+                call.forget(self.log_gates(call))
+        if biased or stretched:
             distance = call.distance().to(dtype)
             if stretched:
                 call.stretch(self.score_factor(distance))

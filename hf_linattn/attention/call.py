@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.visibility import Visibility
+from hf_linattn.errors import UnsupportedMaskError
 
 
 @dataclass
@@ -32,6 +34,9 @@ class Call:
         sink: logits of the model's own sinks, `[H]` or `[B, H, N, 1]`.
         output_attentions: the weights are wanted.
         hidden: the module's input `[B, N, C]`, for attentions that ask for it; otherwise None.
+        gates: where gates of past tokens are kept, for modifiers that ask for it; None without a cache.
+        decay: c_i of the queries `[B, H, N]` and c_j of the keys `[B, H, S]`, float32 (float64 in float64
+            models): c_i - c_j is added to the scores behind any cap.
     """
 
     query: Tensor
@@ -51,6 +56,8 @@ class Call:
     output_attentions: bool = False
     hidden: Tensor | None = None
     factor: Tensor | None = None
+    gates: GateLayer | None = None
+    decay: tuple[Tensor, Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +84,30 @@ class Call:
     def stretch(self, factor: Tensor) -> None:
         """Multiply the scores, and any bias there is, by a factor, broadcast to `[B, H, N, S]`."""
         self.factor = factor if self.factor is None else self.factor * factor
+
+    def forget(self, gates: Tensor) -> None:
+        """Add to each score the logarithms of the gates that came after its key: those of l, j < l <= i.
+
+        Args:
+            gates: logarithms, `[B, H, S]`, float32 (float64 in float64 models); those of padding are left
+                out.
+
+        Raises:
+            UnsupportedMaskError: the mask shows keys behind the query, or hides more than padding.
+        """
+        visibility = self.visibility.compact(self.causal)
+        if not visibility.causal and visibility.queries > 1:
+            raise UnsupportedMaskError(
+                f"{self.where}: {self.spec!r} forgets from past to future, and this attention mask shows a "
+                "query the keys behind it. Leave it out of the plan"
+            )
+        own = visibility.own(self.causal, self.device)
+        if visibility.documents is not None:
+            padded = visibility.documents[:, : gates.shape[2]] == 0
+            gates = gates.masked_fill(padded[:, None], 0)
+        c = gates.cumsum(-1)
+        c = c - c.detach().mean(-1, keepdim=True)  # differences alone count: numbers stay small
+        self.decay = c[..., own], c
 
     def add_bias(self, bias: Tensor) -> None:
         """Add a bias, broadcast to `[B, H, N, S]`, to the scores."""

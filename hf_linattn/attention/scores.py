@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 from hf_linattn.attention.base import SCORE_EXTRAS, SINKS, Attention, Output
 from hf_linattn.attention.call import Call
-from hf_linattn.ops.softmax import capped, scores_of, sink_column, softmax_attention, softmax_weights
+from hf_linattn.ops.softmax import (
+    capped,
+    scores_of,
+    sink_column,
+    softmax_attention,
+    softmax_weights,
+    with_decay,
+)
+
+LONG = 128
+"""Queries from which on a decay is put into channels of keys and values, not into a bias of each score."""
 
 
 class ScoreAttention(Attention):
@@ -59,6 +69,13 @@ class ScoreAttention(Attention):
         chosen = self.select(call)
         fused = cls.weights is ScoreAttention.weights and cls.scores is ScoreAttention.scores
         fused = fused and call.softcap is None and call.factor is None and not call.output_attentions
+        decay = call.decay
+        if decay is not None:
+            if fused and not torch.compiler.is_exporting() and query.shape[2] >= LONG:
+                query, key, value = with_decay(query, key, value, decay, call.scaling)
+            else:
+                apart = decay[0].unsqueeze(-1) - decay[1].unsqueeze(-2)
+                bias = apart if bias is None else bias + apart
         causal = visibility.plain and visibility.causal and query.shape[2] > 1
         mask: Tensor | None = None
         whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
@@ -78,7 +95,7 @@ class ScoreAttention(Attention):
                 sink=sink,
                 dropout=call.dropout,
             )
-            return output, None
+            return output[..., : call.value.shape[-1]], None
         scores = self.scores(query, key, call.scaling)
         if call.factor is not None:
             scores = scores * call.factor[..., : key.shape[2]]

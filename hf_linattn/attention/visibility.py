@@ -108,6 +108,23 @@ class Visibility:
         dense = self.mask(device) & (row[:, None, :, None] == row[:, None, None])
         return Visibility(self.causal, self.queries, self.keys, dense=dense, bias=self.bias)
 
+    def compact(self, causal: bool) -> Visibility:
+        """Return the compact form.
+
+        Args:
+            causal: the queries are the last of the keys; else both are the same tokens.
+
+        Raises:
+            UnsupportedMaskError: there is none.
+        """
+        return analyse(self, self.keys - self.queries if causal else 0)
+
+    def own(self, causal: bool, device: torch.device) -> Tensor:
+        """Find each query of a compact mask among the keys, `[N]`; `causal` as `compact` takes it."""
+        relative = self.relative
+        first = -(self.keys - self.queries if causal else 0) if relative is None else relative[0]
+        return (torch.arange(self.queries, device=device) - first).clamp(0, self.keys - 1)
+
     def ranks(self, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
         """Rank each query `[B or 1, N]` and key `[B or 1, S]` among the visible tokens of its document.
 
@@ -119,13 +136,9 @@ class Visibility:
             UnsupportedMaskError: a mask in which tokens have no places.
         """
         if self.dense is not None:
-            plain = analyse(self, self.keys - self.queries if causal else 0)
-            return plain.ranks(causal, device)
+            return self.compact(causal).ranks(causal, device)
         index = torch.arange(self.keys, device=device)
-        relative = self.relative
-        if relative is None:
-            relative = index - (self.keys - self.queries if causal else 0)
-        own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)
+        own = self.own(causal, device)
         earlier = 0 if self.earlier is None else self.earlier[:, None]
         if self.documents is None:
             return own[None] + earlier, index[None] + earlier

@@ -7,6 +7,8 @@ b = 0 is softmax1 ("Attention is off by one", Miller 2023); b per head is the si
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -105,6 +107,44 @@ def softmax_attention(
     scores = torch.cat([scores.expand(*shape, keys), column.expand(*shape, 1)], -1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     return _sdpa(query, key, value, scores, dropout, False, scale)
+
+
+def _parts(c: Tensor) -> Tensor:
+    """Write numbers as sums of three of 8 bits, `[..., 3]`: what half precision and autocast keep of them."""
+    rest = c.detach()
+    high = rest.bfloat16().to(c.dtype)
+    middle = (rest - high).bfloat16().to(c.dtype)
+    low = rest - high - middle + (c - rest)  # the last carries the gradient
+    return torch.stack([high, middle, low], -1)
+
+
+def with_decay(
+    query: Tensor, key: Tensor, value: Tensor, decay: tuple[Tensor, Tensor], scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put a decay of the scores into channels of query and key, for kernels that know none.
+
+    scaling q'_i . k'_j = scaling q_i . k_j + c_i - c_j,  q'_i = [q_i, c_i / a, p],  k'_j = [k_j, p, -c_j / a]
+    with p a power of two and a = scaling p, so that numbers stay in the range of half precision.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, S, D]`.
+        value: `[B, Hkv, S, Dv]`.
+        decay: c_i `[B, H, N]` and c_j `[B, H, S]`.
+        scaling: of the scores, above 0.
+
+    Returns:
+        Query, key and value of H heads and one size, a multiple of 8; behind Dv the output is 0.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    power = 2.0 ** -round(math.log2(scaling))
+    of_query, of_key = (_parts(c / (scaling * power)).to(query.dtype) for c in decay)
+    query = torch.cat([query, of_query, torch.full_like(of_query, power)], -1)
+    key = torch.cat([key, torch.full_like(of_key, power), -of_key], -1)
+    size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+    return query, key, value
 
 
 def scores_of(query: Tensor, key: Tensor, scaling: float) -> Tensor:

@@ -284,6 +284,11 @@ def layer_kinds(model: Any, sites: list[AttentionSite]) -> list[str]:
         if child is not None and child.keeps_state:
             kinds[site.layer_idx] = STATES
             continue
+        if child is not None and child.keeps_gates:
+            raise UnsupportedModelError(
+                f"{who}: {child.spec!r} at {site.name} keeps gates of the hidden state beside keys, and "
+                "transformers' paged cache holds none: use generate, or options={'source': 'value'}"
+            )
         own = (site.kv_heads, site.head_dim, site.value_dim)
         if any(mine is not None and mine != size for mine, size in zip(own, sizes, strict=True)):
             raise UnsupportedModelError(

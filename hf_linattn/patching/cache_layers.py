@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from hf_linattn.attention.cache import HybridStateLayer, StateLayer
+from hf_linattn.attention.gate_layer import GateLayer, with_gates
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.errors import CacheError
 
@@ -62,6 +63,33 @@ def refuse_rotated_keys(cache: Any, index: int, where: str) -> None:
             "start from a new cache"
         )
     setattr(layer, UNROTATED, True)
+
+
+def put_layer(child: Any, cache: Any, index: int, where: str) -> StateLayer | GateLayer | None:
+    """Put the layer that a patched module needs at `index` of the cache.
+
+    Args:
+        child: the module's `PatchedAttention`.
+        cache: of transformers; with two of them, that of self-attention.
+        index: of the layer.
+        where: the module, for messages.
+
+    Returns:
+        The layer; None where transformers' own will do.
+
+    Raises:
+        CacheError: what is there cannot become that layer exactly.
+    """
+    if child.keeps_state:
+        return put_state_layer(cache, index, where)
+    if child.drops_window:
+        put_full_cache(cache, index, where)
+    if not child.keeps_gates:
+        return None
+    layer: Any = _layer_at(cache, index, where)
+    if not isinstance(layer, GateLayer):
+        layer = cache.layers[index] = with_gates(layer, where)
+    return layer  # type: ignore[no-any-return]
 
 
 def put_full_cache(cache: Any, index: int, where: str) -> None:

@@ -95,13 +95,14 @@ def _cells(row: ModuleDescription) -> tuple[str, ...]:
     return row.module, patch, options, f"{row.parameters:,}", row.time, state
 
 
-def _bytes_per_token(site: AttentionSite) -> int | None:
+def _bytes_per_token(site: AttentionSite, gates: bool = False) -> int | None:
     """Count the bytes of one token's keys and values in an ordinary cache, in the module's dtype."""
     if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
         return None
     parameter = next(site.module.parameters(), None)
     size = 4 if parameter is None else parameter.element_size()
-    return (site.head_dim + site.value_dim) * site.kv_heads * size
+    of_gates = 4 * (site.heads or 0) if gates else 0  # float32
+    return (site.head_dim + site.value_dim) * site.kv_heads * size + of_gates
 
 
 def _state_bytes(site: AttentionSite, attention: Any) -> int | None:
@@ -137,7 +138,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
         window=window,
         state_bytes=_state_bytes(site, child.attention) if child.keeps_state else None,
-        bytes_per_token=None if child.keeps_state else _bytes_per_token(site),
+        bytes_per_token=None if child.keeps_state else _bytes_per_token(site, child.keeps_gates),
         note=note,
     )
 

@@ -15,7 +15,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError, UnsupportedCallError
 from hf_linattn.patching import gguf
 from hf_linattn.patching.adapters import adapt, attributes_of
-from hf_linattn.patching.cache_layers import put_full_cache, put_state_layer, self_attention_cache
+from hf_linattn.patching.cache_layers import put_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, bind_cache_layer
@@ -35,12 +35,10 @@ class CachePlace(NamedTuple):
     Attributes:
         layer: index of the layer in the cache.
         module: dotted name of the attention module.
-        keeps_state: a state goes there; otherwise all keys instead of a window's.
     """
 
     layer: int
     module: str
-    keeps_state: bool
 
 
 class Installation:
@@ -104,9 +102,9 @@ class Installation:
         self._undo.append(functools.partial(_detach, site.module))
         site.module.add_module(NAME, child)
         self._undo.append(site.module.register_forward_pre_hook(bind_cache_layer, with_kwargs=True).remove)
-        if (child.keeps_state or child.drops_window) and _has_own_slot(site):
+        if (child.keeps_state or child.keeps_gates or child.drops_window) and _has_own_slot(site):
             assert site.layer_idx is not None
-            self.cache_places.append(CachePlace(site.layer_idx, site.name, child.keeps_state))
+            self.cache_places.append(CachePlace(site.layer_idx, site.name))
 
     def keep_native(self, module: nn.Module, implementation: str) -> None:
         """Let a module that is not patched go on with its own attention implementation."""
@@ -213,9 +211,10 @@ def _prepare_cache(
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
-        for layer, name, keeps_state in model.__dict__[INSTALLATION].cache_places:
-            if model.get_submodule(name)._modules[NAME].bypass is None:
-                (put_state_layer if keeps_state else put_full_cache)(cache, layer, name)
+        for layer, name in model.__dict__[INSTALLATION].cache_places:
+            child: Any = model.get_submodule(name)._modules[NAME]
+            if child.bypass is None:
+                put_layer(child, cache, layer, name)
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output

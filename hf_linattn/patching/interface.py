@@ -20,12 +20,7 @@ from hf_linattn.attention.site import (
 )
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.patching.cache_layers import (
-    put_full_cache,
-    put_state_layer,
-    refuse_rotated_keys,
-    self_attention_cache,
-)
+from hf_linattn.patching.cache_layers import put_layer, refuse_rotated_keys, self_attention_cache
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
 from hf_linattn.patching.paged import CACHE, Group, paged_attention
 
@@ -99,7 +94,7 @@ def attention(
     context: CallContext = getattr(child.calls, "context", NO_CONTEXT)
     if context.used:
         raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
-    if context.layer is not None:
+    if context.layer is not None or context.gates is not None:
         child.calls.context = USED
     own = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(own) and not context.cross
@@ -214,7 +209,7 @@ def bind_cache_layer(
         child.calls.context = CallContext(cross=cross, hidden=hidden)
     if cross:
         return args, kwargs
-    if not (child.keeps_state or child.drops_window or child.drops_rope):
+    if not (child.keeps_state or child.keeps_gates or child.drops_window or child.drops_rope):
         return args, kwargs
     source = child.forward_info
     if not source.updates:
@@ -226,13 +221,12 @@ def bind_cache_layer(
     where = f"{type(module).__name__} {index}"
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
         refuse_rotated_keys(self_attention_cache(cache), index, where)
-    if child.drops_window and not child.keeps_state:
-        put_full_cache(self_attention_cache(cache), index, where)
-    if not child.keeps_state:
-        return args, kwargs
-    layer: StateLayer = put_state_layer(self_attention_cache(cache), index, where)
-    layer.expecting_update = True
-    child.calls.context = CallContext(layer, hidden=hidden)
+    layer = put_layer(child, self_attention_cache(cache), index, where)
+    if isinstance(layer, StateLayer):
+        layer.expecting_update = True
+        child.calls.context = CallContext(layer, hidden=hidden)
+    elif layer is not None:
+        child.calls.context = CallContext(hidden=hidden, gates=layer)
     return args, kwargs
 
 

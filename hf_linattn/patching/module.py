@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
+from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
@@ -26,12 +27,14 @@ class CallContext(NamedTuple):
         cross: keys come from another sequence.
         used: the state was handed out in this call already.
         hidden: the module's input `[B, N, C]`, where its attention asks for it.
+        gates: where gates of past tokens are kept; None without a cache.
     """
 
     layer: StateLayer | None = None
     cross: bool = False
     used: bool = False
     hidden: Tensor | None = None
+    gates: GateLayer | None = None
 
 
 NO_CONTEXT = CallContext()
@@ -64,6 +67,7 @@ class PatchedAttention(nn.Module):
         self._compose(parts, site)
         self.drops_rope = any(not part.rope for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
+        self.keeps_gates = any(part.keeps_gates for part in parts)
         self.changes_output = [
             part.name for part in parts if isinstance(part, Modifier) and part.changes_output()
         ]
@@ -158,21 +162,23 @@ class PatchedAttention(nn.Module):
                 f"{self.where}: {self.base!r} turns queries by the rotary embedding that {self.spec!r} "
                 "switches off. Give positions='text'"
             )
-        if self.keeps_state:
+        if self.keeps_state or self.keeps_gates:
             self._refuse_state(site)
 
     def _refuse_state(self, site: AttentionSite) -> None:
+        """Refuse modules whose place in the cache cannot hold a state, or gates beside keys."""
+        kept = "gates" if self.keeps_gates else "states"
+        instead = "source='value' (which keeps none)" if self.keeps_gates else "softmax1 or logn"
         if site.forward_info.calls > 1:
             raise UnsupportedModelError(
                 f"{self.where} combines {site.forward_info.calls} attentions in one forward (differential "
-                f"attention): one state cannot serve them, so {self.spec!r} does not apply. Use softmax1 "
-                "or logn there."
+                f"attention): one layer of {kept} cannot serve them, so {self.spec!r} does not apply. Use "
+                f"{instead} there."
             )
         if site.shares:
             raise UnsupportedModelError(
                 f"{self.where} shares keys and values with other layers, and a cache that holds "
-                f"{self.spec!r} states has none to share. Leave it out of the plan, or use a softmax "
-                "patch (softmax1, logn) there."
+                f"{self.spec!r} {kept} has none to share. Leave it out of the plan, or use {instead} there."
             )
         if site.forward_info.updates and site.forward_info.slot is None:
             raise UnsupportedModelError(
@@ -185,13 +191,14 @@ class PatchedAttention(nn.Module):
             )
 
     def _refuse_direction(self, causal: bool) -> None:
-        directions, name = self.attention.directions, self.base
-        if directions == ("bidirectional" if causal else "causal"):
-            kind = "causal" if causal else "bidirectional"
-            raise UnsupportedModelError(
-                f"{self.where} is {kind}, and {name!r} is {directions} only: "
-                f"{self.attention.direction_reason}. Leave it out of the plan."
-            )
+        for name in (self.base, *self.modifiers):
+            part: Any = self._modules[name]
+            if part.directions == ("bidirectional" if causal else "causal"):
+                kind = "causal" if causal else "bidirectional"
+                raise UnsupportedModelError(
+                    f"{self.where} is {kind}, and {name!r} is {part.directions} only: "
+                    f"{part.direction_reason}. Leave it out of the plan."
+                )
 
     def forward(
         self,
@@ -251,6 +258,7 @@ class PatchedAttention(nn.Module):
             extras.get("s_aux") if extras.get("sinks") is None else extras["sinks"],
             bool(extras.get("output_attentions")),
             context.hidden,
+            gates=context.gates,
         )
         for name in self.modifiers:
             self.get_submodule(name)(call)

@@ -80,6 +80,7 @@ def served(model, requests):
         (gemma3, "local", {"size": 8}, "global", 8),
         (gemma3, "elu1", {}, "keep", 32),
         (llama, "delta", {}, "keep", 8),
+        (gemma3, "softmax1+fox", {"source": "value", "half_life": 4.0}, "keep", 8),
         (qwen3, "window+delta+output_gate", {"window": {"size": 8, "mix": "learned"}}, "keep", 8),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

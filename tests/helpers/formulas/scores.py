@@ -40,6 +40,9 @@ CASES: dict[str, Case] = {
     "kerple, power": Case("kerple", {"kind": "power", "seed": 3}),
     "sandwich": Case("sandwich"),
     "sandwich, size": Case("sandwich", {"size": 6}),
+    "fox": Case("fox", {"half_life": 32.0, "shortest": 2.0}),
+    "fox, value": Case("fox", {"half_life": 4.0, "source": "value"}),
+    "fox, softmax1+logn": Case("softmax1+fox+logn", {"half_life": 16.0, "train_length": 64}),
     "softmax1+alibi": Case("softmax1+alibi"),
     "alibi+logn": Case("alibi+logn", {"train_length": 64}),
     "temperature+relu2": Case("temperature+relu2"),
@@ -196,3 +199,14 @@ def sandwich(x: Inputs) -> None:
     vectors = torch.cat([angles.sin(), angles.cos()], -1)
     product = (vectors @ vectors[0])[apart(x).long()] - size / 2
     add(x, product / per_query_head(8 * torch.arange(1, heads + 1) / heads))
+
+
+@modifier("fox")
+def fox(x: Inputs) -> None:
+    weight, bias = x.parameter("fox.weight"), x.parameter("fox.bias")
+    read = x.value if x.options.get("source") == "value" else x.hidden[:, None]
+    logits = (read * weight[None, :, None]).sum(-1) + bias[None, :, None]
+    gates = torch.where(x.visible[:, 0].any(1)[:, None], -(1 + (-logits).exp()).log(), 0.0)
+    place = torch.arange(gates.shape[-1])
+    between = (place > place[:, None]) & (place <= place[:, None, None])  # [i, j, l]: j < l <= i
+    add(x, torch.einsum("bhl,ijl->bhij", gates, between.double()))
