@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.call import Call
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
@@ -277,6 +277,11 @@ class Window(StatefulAttention):
 
     def _with_salient(self, tokens: Tokens, state: SalientState | None) -> tuple[Tensor | None, SalientState]:
         """Compute one segment after the other, and their state alone where there are no queries."""
+        if torch.compiler.is_exporting():
+            raise UnsupportedCallError(
+                f"salient={self.salient} chooses tokens in as many steps as the text has blocks, and a "
+                "program for all lengths has no such number: export with salient=0"
+            )
         if state is None:
             nobody = replace(_nobody(tokens), in_place=False, keep=True)
             if tokens.query is None:

@@ -22,6 +22,7 @@ PLANS = {
     "elu1, eager": {"0": "elu1"},
     "gated": "gated",
     "window+hedgehog": ("window+hedgehog", {"size": 8, "sinks": 2}),
+    "window+elu1, salient": ("window+elu1", {"size": 8, "sinks": 2, "salient": 6}),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS)
 

@@ -36,13 +36,6 @@ def exact(x: Inputs, own: Tensor) -> Tensor:
     for row in range(own.shape[0]):
         for head in range(own.shape[1]):
             visible = x.visible[row, 0].diagonal()
-            parts = (
-                own[row, head].detach(),
-                rank[row],
-                visible,
-                seen[row, head],
-                x.value[row, head].detach(),
-            )
             exact_of_head(x, own[row, head], rank[row], visible, seen[row, head], value[row, head])
     return seen
 
