@@ -42,6 +42,13 @@ class Window(StatefulAttention):
     rest; "interpolated" likewise, with g_h itself learned and 1 at the start: patching changes no more than
     the window does. The cache holds `sinks + size` keys and the state: memory stays flat.
 
+    With `salient`, W(i) also holds that many tokens of each key head which have left the window and which the
+    state predicts worst. The tokens behind the sinks leave in blocks of 16, when the last of a block is
+    `size` before the query; so up to 15 more than `size` are in W(i). Then the block's tokens and those kept
+    so far are ranked by the error |v_j - S phi(k_j) / (z . phi(k_j))| of the state as it is then (|v_j| while
+    it is empty): the largest stay, and the others go into the state for good. Keys keep their rotation. The
+    choice has no gradient; keys and values have.
+
     Options:
         size: tokens in the window, the query's own among them, at least 1; default 256.
         sinks: first tokens of a text that stay visible, at least 0; default 0.
@@ -49,12 +56,15 @@ class Window(StatefulAttention):
             the cache); "text", its true distance; "auto" (default), "cache" in models with RoPE.
         mix: with a linear attention, "shared" (the default where it has a sum to share), "learned" or
             "interpolated" (the default for "window+delta", which has none).
+        salient: tokens kept beside the window, at least 0; default 0. Needs an additive linear attention (not
+            gated, decay, delta) in a causal model; computed in plain torch on all devices.
 
     Use: alone, text of any length with flat memory and no training, but nothing older is known; 4 sinks keep
         pretrained models stable. With a linear attention, the hybrid that loses least in conversion.
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al. 2023, arXiv:2309.17453,
-        section 3.2; "LoLCATs", Zhang et al. 2024, arXiv:2410.10254, section 3.3 (shared normaliser).
+        section 3.2; "LoLCATs", Zhang et al. 2024, arXiv:2410.10254, section 3.3 (shared normaliser); "LoLA",
+        McDermott et al. 2025, arXiv:2505.23666 (salient tokens by self-recall error, here in fixed blocks).
     """
 
     group = "hybrid"
