@@ -31,7 +31,7 @@ class SalientState(NamedTuple):
 
     Attributes:
         key, value: of the last tokens, `[B, Hkv, size + BLOCK - 1, D]`, in order, from the first column on.
-        count: how many of these columns hold a token, int64 `[B]`.
+        held: how many of these columns hold a token, int64 `[B]`.
         sink_key, sink_value, sink_valid: of the first tokens, one column each, see `KeyValues`.
         kept_key, kept_value, kept_valid: of the salient ones, `[B, Hkv, salient, D]`: each head has its own,
             the worst first, but all have as many.
@@ -40,7 +40,7 @@ class SalientState(NamedTuple):
 
     key: Tensor
     value: Tensor
-    count: Tensor
+    held: Tensor
     sink_key: Tensor
     sink_value: Tensor
     sink_valid: Tensor
@@ -58,8 +58,8 @@ class SalientState(NamedTuple):
             key, value = (x.new_zeros(*x.shape[:2], length, x.shape[3]) for x in (like.key, like.value))
             return KeyValues(key, value, key.new_zeros(key.shape[0], length, dtype=torch.bool))
 
-        count = like.key.new_zeros(like.key.shape[0], dtype=torch.int64)
-        return cls(*columns(size + BLOCK - 1)[:2], count, *columns(sinks), *columns(salient), *state)
+        held = like.key.new_zeros(like.key.shape[0], dtype=torch.int64)
+        return cls(*columns(size + BLOCK - 1)[:2], held, *columns(sinks), *columns(salient), *state)
 
     @property
     def linear(self) -> State:
@@ -100,7 +100,7 @@ def push(rest: LinearAttention, tokens: Tokens, before: SalientState, size: int)
     valid, ranks = ring.ranked(tokens, before.sink_valid.shape[1], causal=True)
     new, length, slots = ring.masked(tokens, valid), tokens.length, before.kept_valid.shape[1]
     width = before.key.shape[2]
-    total = before.count[:, None] + valid.cumsum(1)  # tokens up to each query, [B, N]
+    total = before.held[:, None] + valid.cumsum(1)  # tokens up to each query, [B, N]
     rounds = (total - size).div(BLOCK, rounding_mode="floor").clamp_min(0)  # blocks that have left by then
     place = torch.where(valid, total - 1, width + length)  # the last column is nobody's: padding goes there
     key, value = (
@@ -129,10 +129,10 @@ def push(rest: LinearAttention, tokens: Tokens, before: SalientState, size: int)
     stays = leaves[:, :, None] >= rounds[:, None, :, None]
     last = rounds[:, -1:] * BLOCK
     index = (slots + last + torch.arange(width, device=key.device)).clamp_max(key.shape[2] - 1)
-    recent = (x.gather(2, ring.spread(index, x)) for x in (key, value))
     sinks = ring.with_sinks(ring.masked(tokens, valid), ranks, KeyValues(*before[3:6]))
     after = SalientState(
-        *recent,
+        key.gather(2, ring.spread(index, key)),
+        value.gather(2, ring.spread(index, value)),
         (total[:, -1:] - last)[:, 0],
         *sinks,
         _at(key, kept),

@@ -162,9 +162,9 @@ class Window(StatefulAttention):
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
         """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
         if self.salient:
-            output, after = self._with_salient(tokens, state)
-            assert output is not None
-            return output, after
+            found, kept = self._with_salient(tokens, state)
+            assert found is not None
+            return found, kept
         tokens = with_gates(tokens)
         one = tokens.valid is None or tokens.length == 1
         place = None if one else ring.places(tokens.valid, state is None, tokens.keep)
@@ -314,8 +314,8 @@ class Window(StatefulAttention):
     def _segment(self, tokens: Tokens, state: SalientState) -> tuple[Tensor, SalientState]:
         assert tokens.query is not None
         if self.branches == "linear":
-            tokens = replace(tokens, in_place=False, keep=True)
-            numerator, total, after = sums(self._linear(), tokens, state.linear)
+            kept = replace(tokens, in_place=False, keep=True)
+            numerator, total, after = sums(self._linear(), kept, state.linear)
             return linear.normalised(numerator, total), state.with_linear(after)
         segment = salient.push(self._linear(), tokens, state, self.size)
         inside = partial(self._exact, tokens, segment)
