@@ -97,6 +97,9 @@ class Attention(Patch):
         """Take in the linear attention that it is composed with."""
         raise OptionError(f"{self.name!r} holds no other attention")
 
+    def check(self) -> None:
+        """Raise what its options lack, once it is known what it is composed with."""
+
     def forward(self, call: Call) -> Output:
         """Run `attend`: parameters are read below this, where offloading loads them."""
         return self.attend(call)

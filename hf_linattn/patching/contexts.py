@@ -17,7 +17,7 @@ from hf_linattn.patching.patch import Model, Sliding, patch_model
 from hf_linattn.patching.plan import Plan, sites_of, transformers_model
 
 Branches = Literal["both", "window", "rest", "linear", "none"]
-"""What a hybrid computes with. W(i) are the tokens of query i's window and its sinks.
+"""What a hybrid computes with. W(i) are the tokens of query i's window, its sinks and salient ones.
 
 both    the hybrid as it is
 window  softmax over W(i) alone, as the patch "window"

@@ -136,6 +136,7 @@ class PatchedAttention(nn.Module):
                 attends in a direction that the attention does not have.
         """
         attention = self.attention
+        attention.check()
         for keyword, what in site.extras.items():
             if keyword not in attention.supports:
                 softmax = keyword in ScoreAttention.supports

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.call import Call
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import types, window_attention
-from hf_linattn.ops.cpp import linear as native
-from hf_linattn.ops.cpp import window_decode
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
@@ -22,10 +20,12 @@ from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
-from . import ring
+from . import ring, salient
+from .fused import fused_step
 from .rest import absorb, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
+from .salient import SalientState
 
 
 @register("window")
@@ -42,6 +42,13 @@ class Window(StatefulAttention):
     rest; "interpolated" likewise, with g_h itself learned and 1 at the start: patching changes no more than
     the window does. The cache holds `sinks + size` keys and the state: memory stays flat.
 
+    With `salient`, W(i) also holds that many tokens of each key head which have left the window and which the
+    state predicts worst. The tokens behind the sinks leave in blocks of 16, when the last of a block is
+    `size` before the query; so up to 15 more than `size` are in W(i). Then the block's tokens and those kept
+    so far are ranked by the error |v_j - S phi(k_j) / (z . phi(k_j))| of the state as it is then (|v_j| while
+    it is empty): the largest stay, and the others go into the state for good. Keys keep their rotation. The
+    choice has no gradient; keys and values have.
+
     Options:
         size: tokens in the window, the query's own among them, at least 1; default 256.
         sinks: first tokens of a text that stay visible, at least 0; default 0.
@@ -49,12 +56,15 @@ class Window(StatefulAttention):
             the cache); "text", its true distance; "auto" (default), "cache" in models with RoPE.
         mix: with a linear attention, "shared" (the default where it has a sum to share), "learned" or
             "interpolated" (the default for "window+delta", which has none).
+        salient: tokens kept beside the window, at least 0; default 0. Needs an additive linear attention (not
+            gated, decay, delta) in a causal model; computed in plain torch on all devices.
 
     Use: alone, text of any length with flat memory and no training, but nothing older is known; 4 sinks keep
         pretrained models stable. With a linear attention, the hybrid that loses least in conversion.
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al. 2023, arXiv:2309.17453,
-        section 3.2; "LoLCATs", Zhang et al. 2024, arXiv:2410.10254, section 3.3 (shared normaliser).
+        section 3.2; "LoLCATs", Zhang et al. 2024, arXiv:2410.10254, section 3.3 (shared normaliser); "LoLA",
+        McDermott et al. 2025, arXiv:2505.23666 (salient tokens by self-recall error, here in fixed blocks).
     """
 
     group = "hybrid"
@@ -71,13 +81,16 @@ class Window(StatefulAttention):
         sinks: int = 0,
         positions: Literal["auto", "cache", "text"] = "auto",
         mix: Literal["shared", "learned", "interpolated"] | None = None,
+        salient: int = 0,
     ) -> None:
         super().__init__(site)
         if size < 1:
             raise OptionError(f"size must be at least 1 token, got {size}")
         if sinks < 0:
             raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
-        self.size, self.sinks, self.mix = size, sinks, mix
+        if salient < 0:
+            raise OptionError(f"salient must be at least 0 tokens, got {salient}")
+        self.size, self.sinks, self.mix, self.salient = size, sinks, mix, salient
         turned = positions == "cache" or (positions == "auto" and is_rotated(site))
         self.rotary = Rotary(site) if sinks and turned else None
         self.needs_rope = self.rotary is not None
@@ -106,12 +119,32 @@ class Window(StatefulAttention):
         self.inner, self.branches, self.needs_hidden = inner.name, "both", inner.needs_hidden
         self.gate_count = inner.gate_count
         self.directions, self.direction_reason = inner.directions, inner.direction_reason  # type: ignore[misc]
+        if self.salient:
+            self._keep_salient(inner)
         self.needs_visible_count = self.needs_visible_count or inner.needs_visible_count
         self.add_module("rest", inner)
         if self.mix != "shared":
             if self.heads is None:
                 raise OptionError(f"mix={self.mix!r} needs the number of heads, which cannot be told here")
             self.gate = nn.Parameter(torch.full((self.heads,), 3.0 if self.mix == "learned" else 1.0))
+
+    def _keep_salient(self, inner: Any) -> None:
+        if not isinstance(inner, LinearAttention) or inner.has_decay:
+            raise OptionError(
+                f"salient={self.salient}: {inner.name!r} forgets by the order of tokens, and salient ones "
+                "reach its state late. Give an attention of feature maps alone, as in 'window+hedgehog', or "
+                "salient=0"
+            )
+        self.directions = "causal"  # type: ignore[misc]
+        self.direction_reason = "salient tokens are those that a state of what was before predicts worst"  # type: ignore[misc]
+
+    def check(self) -> None:
+        """Refuse salient tokens where there is no state to predict them."""
+        if self.salient and not self.inner:
+            raise OptionError(
+                f"salient={self.salient} needs a linear attention, which says what is salient, as in "
+                "'window+hedgehog'"
+            )
 
     def gates(self, call: Call) -> Tensor | None:
         """Compute what the linear attention needs of the hidden state."""
@@ -131,8 +164,12 @@ class Window(StatefulAttention):
     def _linear(self) -> Any:
         return self._modules["rest"]  # not by its own name, which may be one of our attributes
 
-    def causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
+    def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
         """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
+        if self.salient:
+            found, kept = self._with_salient(tokens, state)
+            assert found is not None
+            return found, kept
         tokens = with_gates(tokens)
         one = tokens.valid is None or tokens.length == 1
         place = None if one else ring.places(tokens.valid, state is None, tokens.keep)
@@ -177,7 +214,9 @@ class Window(StatefulAttention):
 
     def _nothing_left(self, evicted: Tokens | None, before: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
-        return evicted is None and self.branches == "both" and not before.z.any()
+        if evicted is not None or self.branches != "both" or torch.compiler.is_compiling():
+            return False
+        return not before.z.any()
 
     def _with_rest(
         self,
@@ -236,8 +275,10 @@ class Window(StatefulAttention):
         """Leave out the gates behind the values."""
         return value[..., : -self.gate_count] if self.gate_count else value
 
-    def absorb(self, tokens: Tokens, state: WindowState | None) -> WindowState:
+    def absorb(self, tokens: Tokens, state: Any) -> Any:
         """Return the state after tokens of which no queries are needed."""
+        if self.salient:
+            return self._with_salient(tokens, state)[1]
         tokens = with_gates(tokens)
         place = ring.places(tokens.valid, state is None, keep=True)
         tokens = tokens if place is None else ring.without_gaps(tokens, place)
@@ -248,6 +289,58 @@ class Window(StatefulAttention):
         assert summed is not None
         before = None if state is None else state.linear
         return pushed.after.with_linear(self._absorbed(summed, before))
+
+    def _with_salient(self, tokens: Tokens, state: SalientState | None) -> tuple[Tensor | None, SalientState]:
+        """Compute one segment after the other, and their state alone where there are no queries."""
+        if torch.compiler.is_exporting():
+            raise UnsupportedCallError(
+                f"salient={self.salient} chooses tokens in as many steps as the text has blocks, and a "
+                "program for all lengths has no such number: export with salient=0"
+            )
+        if state is None:
+            nobody = replace(_nobody(tokens), in_place=False, keep=True)
+            if tokens.query is None:
+                begun = self._absorbed(nobody, None)
+            else:
+                begun = sums(self._linear(), replace(nobody, query=tokens.query[:, :, :1]), None)[2]
+            state = SalientState.empty(tokens, self.size, self.sinks, self.salient, begun)
+        parts = []
+        for start in range(0, tokens.length, salient.SEGMENT):
+            part = tokens.slice(start, min(start + salient.SEGMENT, tokens.length))
+            if part.query is not None:
+                output, state = self._segment(part, state)
+                parts.append(output)
+            elif self.branches == "linear":
+                state = state.with_linear(self._absorbed(part, state.linear))
+            else:
+                state = salient.push(self._linear(), part, state, self.size).after
+        return torch.cat(parts, 2) if parts else None, state
+
+    def _segment(self, tokens: Tokens, state: SalientState) -> tuple[Tensor, SalientState]:
+        assert tokens.query is not None
+        if self.branches == "linear":
+            kept = replace(tokens, in_place=False, keep=True)
+            numerator, total, after = sums(self._linear(), kept, state.linear)
+            return linear.normalised(numerator, total), state.with_linear(after)
+        segment = salient.push(self._linear(), tokens, state, self.size)
+        inside = partial(self._exact, tokens, segment)
+        if segment.phi_k is None and self._nothing_left(None, state.linear):
+            return inside(None), segment.after
+        numerator, total = salient.read(self._linear(), upcast(tokens.query), segment, state.linear)
+        return self._mixed(tokens, inside, numerator, total), segment.after
+
+    def _exact(self, tokens: Tokens, segment: salient.Segment, other: ScaledSums | None) -> Tensor:
+        """Compute softmax over window, sinks and salient tokens, and other tokens."""
+        assert tokens.query is not None
+        query, key, value = upcast(tokens.query), upcast(segment.key), upcast(segment.value)
+        if self.sinks:
+            sinks = self._sink_sums(
+                tokens.scaling, query, Seen(key, value, None, segment.sinks, segment.ranks)
+            )
+            other = sinks if other is None else band.add_sums(sinks, other)
+        seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
+        return band.normalised_sums(band.softmax_sums(scores, value), other)
 
     def _empty(self, tokens: Tokens) -> WindowState:
         return WindowState.empty(tokens, self.size, self.sinks)
@@ -349,58 +442,14 @@ class Window(StatefulAttention):
             return None
         per_head = site.head_dim + site.value_dim + self.gate_count
         own = (self.size + self.sinks) * (site.kv_heads * per_head * size + 1) + 8
+        if self.salient:  # tokens of the window need no flags, and up to a block waits
+            own += self.salient * (site.kv_heads * per_head * size + 1) - self.size
+            own += (salient.BLOCK - 1) * site.kv_heads * per_head * size
         inner = self._linear().state_bytes(site, size) if self.inner else 0
         if inner is None:
             return None
         flag = max(size, 4) if self.inner and not isinstance(self._linear(), LinearAttention) else 0
         return own + inner + flag
-
-
-def fused_step(
-    rest: LinearAttention | None, tokens: Tokens, state: WindowState
-) -> tuple[Tensor, WindowState] | None:
-    """Compute one token behind a window without sinks, and the rest under one normaliser, in one call of C++.
-
-    Args:
-        rest: for what has left the window; None for a window alone.
-        tokens: one token, as `ring.is_step` has it.
-        state: written over where `tokens.in_place`.
-
-    Returns:
-        Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
-    """
-    query = tokens.query
-    assert query is not None
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    if not native.takes(query, tokens.key, tokens.value, None if rest is None else state.linear):
-        return None
-    if not (tokens.in_place and all(x.is_contiguous() for x in state)):
-        state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
-    buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
-    outside = None if rest is None else _evicting(rest, query, state)
-    output = window_decode.decode(
-        query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside
-    )
-    return output, state
-
-
-def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> window_decode.LinearTail | None:
-    """Have the linear attention's state take in the window's oldest token; None where both are empty."""
-    kind, eps, gate = rest.fused, rest.eps, rest.gate()
-    before = State(state.S, state.z)
-    if kind != "none" and (gate is not None or not rest.has_decay):
-        return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
-    column = ring.shared_column(state.oldest)
-    if column is None:
-        key, value = state.window.columns(state.oldest[:, None])[:2]
-    elif not state.valid[:, column].any() and not before.z.any():
-        return None
-    else:
-        key, value = state.key.narrow(2, column, 1), state.value.narrow(2, column, 1)
-    phi_q, phi_k, value, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, before, gate)
-    query_log_scale = rest.query_log_scale(upcast(query)) if kind == "none" else None
-    return window_decode.LinearTail(phi_q, (phi_k, value), *before, decay, gate, kind, eps, query_log_scale)
 
 
 def _nobody(tokens: Tokens) -> Tokens:

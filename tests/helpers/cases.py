@@ -1,6 +1,6 @@
 """Every patch with the options under which the suites run it: sizes that matter in some hundred tokens."""
 
-from helpers.formulas import linear, output, scores, sparse, state
+from helpers.formulas import linear, output, salient, scores, sparse, state
 from helpers.oracle import Case
 
 CASES = {
@@ -12,6 +12,7 @@ CASES = {
     "softmax1+logn": Case("softmax1+logn"),
     **linear.CASES,
     **state.CASES,
+    **salient.CASES,
     **scores.CASES,
     **sparse.CASES,
     **output.CASES,

@@ -62,6 +62,7 @@ def serves(family, case):
     parts = parse(CASES[case].spec, CASES[case].options).parts
     other = "causal" if family in ENCODERS else "bidirectional"
     fits = all(part.directions != other for part in parts)
+    fits = fits and not (family in ENCODERS and CASES[case].options.get("salient"))
     ropeless = family in ("gpt2", *ENCODERS)
     switched = CASES[case].options.get("rope") is False or "nope" in names_in(CASES[case].spec)
     # the oracle stills a model's rotary embedding as a whole, and these keep some layers as they are

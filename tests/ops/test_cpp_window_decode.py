@@ -14,8 +14,8 @@ from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.ops.cpp import build, linear, window_decode
 from hf_linattn.ops.types import Gate, Inputs, OpConfig
+from hf_linattn.patches.window.fused import fused_step
 from hf_linattn.patches.window.ring import WindowState
-from hf_linattn.patches.window.window import fused_step
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 SHAPES = {

@@ -73,6 +73,7 @@ def served(model, requests):
         (llama, "strided", {"stride": 4}, "keep", 8),
         (llama, "elu1+logn", {}, "keep", 8),
         (llama, "window+gated", {"size": 8, "sinks": 2}, "keep", 32),
+        (llama, "window+elu1", {"size": 8, "sinks": 2, "salient": 5}, "keep", 32),
         (llama, {"0": "window", "1": "alibi+topk"}, {"size": 8, "k": 5}, "keep", 8),
         (qwen3, "flow", {}, "keep", 8),
         (gpt2, {"0": "elu1"}, {}, "keep", 8),

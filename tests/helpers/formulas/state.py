@@ -1,11 +1,13 @@
 """Formulas of the patches with a state of another kind: quadratic, float64, one function each."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from helpers.formulas.salient import elu_keys, exact, hedgehog_keys
 from helpers.oracle import (
     Case,
     Inputs,
@@ -194,9 +196,13 @@ def window(x: Inputs) -> Tensor:
     return softmax_weights(x.scores(), in_window(x)) @ x.value
 
 
-def hybrid(x: Inputs, similarity: Tensor) -> Tensor:
-    """Softmax inside, a similarity that is not negative outside."""
-    inside = in_window(x)
+def hybrid(x: Inputs, similarity: Tensor, keys: Callable[[Inputs], Tensor] | None = None) -> Tensor:
+    """Softmax inside, a similarity that is not negative outside; `keys` is that of keys with keys."""
+    if x.options.get("salient"):
+        assert keys is not None
+        inside = x.visible & exact(x, keys(x))
+    else:
+        inside = in_window(x)
     if x.options.get("mix") in ("learned", "interpolated"):
         rest = over_its_sum(similarity, x.visible & ~inside)
         gate = x.parameter("window.gate")[None, :, None, None]
@@ -208,12 +214,12 @@ def hybrid(x: Inputs, similarity: Tensor) -> Tensor:
 
 @formula("window+hedgehog", scores=False)
 def window_hedgehog(x: Inputs) -> Tensor:
-    return hybrid(x, hedgehog_weights(x, "window.rest."))
+    return hybrid(x, hedgehog_weights(x, "window.rest."), hedgehog_keys)
 
 
 @formula("window+elu1", scores=False)
 def window_elu1(x: Inputs) -> Tensor:
-    return hybrid(x, elu_plus_one(x.query) @ elu_plus_one(x.key).mT)
+    return hybrid(x, elu_plus_one(x.query) @ elu_plus_one(x.key).mT, elu_keys)
 
 
 def has_left(x: Inputs) -> tuple[Tensor, Tensor]:
