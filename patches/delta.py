@@ -35,10 +35,10 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
 
 
 class DeltaState(NamedTuple):
-    """S `[B, Hkv, F, Dv]`: what is held under each key; last keys `[B, Hkv, conv - 1, D]`."""
+    """S `[B, Hkv, F, Dv]`: what is held under each key; last keys and values `[B, Hkv, conv - 1, D + Dv]`."""
 
     S: Tensor
-    keys: Tensor
+    recent: Tensor
 
 
 @register("delta")
@@ -65,9 +65,10 @@ class Delta(StatefulAttention):
             options and its learned weights; default None, phi(x) = x.
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
-        conv: taps of a causal convolution over each channel of the keys, which learns; k_t then depends on
-            the conv - 1 keys before it too, so that what follows a token can be found under that token. The
-            token itself alone at the start. From 1, the default, which is none, to 16; not behind a window.
+        conv: taps of a causal convolution over each channel of keys and values, which learns; k_t and v_t
+            then depend on the conv - 1 tokens before them too, so that what follows a token can be found
+            under that token. The token itself alone at the start. From 1, the default, which is none, to 16;
+            not behind a window.
         rope: False switches the model's rotary embedding off in these layers; default True.
         half_life: tokens after which a past token counts half, at the start; at least 1, default 16384.
         shortest: tokens; heads then start with different half-lives, from this one to `half_life` in equal
@@ -109,7 +110,7 @@ class Delta(StatefulAttention):
         if decay == "none" and (half_life is not None or shortest is not None):
             raise OptionError("decay='none' forgets nothing: leave half_life and shortest out")
         sizes = ("heads", "kv_heads", "head_dim", "value_dim")
-        heads, kv_heads, head_dim, _ = site.require(*sizes, reason="so its state has no size")
+        heads, kv_heads, head_dim, value_dim = site.require(*sizes, reason="so its state has no size")
         self.source, self.rope = source, rope
         self.needs_hidden = source == "hidden"
         self.width = source_width(site, source)
@@ -117,7 +118,7 @@ class Delta(StatefulAttention):
         self.features = head_dim if self.map is None else self.map.features or head_dim
         self.past, self.one_tensor = conv - 1, conv == 1
         if conv > 1:
-            self.key_conv = identity(kv_heads, head_dim, conv)
+            self.conv = identity(kv_heads, head_dim + value_dim, conv)
         self.fronts = input_projections(site) if front else nn.ParameterDict()
         self.plain = self.map is None and not front
         self.config = DeltaConfig(decay, beta, TEMPERATURE)
@@ -230,21 +231,23 @@ class Delta(StatefulAttention):
         assert after is not None
         return after
 
-    def _convolved(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, Tensor]:
-        """Return the keys behind the convolution, and the last ones before it, `[B, Hkv, conv - 1, D]`."""
-        key = tokens.key
+    def _convolved(self, tokens: Tokens, state: DeltaState | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values behind the convolution, and the last ones before it."""
+        key, value = tokens.key, tokens.value
         if not self.past:
-            return key, key[:, :, :0]
-        before = None if state is None else state.keys
-        return convolve(key, before, self.key_conv, tokens.valid, tokens.documents)
+            return key, value, key[:, :, :0]
+        before, width = None if state is None else state.recent, key.shape[3]
+        both, recent = convolve(
+            torch.cat([key, value], -1), before, self.conv, tokens.valid, tokens.documents
+        )
+        return both[..., :width], both[..., width:], recent
 
     def _run(
         self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
     ) -> tuple[Tensor | None, DeltaState | None]:
         gates = tokens.gates
         assert gates is not None
-        value = tokens.value
-        key, recent = self._convolved(tokens, state)
+        key, value, recent = self._convolved(tokens, state)
         if not self.plain:
             key = self._mapped("key_map", tokens.hide(key))
         before = None if state is None else state.S
@@ -254,13 +257,13 @@ class Delta(StatefulAttention):
             return output, state
         if S is before:  # written over
             assert state is not None
-            state.keys.copy_(recent)
+            state.recent.copy_(recent)
             return output, state
         return output, DeltaState(S, recent)
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
-        """Count S in float32 (float64 in float64 models), and the last keys."""
+        """Count S in float32 (float64 in float64 models), and the last keys and values."""
         if site.kv_heads is None or site.value_dim is None or site.head_dim is None:
             return None
-        of_keys = size * self.past * site.head_dim
-        return site.kv_heads * (max(size, 4) * self.features * site.value_dim + of_keys)
+        recent = size * self.past * (site.head_dim + site.value_dim)
+        return site.kv_heads * (max(size, 4) * self.features * site.value_dim + recent)

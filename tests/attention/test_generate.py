@@ -22,11 +22,8 @@ PLANS = {
     "elu1, eager": {"0": "elu1"},
     "gated": "gated",
     "window+hedgehog": ("window+hedgehog", {"size": 8, "sinks": 2}),
-<<<<<<< HEAD
     "softmax1+fox": ("softmax1+fox", {"half_life": 8.0}),
-=======
     "window+elu1, salient": ("window+elu1", {"size": 8, "sinks": 2, "salient": 6}),
->>>>>>> salient
 }
 every_plan = pytest.mark.parametrize("plan", PLANS)
 

@@ -135,8 +135,10 @@ def delta_reads(x: Inputs, prefix: str, counted: Tensor, seen: Tensor) -> Tensor
     """
     options, source = x.options, x.options.get("source", "hidden")
     beta = options.get("beta", 1.0) * gates_of(x, prefix, "gate_weight", "gate_bias", source).sigmoid()
+    text = x
     if "conv" in options:
-        x = replace(x, key=convolved(x, x.key, x.parameter(f"{prefix}.key_conv")))
+        of_key, of_value = x.parameter(f"{prefix}.conv").split([x.key.shape[-1], x.value.shape[-1]], 1)
+        x = replace(x, key=convolved(x, x.key, of_key), value=convolved(x, x.value, of_value))
     query, key = fronted(x, prefix) if options.get("front") else (x.query, x.key)
     if options.get("feature_map") == "elu1":
         query, key = elu_plus_one(query), elu_plus_one(key)
@@ -145,9 +147,9 @@ def delta_reads(x: Inputs, prefix: str, counted: Tensor, seen: Tensor) -> Tensor
     if kind == "none":
         log_a = torch.zeros_like(beta)[..., None]
     elif kind == "head":
-        log_a = gates_of(x, prefix, "gate_weight", "gate_bias", source, 1)[..., None].sigmoid().log() / 16
+        log_a = gates_of(text, prefix, "gate_weight", "gate_bias", source, 1)[..., None].sigmoid().log() / 16
     else:
-        read = x.value if source == "value" else x.hidden[:, None]
+        read = text.value if source == "value" else text.hidden[:, None]
         reduced = read @ x.per_head(x.parameter(f"{prefix}.channel_down")).mT
         logit = reduced @ x.per_head(x.parameter(f"{prefix}.channel_weight")).mT
         log_a = (logit + x.per_head(x.parameter(f"{prefix}.channel_bias"))[:, None]).sigmoid().log() / 16
