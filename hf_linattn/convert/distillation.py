@@ -88,7 +88,9 @@ class DistillationLoss:
             target = self.teacher(input_ids)
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
             output = model(input_ids=input_ids, **self.comparison.keywords)
-        losses = self.comparison.divergence(self.comparison.extract(output), target)
+        chosen = None if self.objective is None else self.objective.chosen
+        places = () if chosen is None else (chosen(batch),)
+        losses = self.comparison.divergence(self.comparison.extract(output), target, *places)
         if self.ce_weight:
             text_losses: Callable[[Tensor, Tensor], Tensor] = next_token_losses_from_logits
             if self.objective is not None:

@@ -27,9 +27,10 @@ from hf_linattn.convert.self_generated import write_self_text
 from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.model import check_fit
-from hf_linattn.finetune.run import make_accelerator, train
+from hf_linattn.finetune.run import load_held_out, make_accelerator, train
 from hf_linattn.patching.contexts import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
+from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
 from hf_linattn.training.loop import evaluate
 
@@ -122,13 +123,8 @@ class Validation:
     def __init__(self, plan: ConversionPlan, accelerator: Accelerator) -> None:
         self.plan, self.accelerator = plan, accelerator
         self.losses: dict[str, float] = {}
-        self.blocks = None
-        arguments = plan.arguments
-        if plan.eval_text is not None:
-            blocks = plan.objective.load_blocks(
-                plan.eval_text, column=arguments.text_column, split=arguments.eval_split
-            )
-            self.blocks = blocks[: arguments.eval_blocks]
+        self.blocks = load_held_out(replace(plan.arguments, eval_data=plan.eval_text), plan.objective)
+        self.objective = fit_objective(plan.objective, self.blocks)
         self.path = plan.folder.path / VALIDATION
         self._teacher: Any = None
 
@@ -140,7 +136,7 @@ class Validation:
         """
         if self.blocks is None:
             return
-        objective, device = self.plan.objective, self.accelerator.device
+        objective, device = self.objective, self.accelerator.device
         losses = objective.losses
         if losses is None:
             last = replace(objective, comparison=compare_hidden_states(objective.keywords, last=True))
@@ -150,7 +146,8 @@ class Validation:
             losses = DistillationLoss(teacher, objective=last)
         model.to(device).eval()
         batch_size = self.plan.arguments.batch_size
-        loss = evaluate(self.accelerator, model, self.blocks, batch_size, losses, objective.prepare)
+        batch = (losses, objective.prepare, objective.count_targets)
+        loss = evaluate(self.accelerator, model, self.blocks, batch_size, *batch)
         if self._teacher is not None:
             self._teacher.to("cpu")  # leaves the device to the stages
         if not math.isfinite(loss):

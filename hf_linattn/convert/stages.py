@@ -16,6 +16,7 @@ from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
 from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.convert.resolve import ConversionPlan, StagePlan
+from hf_linattn.data import token_ids
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, switch_off_dropout
@@ -56,7 +57,7 @@ class Transfer(TrainingRecipe):
         transfer = AttentionTransfer(
             base, self.target, projections=self.projections, keywords=objective.keywords
         ).to(device)
-        row = torch.from_numpy(run.blocks[:1]).to(device, dtype=torch.int64)
+        row = torch.from_numpy(token_ids(run.blocks[:1])).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
             patch = run.arguments.patch or f"that of {run.arguments.model}"
             raise TrainingError(
@@ -123,7 +124,7 @@ class Distill(TrainingRecipe):
             teacher = shard_frozen(run.accelerator, load_original(self.teacher, arguments.dtype, objective))
             predict = frozen_teacher(teacher, objective.comparison)
         loss = DistillationLoss(predict, self.drop_window, arguments.seed, objective, self.ce_weight)
-        self.losses, self.prepare = loss, loss.prepare
+        self.losses, self.prepare, self.count_targets = loss, loss.prepare, objective.count_targets
         text = f" + {self.ce_weight:g} x loss on the text" if self.ce_weight else ""
         self.label = f"divergence from the original{text} ({objective.comparison.unit})"
         poolers = objective.name == "states"  # behind the hidden states, untrained
@@ -135,7 +136,7 @@ def calibrated(model: PreTrainedModel, run: TrainingRun, tokens: int) -> dict[st
     """Calibrate a patch on the first rows of the text, at most `tokens`; see `calibration.calibrate`."""
     if not tokens:
         return {}
-    rows = run.blocks[: max(1, tokens // run.blocks.shape[1])]
+    rows = token_ids(run.blocks[: max(1, tokens // run.blocks.shape[1])])
     device = run.accelerator.device
     model.to(device)
     return calibrate(model, torch.from_numpy(rows).to(device, dtype=torch.int64), run.objective.keywords)

@@ -133,7 +133,7 @@ def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.in
     for blocks in data:
         if blocks is None:
             continue
-        highest = max(int(blocks.max()), objective.highest)
+        highest = max(int(blocks.max()), ~int(blocks.min()), objective.highest)  # see data.token_ids
         if highest >= known:
             raise DataError(
                 f"the tokenizer gives token {highest}, the model knows {known}: give its own --tokenizer"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.cli.files import filling, replacing, write_json
 from hf_linattn.cli.main import package_versions
+from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import check_fit, load_config
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.patching.loading import first_line, load_tokenizer
-from hf_linattn.training.arguments import FREE_TO_CHANGE
+from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
+from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
 from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.fsdp import accelerator_options, set_up
@@ -39,6 +42,9 @@ RUN_FILES = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
 )
 """What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
+
+BLOCKS = "blocks.bin"
+"""Rows of a text that is streamed, while the run goes on."""
 
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
 
@@ -87,7 +93,8 @@ def train(
     tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
     objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, objective, data)
+        blocks, eval_blocks = _load_data(arguments, objective, data, folder, accelerator)
+    objective = fit_objective(objective, blocks, eval_blocks)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
     sizes = _sizes(base)
@@ -106,6 +113,7 @@ def train(
         eval_blocks=eval_blocks,
         losses=recipe.losses,
         prepare=recipe.prepare,
+        count_targets=recipe.count_targets,
         rate=recipe.rate,
     )
     loop.run()
@@ -138,6 +146,8 @@ def _finish(
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
         write_json(path / "results.json", box[0])
         loop.checkpoint.remove()
+        with suppress(PermissionError):  # Windows keeps a file that is mapped
+            (path / BLOCKS).unlink(missing_ok=True)
     broadcast_object_list(box)
     return box[0]
 
@@ -210,16 +220,39 @@ def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase)
 
 
 def _load_data(
-    arguments: FinetuneArguments, objective: Objective, data: Any
+    arguments: FinetuneArguments, objective: Objective, data: Any, folder: RunFolder, accelerator: Accelerator
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-    """Rows for training, and for validation where there is a text."""
-    column = arguments.text_column
+    """Rows for training, and for validation where there is a text.
+
+    Streamed rows are written to a file: those that the run takes, no more. A run that goes on has them.
+    """
     source = arguments.data if data is None else data
-    blocks = objective.load_blocks(source, column=column, split=arguments.data_split)
-    if arguments.eval_data is None:
-        return blocks, None
-    held_out = objective.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)
-    return blocks, held_out[: arguments.eval_blocks]
+    column, streamed = arguments.text_column, {}
+    if arguments.streaming or streams(source):
+        begun = folder.record_path.exists() and arguments.resume
+        file = BlockFile(folder.path / BLOCKS, keep=begun or not accelerator.is_main_process)
+        rows = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
+        streamed = {"stream": True, "limit": arguments.max_steps * rows, "file": file}
+    blocks = objective.load_blocks(source, column=column, split=arguments.data_split, **streamed)
+    return blocks, load_held_out(arguments, objective)
+
+
+def load_held_out(arguments: TrainingArguments, objective: Objective) -> NDArray[np.int32] | None:
+    """Load the rows of --eval-data; None without.
+
+    Raises:
+        DataError: as `hf_linattn.data.load_blocks`.
+    """
+    source = arguments.eval_data
+    if source is None:
+        return None
+    return objective.load_blocks(
+        source,
+        column=arguments.text_column,
+        split=arguments.eval_split,
+        stream=arguments.streaming or streams(source),
+        limit=arguments.eval_blocks,
+    )
 
 
 def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:

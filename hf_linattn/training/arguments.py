@@ -44,8 +44,11 @@ class TrainingArguments:
         "auto", "what is predicted: next or masked tokens (see below)", choices=("auto", "causal", "mlm")
     )
     tokenizer: str | None = option(None, "folder or name of the tokenizer (default: the model's)")
-    text_column: str = option("text", "column of a table or dataset that holds the text")
+    text_column: str = option("text", "column of a table or dataset that holds the text, or messages")
     data_split: str = option("train", "split of --data when it is a dataset name")
+    streaming: bool = option(
+        False, "read the text in order, and only as far as the run takes it (see below); always above 1 GiB"
+    )
     block_size: int = option(512, "tokens per training row", minimum=2)
     batch_size: int = option(8, "rows per process and forward pass", minimum=1)
     grad_accum: int = option(1, "forward passes per update", minimum=1)

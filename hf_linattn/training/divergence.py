@@ -18,13 +18,14 @@ class ComparisonTarget:
     Attributes:
         keywords: of their forward, besides token ids.
         extract: takes what is compared out of a forward's output.
-        divergence: (the student's, the teacher's), both as `extract` gives them -> `[B]`.
+        divergence: (the student's, the teacher's), both as `extract` gives them -> `[B]`; where predictions
+            are compared also (..., chosen): of the positions alone that are True in it, `[B, N]`.
         unit: of the divergence, for pictures.
     """
 
     keywords: dict[str, bool]
     extract: Callable[[Any], Any]
-    divergence: Callable[[Any, Any], Tensor]
+    divergence: Callable[..., Tensor]
     unit: str
 
 
@@ -44,7 +45,15 @@ def states_error(student: Tensor, teacher: Tensor) -> Tensor:
     return error / (target - target.mean(1, keepdim=True)).square().sum(-1).mean(1)
 
 
-def _prediction_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+def mean_of_chosen(values: Tensor, chosen: Tensor) -> Tensor:
+    """Take the mean of each row's values, which stand in order of the True places of `chosen` [B, N]: [B]."""
+    rows = values.new_zeros(chosen.shape).masked_scatter(chosen, values)
+    return rows.sum(1) / chosen.sum(1)
+
+
+def _prediction_divergence(student: Tensor, teacher: Tensor, chosen: Tensor | None = None) -> Tensor:
+    if chosen is not None:
+        return mean_of_chosen(token_divergence(student[chosen], teacher[chosen]), chosen)
     return token_divergence(student, teacher).mean(1)
 
 

@@ -8,6 +8,7 @@ uninterrupted one exactly, and the same global batch gives the same update howev
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,6 +37,9 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
 """(blocks [B, N], their row ids [B], the step; 0 in validation) -> batch of the loss function, [B, ...]."""
+
+TargetCount = Callable[[NDArray[np.int32]], NDArray[np.int64]]
+"""Blocks [B, N] -> how many tokens of each are learned [B]."""
 
 MAX_SKIPPED = 20
 """float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
@@ -110,6 +114,12 @@ def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
     return losses.view(len(ids), -1).mean(1)
 
 
+def row_weights(blocks: NDArray[np.int32], count_targets: TargetCount | None) -> NDArray[np.float64]:
+    """Weigh rows so that the mean of their mean losses is that over their targets: [B, N] -> [B], mean 1."""
+    counts = np.ones(len(blocks)) if count_targets is None else count_targets(blocks)
+    return counts / counts.mean()
+
+
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
@@ -118,6 +128,7 @@ def evaluate(
     batch_size: int,
     losses: LossFunction = next_token_losses,
     prepare: Preparation | None = None,
+    count_targets: TargetCount | None = None,
 ) -> float:
     """Compute the mean loss over all blocks, in nats per token, shared between the processes.
 
@@ -131,16 +142,18 @@ def evaluate(
         batch_size: rows per process and forward pass.
         losses: of the rows of a batch.
         prepare: makes the batch of rows; None takes them as they are.
+        count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
     """
     was_training = model.training
     model.eval()
+    weights = row_weights(blocks, count_targets).tolist()
     total = 0.0
     stride = batch_size * accelerator.num_processes
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
         row_ids = np.arange(start, start + batch_size) % len(blocks)
         batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
         values = losses(model, _to_device(batch, accelerator))
-        total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
+        total += math.fsum(map(operator.mul, values.tolist(), weights[start:]))  # none behind the last row
     model.train(was_training)
     return math.fsum(gather_object([total])) / len(blocks)
 
@@ -165,6 +178,7 @@ class TrainingLoop:
         eval_blocks: NDArray[np.int32] | None = None,
         losses: LossFunction = next_token_losses,
         prepare: Preparation | None = None,
+        count_targets: TargetCount | None = None,
         rate: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         """Build the optimiser, and read the checkpoint where there is one.
@@ -178,6 +192,7 @@ class TrainingLoop:
             eval_blocks: rows of the validation, likewise.
             losses: of the rows of a batch.
             prepare: makes the batch of rows; None takes them as they are.
+            count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
             rate: factor of the learning rate by the name of the parameter.
 
         Raises:
@@ -186,6 +201,7 @@ class TrainingLoop:
         _check_distribution(accelerator)
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
+        self.count_targets = count_targets
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
         sharded = is_sharding(accelerator)
         if not sharded:  # otherwise each part goes there by itself
@@ -300,6 +316,8 @@ class TrainingLoop:
         accelerator, settings = self.accelerator, self.settings
         shares = row_ids.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
         local_row_ids = shares[:, accelerator.process_index]
+        weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
+        local_weights = torch.from_numpy(weights[:, accelerator.process_index]).to(accelerator.device).float()
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
@@ -308,8 +326,8 @@ class TrainingLoop:
                 rows = self.prepare(rows, local_row_ids[micro], step)
             batch = _to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                # all rows have the same number of targets, so the mean of means is the mean over tokens
-                loss = self.losses(self.model, batch).mean() / settings.grad_accum
+                losses = self.losses(self.model, batch)
+                loss = (losses * local_weights[micro]).mean() / settings.grad_accum
                 accelerator.backward(loss)
             total += loss.detach()
         return float(accelerator.reduce(total, "mean"))
@@ -323,6 +341,7 @@ class TrainingLoop:
             self.settings.batch_size,
             self.losses,
             self.prepare,
+            self.count_targets,
         )
         if not math.isfinite(loss):
             raise self._failure(f"the validation loss is {loss} after step {self.step}")

@@ -24,6 +24,7 @@ from hf_linattn.training.divergence import ComparisonTarget, compare_hidden_stat
 from hf_linattn.training.loop import (
     LossFunction,
     Preparation,
+    TargetCount,
     next_token_losses,
     next_token_losses_from_logits,
 )
@@ -41,12 +42,14 @@ class Objective:
 
     Attributes:
         name: as in the command.
-        load_blocks: (source, column=, split=) -> blocks [blocks, N].
+        load_blocks: (source, column=, split=, stream=, limit=, file=) -> blocks [blocks, N].
         description: what is done with documents, for the record.
         keywords: of a forward, besides token ids.
         comparison: what of an original and its student is compared.
         losses, prepare: for the training loop; None where nothing is predicted, or nothing prepared.
         loss_from_logits: (logits [B, N, V], batch) -> losses [B], as `losses` without a forward.
+        chosen: batch -> the positions [B, N] whose predictions are learned; None for all.
+        count_targets: blocks -> how many tokens of each are learned [B]; None where all have as many.
         highest: the largest token id that `prepare` may bring in.
         auto_class: for `hf_linattn.from_pretrained`; None: the class the checkpoint was saved from.
         peft_task: peft's name of the task, None where it has none.
@@ -60,6 +63,8 @@ class Objective:
     losses: LossFunction | None = None
     loss_from_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     prepare: Preparation | None = None
+    chosen: Callable[[Tensor], Tensor] | None = None
+    count_targets: TargetCount | None = None
     highest: int = 0
     auto_class: Any = None
     peft_task: str | None = None
