@@ -28,6 +28,8 @@ GATHERED = 2**16
 
 Tokens = NDArray[np.int32]
 
+_IDS = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+
 
 def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset:
     """Tokenize every document, without special tokens: a dataset with the column `input_ids` (int32)."""
@@ -36,7 +38,7 @@ def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokeniz
         batched=True,
         batch_size=64,
         remove_columns=documents.column_names,
-        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+        features=_IDS,
         desc="tokenize",
     )
 
@@ -92,16 +94,41 @@ def read_tokens(
     head, tail = np.asarray(before, dtype=np.int32), np.asarray(after, dtype=np.int32)
     if chat and isinstance(opened, Table) and opened.is_chat:
         encode = ChatTokens(tokenizer)
+        if not (stream or opened.streamed):
+            yield from _arrays(_encode_all(opened, encode))
+            return
         for name, messages in opened.values(CHAT):
             yield from encode(messages, name)
     elif stream or (isinstance(opened, Table) and opened.streamed):
         yield from _stream(opened, tokenizer, head, tail)
     else:
-        tokenized = tokenize_documents(opened.documents(), tokenizer)
-        for batch in tokenized.with_format("numpy").iter(batch_size=1000):
-            for ids in batch["input_ids"]:
-                if len(ids):
-                    yield from (head, np.asarray(ids, np.int32), tail)
+        for ids in _arrays(tokenize_documents(opened.documents(), tokenizer)):
+            if len(ids):
+                yield from (head, ids, tail)
+
+
+def _arrays(tokenized: datasets.Dataset) -> Iterator[Tokens]:
+    for batch in tokenized.with_format("numpy").iter(batch_size=1000):
+        yield from (np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"])
+
+
+def _encode_all(table: Table, encode: ChatTokens) -> datasets.Dataset:
+    """Encode all conversations of a table, as `tokenize_documents` does with texts."""
+    source = table.source
+
+    def encode_batch(batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        rows = zip(numbers, batch[CHAT], strict=True)
+        return {"input_ids": [ids for number, row in rows for ids in encode(row, f"{source}[{number}]")]}
+
+    return table.rows.map(
+        encode_batch,
+        with_indices=True,
+        batched=True,
+        batch_size=64,
+        remove_columns=table.rows.column_names,
+        features=_IDS,
+        desc="tokenize",
+    )
 
 
 def _stream(
