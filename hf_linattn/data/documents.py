@@ -51,7 +51,7 @@ class TextFiles:
             DataError: a file cannot be read.
         """
         for path in self.files:
-            with _reading(path), path.open(encoding="utf-8-sig") as file:
+            with _reading(path, whole=False), path.open(encoding="utf-8-sig") as file:
                 first = True
                 while text := file.read(PIECE):
                     yield text + file.readline(PIECE), first
@@ -236,11 +236,12 @@ def _text_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path, *, whole: bool = True) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: byte {error.start} does not decode") from error
+        where = f": byte {error.start} does not decode" if whole else ""  # else counted from some piece on
+        raise DataError(f"{path} is not UTF-8 text{where}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
