@@ -43,7 +43,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         command: for the record.
         data: text as `load_documents` takes it, in the place of `arguments.data`.
     """
-    accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
+    accelerator = make_accelerator(arguments)
     plan = resolve(arguments)
     if accelerator.is_main_process:
         _prepare_folder(plan)

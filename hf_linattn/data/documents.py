@@ -28,7 +28,7 @@ CHAT = "messages"
 STREAM_ABOVE = 2**30
 """Bytes of text on the disk from which on a training command streams it without being asked to."""
 
-PIECE = 2**21
+PIECE = 2**18
 """Characters of a text file that are read and tokenized at once when it is streamed."""
 
 _FEATURES = datasets.Features(

@@ -33,12 +33,13 @@ from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.fsdp import accelerator_options, set_up
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
+from hf_linattn.training.tracking import LOGS, require_tracker, tracking
 
 VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
 """With patience these decide which weights are kept."""
 
 RUN_FILES = (
-    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter"),
+    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter", LOGS, "wandb"),
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
 )
 """What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
@@ -51,7 +52,7 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
-    accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
+    accelerator = make_accelerator(arguments)
     results = train(arguments, command, accelerator, TrainingRecipe())
     accelerator.end_training()
     return results
@@ -116,7 +117,8 @@ def train(
         count_targets=recipe.count_targets,
         rate=recipe.rate,
     )
-    loop.run()
+    with tracking(accelerator, path, settings, loop.step):
+        loop.run()
     facts = {**sizes, "objective": objective.name, "documents": objective.description}
     results = _finish(arguments, command, loop, recipe, tokenizer, facts)
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
@@ -152,15 +154,24 @@ def _finish(
     return box[0]
 
 
-def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
+def make_accelerator(arguments: TrainingArguments) -> Accelerator:
     """Make the accelerator of this process, on its part of the machine.
 
     Raises:
-        OptionError: a precision that the machine does not have, or a way to share the work that does not fit.
+        OptionError: a precision or tracker that the machine does not have, or a way to share the work that
+            does not fit.
     """
+    require_tracker(arguments.log_with)
     options = accelerator_options()
+    mixed_precision = arguments.mixed_precision
     try:
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
+        accelerator = Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=arguments.cpu,
+            log_with=arguments.log_with,
+            project_dir=arguments.output_dir,
+            **options,
+        )
     except ValueError as error:
         raise OptionError(f"--mixed-precision {mixed_precision}: {first_line(error)}") from error
     started = int(os.environ.get("WORLD_SIZE", "1"))

@@ -10,7 +10,7 @@ from hf_linattn.errors import OptionError
 
 FREE_TO_CHANGE = {
     *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
-    *("checkpoint_every", "batch_size", "grad_accum"),
+    *("checkpoint_every", "batch_size", "grad_accum", "log_with"),
 }
 """Options that a resumed run may change: none decides the weights (batches are compared as a whole)."""
 
@@ -80,6 +80,9 @@ class TrainingArguments:
         minimum=0,
     )
     checkpoint_every: int = option(100, "steps between checkpoints; only the latest is kept", minimum=1)
+    log_with: Literal["tensorboard", "wandb", "trackio"] | None = option(
+        None, "also send the rows of train.csv there", choices=("tensorboard", "wandb", "trackio")
+    )
     resume: bool = option(False, "continue what is in --output-dir, or start when nothing is")
     overwrite: bool = option(False, "delete the run in --output-dir first")
     cpu: bool = option(False, "use the CPU even where there is a GPU")

@@ -350,8 +350,10 @@ class TrainingLoop:
 
     def _write_row(self, **values: float | None) -> None:
         if self.log is not None:
-            tokens = self.step * self.global_batch * self.blocks.shape[1]
-            self.log.append(step=self.step, tokens=tokens, **values)
+            values["tokens"] = self.step * self.global_batch * self.blocks.shape[1]
+            self.log.append(step=self.step, **values)
+            known = {name: value for name, value in values.items() if value is not None}
+            self.accelerator.log(known, step=self.step)
 
     def _save_checkpoint_when_due(self) -> float:
         """Replace the checkpoint every so many steps; returns the seconds that took."""
