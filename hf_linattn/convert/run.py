@@ -16,6 +16,7 @@ from hf_linattn.cli.files import write_json
 from hf_linattn.convert.arguments import PRESETS, ConvertArguments
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.convert.outputs import (
+    LABELS,
     OWN_EVAL_TEXT,
     OWN_TEXT,
     VALIDATION,
@@ -26,7 +27,9 @@ from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
 from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
 from hf_linattn.errors import TrainingError
+from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
+from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.finetune.run import load_held_out, make_accelerator, train
 from hf_linattn.patching.contexts import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
@@ -66,6 +69,12 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
             )
         )
         validation.add_stage(stage, results[-1])
+        if accelerator.is_main_process:
+            losses = {LABELS.get(name, f"after {name}"): loss for name, loss in validation.losses.items()}
+            label = (
+                "squared error / variance" if validation.objective.losses is None else TrainingRecipe.label
+            )
+            write_card(stage.folder, plan.original, command, results, losses, label)
     result = ConversionResult(plan.stages[-1].folder, record, validation.losses, results)
     if accelerator.is_main_process:
         write_page(result)

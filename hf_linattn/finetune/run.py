@@ -22,6 +22,7 @@ from hf_linattn.cli.main import package_versions
 from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
+from hf_linattn.finetune.card import CARD, write_card
 from hf_linattn.finetune.model import check_fit, load_config
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.interface import PATCH_PART
@@ -39,7 +40,7 @@ VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
 """With patience these decide which weights are kept."""
 
 RUN_FILES = (
-    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter", LOGS, "wandb"),
+    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter", LOGS, "wandb", CARD),
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
 )
 """What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
@@ -140,8 +141,12 @@ def _finish(
     of_recipe, trained = recipe.results(), loop.trained_model()  # both are calls of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [{**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}]
+        done = {**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}
+        box = [done]
         _save(recipe.export(trained), tokenizer, path)
+        losses = {"before": done["eval_loss_before"], "trained": done["eval_loss"]}
+        known = losses if loop.eval_blocks is not None else {}
+        write_card(path, arguments.model, command, [done], known, recipe.label)
         with replacing(path / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
             save_loss_curve(loop.log.rows, partial, title, recipe.label)
