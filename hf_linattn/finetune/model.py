@@ -19,7 +19,7 @@ from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
-from hf_linattn.patching.loading import explain_missing
+from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts
 from hf_linattn.registry import patches
 from hf_linattn.training.objectives import Objective
 
@@ -30,8 +30,9 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
     Raises:
         TrainingError: there is no such model.
     """
-    with explain_missing(f"cannot load {option} {name}", TrainingError):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    place, keyword = gguf_parts(name)
+    with explain_gguf(name) if keyword else explain_missing(f"cannot load {option} {name}", TrainingError):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(place, **keyword)
     return config
 
 
