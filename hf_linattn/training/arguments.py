@@ -22,7 +22,9 @@ class TrainingArguments:
     Where the commands differ in a default or in what an option means, they declare the field again.
     """
 
-    model: str = field(metadata={"help": "folder or Hub name of a language model or encoder, patched or not"})
+    model: str = field(
+        metadata={"help": "folder, Hub name or FILE.gguf of a language model or encoder, patched or not"}
+    )
     data: str = field(
         metadata={"help": "text file, folder, .jsonl/.parquet/.csv, or dataset name (see below)"}
     )
