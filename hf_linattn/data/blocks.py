@@ -342,4 +342,5 @@ def token_ids(blocks: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def count_targets(blocks: NDArray[np.int32]) -> NDArray[np.int64]:
     """Count the tokens of each block that are to be predicted from those before: [B, N] -> [B]."""
-    return (blocks[:, 1:] >= 0).sum(1)
+    counts: NDArray[np.int64] = (blocks[:, 1:] >= 0).sum(1)
+    return counts

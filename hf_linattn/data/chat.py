@@ -89,7 +89,7 @@ class ChatTokens:
 
     def _by_marks(self, messages: list[dict[str, Any]], name: str) -> NDArray[np.int32]:
         with _explained(name):
-            encoded = self._tokenizer.apply_chat_template(
+            encoded: Any = self._tokenizer.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
         mask = np.asarray(encoded["assistant_masks"], dtype=bool)

@@ -117,7 +117,8 @@ def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
 def row_weights(blocks: NDArray[np.int32], count_targets: TargetCount | None) -> NDArray[np.float64]:
     """Weigh rows so that the mean of their mean losses is that over their targets: [B, N] -> [B], mean 1."""
     counts = np.ones(len(blocks)) if count_targets is None else count_targets(blocks)
-    return counts / counts.mean()
+    weights: NDArray[np.float64] = counts / counts.mean()
+    return weights
 
 
 @torch.no_grad()
