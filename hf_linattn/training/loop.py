@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
@@ -27,8 +26,10 @@ from tqdm import tqdm
 
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
+from hf_linattn.training.divergence import cross_entropy
 from hf_linattn.training.early_stopping import EarlyStop
 from hf_linattn.training.fsdp import MetaCopy, full_tensor, is_sharding, reshard, shard
+from hf_linattn.training.head import Predictions, predict, token_losses
 from hf_linattn.training.optimizers import OptimizerName, build_optimizer
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
@@ -101,13 +102,12 @@ def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    return next_token_losses_from_logits(model(input_ids=ids, use_cache=False).logits, ids)
+    return next_token_losses_of(predict(model, ids, use_cache=False), ids)
 
 
-def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute what `next_token_losses` does, of known predictions: logits [B, N, V], ids [B, N] -> [B]."""
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return losses.view(len(ids), -1).mean(1)
+def next_token_losses_of(predictions: Predictions, ids: Tensor) -> Tensor:
+    """Compute what `next_token_losses` does, of known predictions of the ids [B, N]: -> [B]."""
+    return token_losses(cross_entropy, predictions[:, :-1], ids[:, 1:]).mean(1)
 
 
 @torch.no_grad()
