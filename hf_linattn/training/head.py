@@ -9,6 +9,7 @@ and what distributes or wraps the model, runs as always. The backward makes the 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ def predict(model: nn.Module, input_ids: Tensor, **keywords: Any) -> Predictions
     Args:
         model: one that gives logits, in whatever wraps it.
         input_ids: `[B, N]`.
-        **keywords: of its forward.
+        **keywords: of its forward; `logits_to_keep` limits the tokens to the last ones.
 
     Returns:
         Logits `[B, N, V]` as the model gives them where they are few, or where they are no plain function of
@@ -99,7 +100,8 @@ def predict(model: nn.Module, input_ids: Tensor, **keywords: Any) -> Predictions
     inside = transformers_model(model)
     find = getattr(inside, "get_output_embeddings", None)
     linear: Any = None if find is None else find()
-    if input_ids.numel() * _vocabulary(inside, linear) > CHUNK:
+    tokens = len(input_ids) * min(input_ids.shape[1], keywords.get("logits_to_keep") or math.inf)
+    if tokens * _vocabulary(inside, linear) > CHUNK:
         finish = _known_finish(model, inside, linear, input_ids, keywords)
         if finish is not None:
             with _other_input(linear, lambda states: states[:1, :1]) as held:
@@ -239,7 +241,8 @@ def _known_finish(
 ) -> Finish | None:
     """What follows the output layer of a model, tried on it once; None where a loss must take its logits."""
     if inside not in _FINISHES:
-        found = _obstacle(model, linear) or _try_finish(inside, linear, input_ids[:1, :8], keywords)
+        own = {name: value for name, value in keywords.items() if name != "logits_to_keep"}
+        found = _obstacle(model, linear) or _try_finish(inside, linear, input_ids[:1, :8], own)
         _FINISHES[inside] = found
         if isinstance(found, str):
             what = f"{type(inside).__name__}: {found}; losses hold all logits of a batch"
@@ -252,8 +255,8 @@ def _obstacle(model: nn.Module, linear: Any) -> str | None:
     """Why a loss cannot take hold of what the output layer reads."""
     if type(linear) is not nn.Linear:
         return f"its output layer is {'not to be found' if linear is None else f'a {type(linear).__name__}'}"
-    if hasattr(linear.weight, "device_mesh"):
-        return "the weights of its output layer are sharded"
+    if hasattr(linear.weight, "device_mesh") or hasattr(linear, "_hf_hook"):
+        return "the weights of its output layer are sharded or offloaded"
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
         return "it is compiled as a whole (--compile compiles its layers)"
     return None
