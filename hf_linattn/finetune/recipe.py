@@ -46,6 +46,7 @@ class TrainingRecipe:
         label: of the loss in pictures.
         losses, prepare: for the training loop; set by `build`.
         skips: whether some steps leave trained parameters without a gradient; set by `build`.
+        compiles: whether --compile has a meaning for it.
     """
 
     settings: dict[str, Any]
@@ -53,6 +54,7 @@ class TrainingRecipe:
     losses: LossFunction
     prepare: Preparation | None = None
     skips = False
+    compiles = True
 
     def __init__(self, patch_rate: float = 1.0) -> None:
         self.patch_rate = patch_rate

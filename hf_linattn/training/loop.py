@@ -139,7 +139,7 @@ def evaluate(
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
         row_ids = np.arange(start, start + batch_size) % len(blocks)
         batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
-        values = losses(model, _to_device(batch, accelerator))
+        values = losses(model, to_device(batch, accelerator))
         total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
     model.train(was_training)
     return math.fsum(gather_object([total])) / len(blocks)
@@ -306,7 +306,7 @@ class TrainingLoop:
             rows = self.blocks[local_row_ids[micro]]
             if self.prepare is not None:
                 rows = self.prepare(rows, local_row_ids[micro], step)
-            batch = _to_device(rows, accelerator)
+            batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 # all rows have the same number of targets, so the mean of means is the mean over tokens
                 loss = self.losses(self.model, batch).mean() / settings.grad_accum
@@ -377,5 +377,6 @@ def _check_distribution(accelerator: Accelerator) -> None:
         )
 
 
-def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+def to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+    """Put a batch on the device of this process, as integers that models take."""
     return torch.from_numpy(rows).to(accelerator.device, dtype=torch.int64)
