@@ -160,6 +160,8 @@ class ConvertArguments(TrainingArguments):
             OptionError: a value out of its bounds, options that exclude each other, or no stage.
         """
         super().__post_init__()
+        if self.compile and self.gradient_checkpointing and self.drop_window:
+            raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
         self.chosen_stages()
 
     def tokens(self, stage: str) -> int:

@@ -35,6 +35,8 @@ PROJECTIONS_RATE = 0.1
 class Transfer(TrainingRecipe):
     """Stage `transfer`: see `hf_linattn.convert.attention_transfer`."""
 
+    compiles = False  # its hooks run attentions inside of layers
+
     def __init__(self, target: Target, projections: bool, calibrate_tokens: int = 0) -> None:
         super().__init__()
         self.settings = {"stage": "transfer", "target": target, "train_projections": projections}

@@ -46,6 +46,7 @@ class TrainingRecipe:
         label: of the loss in pictures.
         losses, prepare, count_targets: for the training loop; set by `build`.
         skips: whether some steps leave trained parameters without a gradient; set by `build`.
+        compiles: whether --compile has a meaning for it.
     """
 
     settings: dict[str, Any]
@@ -54,6 +55,7 @@ class TrainingRecipe:
     prepare: Preparation | None = None
     count_targets: TargetCount | None = None
     skips = False
+    compiles = True
 
     def __init__(self, patch_rate: float = 1.0) -> None:
         self.patch_rate = patch_rate

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.cli.files import filling, replacing, write_json
+from hf_linattn.cli.jobs import last_step
 from hf_linattn.cli.main import package_versions
 from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
@@ -30,8 +31,10 @@ from hf_linattn.patching.loading import first_line, load_tokenizer
 from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
+from hf_linattn.training.estimate import announce
 from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.fsdp import accelerator_options, set_up
+from hf_linattn.training.layers import compile_layers, recompute_layers
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
 from hf_linattn.training.tracking import LOGS, require_tracker, tracking
@@ -101,6 +104,13 @@ def train(
     check_fit(base, objective, blocks, eval_blocks)
     sizes = _sizes(base)
     model = recipe.build(base, TrainingRun(arguments, objective, blocks, accelerator))
+    if arguments.gradient_checkpointing:
+        recompute_layers(model, switches=not arguments.compile)
+    loop_settings = _loop_settings(arguments)
+    done = last_step(path / "train.csv") if arguments.resume else 0
+    announce(accelerator, model, blocks, loop_settings, recipe.losses, recipe.prepare, done)
+    if arguments.compile and recipe.compiles:
+        compile_layers(model)
     if accelerator.is_main_process:
         settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
         _begin(folder, settings, arguments.overwrite)
@@ -110,7 +120,7 @@ def train(
         accelerator,
         model,
         blocks,
-        _loop_settings(arguments),
+        loop_settings,
         path,
         eval_blocks=eval_blocks,
         losses=recipe.losses,

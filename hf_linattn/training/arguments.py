@@ -10,7 +10,7 @@ from hf_linattn.errors import OptionError
 
 FREE_TO_CHANGE = {
     *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
-    *("checkpoint_every", "batch_size", "grad_accum", "log_with"),
+    *("checkpoint_every", "batch_size", "grad_accum", "gradient_checkpointing", "log_with"),
 }
 """Options that a resumed run may change: none decides the weights (batches are compared as a whole)."""
 
@@ -67,7 +67,18 @@ class TrainingArguments:
     )
     no_dropout: bool = option(False, "switch dropout off; linear patches have no attention weights to drop")
     mixed_precision: str | None = option(
-        None, "default: as accelerate is configured, else no", choices=("no", "bf16", "fp16")
+        None,
+        "bf16 is faster on GPUs, and on CPUs that multiply it (AMX, AVX512-BF16); default: as accelerate is "
+        "configured, else no",
+        choices=("no", "bf16", "fp16"),
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "keep the inputs of layers alone, and compute layers again in the backward: less memory, slower",
+    )
+    compile: bool = option(
+        False,
+        "let torch.compile compile the layers: minutes at the start, then faster; not in stage transfer",
     )
     dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
     seed: int = option(0, "decides new weights, the order of the data and dropout", minimum=0)

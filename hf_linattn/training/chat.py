@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_linattn.data import count_targets, token_ids
-from hf_linattn.training.divergence import mean_of_chosen
+from hf_linattn.training.divergence import cross_entropy, mean_of_chosen
+from hf_linattn.training.head import Predictions, predict, token_losses
 from hf_linattn.training.masked_lm import NO_TARGET
 from hf_linattn.training.objectives import CACHELESS, Objective
 
@@ -29,7 +30,7 @@ def fit_objective(objective: Objective, *data: NDArray[np.int32] | None) -> Obje
         description="conversations as the tokenizer's chat template writes them, joined in order and cut "
         "into blocks; attention crosses their borders; the assistant's tokens alone are learned",
         losses=chosen_losses,
-        loss_from_logits=chosen_losses_from_logits,
+        loss_of_predictions=chosen_losses_of,
         prepare=prepare,
         chosen=predictions_of_targets,
         count_targets=count_targets,
@@ -48,11 +49,11 @@ def predictions_of_targets(batch: Tensor) -> Tensor:
 
 def chosen_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B]."""
-    return chosen_losses_from_logits(model(input_ids=batch[:, 0], **CACHELESS).logits, batch)
+    return chosen_losses_of(predict(model, batch[:, 0], **CACHELESS), batch)
 
 
-def chosen_losses_from_logits(logits: Tensor, batch: Tensor) -> Tensor:
-    """Compute what `chosen_losses` does, of known predictions: logits [B, N, V], batch [B, 2, N] -> [B]."""
+def chosen_losses_of(predictions: Predictions, batch: Tensor) -> Tensor:
+    """Compute what `chosen_losses` does, of known predictions of the batch [B, 2, N]: -> [B]."""
     chosen = predictions_of_targets(batch)
     targets = batch[:, 1].roll(-1, 1)[chosen]
-    return mean_of_chosen(F.cross_entropy(logits[chosen].float(), targets, reduction="none"), chosen)
+    return mean_of_chosen(token_losses(cross_entropy, predictions[chosen], targets), chosen)

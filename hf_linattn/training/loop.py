@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
@@ -28,8 +27,10 @@ from tqdm import tqdm
 
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
+from hf_linattn.training.divergence import cross_entropy
 from hf_linattn.training.early_stopping import EarlyStop
 from hf_linattn.training.fsdp import MetaCopy, full_tensor, is_sharding, reshard, shard
+from hf_linattn.training.head import Predictions, predict, token_losses
 from hf_linattn.training.optimizers import OptimizerName, build_optimizer
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
@@ -105,13 +106,12 @@ def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    return next_token_losses_from_logits(model(input_ids=ids, use_cache=False).logits, ids)
+    return next_token_losses_of(predict(model, ids, use_cache=False), ids)
 
 
-def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute what `next_token_losses` does, of known predictions: logits [B, N, V], ids [B, N] -> [B]."""
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return losses.view(len(ids), -1).mean(1)
+def next_token_losses_of(predictions: Predictions, ids: Tensor) -> Tensor:
+    """Compute what `next_token_losses` does, of known predictions of the ids [B, N]: -> [B]."""
+    return token_losses(cross_entropy, predictions[:, :-1], ids[:, 1:]).mean(1)
 
 
 def row_weights(blocks: NDArray[np.int32], count_targets: TargetCount | None) -> NDArray[np.float64]:
@@ -153,7 +153,7 @@ def evaluate(
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
         row_ids = np.arange(start, start + batch_size) % len(blocks)
         batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
-        values = losses(model, _to_device(batch, accelerator))
+        values = losses(model, to_device(batch, accelerator))
         total += math.fsum(map(operator.mul, values.tolist(), weights[start:]))  # none behind the last row
     model.train(was_training)
     return math.fsum(gather_object([total])) / len(blocks)
@@ -325,7 +325,7 @@ class TrainingLoop:
             rows = self.blocks[local_row_ids[micro]]
             if self.prepare is not None:
                 rows = self.prepare(rows, local_row_ids[micro], step)
-            batch = _to_device(rows, accelerator)
+            batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 losses = self.losses(self.model, batch)
                 loss = (losses * local_weights[micro]).mean() / settings.grad_accum
@@ -399,5 +399,6 @@ def _check_distribution(accelerator: Accelerator) -> None:
         )
 
 
-def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+def to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+    """Put a batch on the device of this process, as integers that models take."""
     return torch.from_numpy(rows).to(accelerator.device, dtype=torch.int64)

@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_linattn.data import BlockFile, build_blocks, read_tokens
 from hf_linattn.errors import DataError
+from hf_linattn.training.divergence import cross_entropy
+from hf_linattn.training.head import Predictions, predict, token_losses
 
 SHARE = 0.15
 """Part of a block's tokens that is to be predicted."""
@@ -190,12 +191,11 @@ def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
     The batch is as `Masking.prepare` gives it: every row has the same number of targets.
     """
-    return masked_losses_from_logits(model(input_ids=batch[:, 0]).logits, batch)
+    return masked_losses_of(predict(model, batch[:, 0]), batch)
 
 
-def masked_losses_from_logits(logits: Tensor, batch: Tensor) -> Tensor:
-    """Compute what `masked_losses` does, of known predictions: logits [B, N, V], batch [B, 2, N] -> [B]."""
+def masked_losses_of(predictions: Predictions, batch: Tensor) -> Tensor:
+    """Compute what `masked_losses` does, of known predictions of a batch [B, 2, N]: -> [B]."""
     targets = batch[:, 1]
     chosen = targets != NO_TARGET
-    losses = F.cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")
-    return losses.view(len(batch), -1).mean(1)
+    return token_losses(cross_entropy, predictions[chosen], targets[chosen]).view(len(batch), -1).mean(1)
