@@ -318,7 +318,7 @@ class TrainingLoop:
         shares = row_ids.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
         local_row_ids = shares[:, accelerator.process_index]
         weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
-        local_weights = torch.from_numpy(weights[:, accelerator.process_index]).to(accelerator.device).float()
+        local_weights = torch.from_numpy(weights[:, accelerator.process_index]).float().to(accelerator.device)
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1

@@ -150,3 +150,13 @@ def test_finetune_trains_a_file_patched_or_not(workplace, capsys):
 
 def describe(folder):
     return [row.patch for row in hf_linattn.describe(hf_linattn.from_pretrained(folder))]
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_lm_eval_takes_a_file(workplace):
+    pytest.importorskip("lm_eval")
+    from hf_linattn.eval.harness.model import LinattnLM
+
+    write(AutoModelForCausalLM.from_pretrained("model"), "measured.gguf", "F32")
+    lm = LinattnLM("measured.gguf", patch="elu1", tokenizer="model", device="cpu")
+    assert {row.patch for row in hf_linattn.describe(lm.model)} == {"elu1"}
