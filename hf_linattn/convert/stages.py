@@ -25,6 +25,7 @@ from hf_linattn.patching.contexts import hybrids
 from hf_linattn.patching.loading import explain_missing
 from hf_linattn.registry import parse
 from hf_linattn.training.arguments import TrainingArguments
+from hf_linattn.training.estimate import check_weights_fit
 from hf_linattn.training.fsdp import shard_frozen
 from hf_linattn.training.objectives import Objective
 
@@ -161,6 +162,7 @@ def load(name: str, dtype: str, objective: Objective) -> Any:
     Raises:
         TrainingError: there is no such model.
     """
+    check_weights_fit(name, getattr(torch, dtype))
     with explain_missing(f"cannot load {name}", TrainingError):
         return from_pretrained(name, auto_class=objective.auto_class, dtype=getattr(torch, dtype))
 

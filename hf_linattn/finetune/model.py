@@ -21,6 +21,7 @@ from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
 from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts
 from hf_linattn.registry import patches
+from hf_linattn.training.estimate import check_weights_fit
 from hf_linattn.training.objectives import Objective
 
 
@@ -43,6 +44,7 @@ def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrained
         TrainingError: there is no such model.
     """
     set_seed(arguments.seed)  # a bare encoder gets a new head
+    check_weights_fit(arguments.model, getattr(torch, arguments.dtype))
     with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
         model: PreTrainedModel = from_pretrained(
             arguments.model, auto_class=objective.auto_class, dtype=getattr(torch, arguments.dtype)

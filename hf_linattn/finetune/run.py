@@ -33,7 +33,7 @@ from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
 from hf_linattn.training.estimate import announce
 from hf_linattn.training.folder import RunFolder
-from hf_linattn.training.fsdp import accelerator_options, set_up
+from hf_linattn.training.fsdp import accelerator_options, is_sharding, set_up
 from hf_linattn.training.layers import compile_layers, recompute_layers
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
@@ -86,6 +86,8 @@ def train(
     Raises:
         DataError, TrainingError, OptionError: see `hf_linattn.finetune.finetune`.
     """
+    if arguments.compile and is_sharding(accelerator):
+        raise OptionError("--compile is not supported under FSDP: leave it out")
     path = Path(arguments.output_dir).expanduser()
     folder = RunFolder(path, "run", "run.json", contents=RUN_FILES, signs=RUN_FILES)
     settings = {**_settings(arguments, accelerator), **recipe.settings}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -16,7 +17,9 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,7 +92,8 @@ def announce(
     free, rows = free_bytes(accelerator.device), settings.batch_size
     estimate = _measure(accelerator, model, blocks, settings, losses, prepare, free)
     what = estimate.describe(rows, blocks.shape[1])
-    if estimate.needed > free:
+    # one for all: a process that refuses alone leaves the others waiting
+    if any(gather_object([estimate.needed > free])):
         raise _refusal(f"a step needs about {what}", free)
     steps = settings.max_steps - done
     seconds = steps * estimate.seconds
@@ -213,6 +217,29 @@ def free_bytes(device: torch.device) -> int:
     else:
         free = min(free, limit - psutil.Process().memory_info().rss)
     return free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def check_weights_fit(name: str, dtype: torch.dtype) -> None:
+    """Refuse the weights of a folder that are more than the free memory, before they are loaded.
+
+    Args:
+        name: of the folder; what is no folder, a name on the Hub, is not looked at.
+        dtype: that they are loaded in.
+
+    Raises:
+        TrainingError: naming both.
+    """
+    numbers = 0
+    for path in Path(name).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            numbers += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+    size, free = numbers * dtype.itemsize, free_bytes(torch.device("cpu"))
+    if size > free:
+        kind = str(dtype).removeprefix("torch.")
+        raise TrainingError(
+            f"out of memory: the weights of {name} need {_size(size)} in {kind}, and {_size(free)} are free. "
+            "Give --dtype bfloat16, or take a smaller model"
+        )
 
 
 def _refusal(what: str, free: int) -> TrainingError:

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from helpers import tiny_models
+from torch._dynamo.testing import CompileCounter
 
 from hf_linattn import patch_model
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
@@ -127,6 +128,18 @@ def test_compiled_layers_have_the_same_gradients(patch, recompute, monkeypatch):
     compile_layers(model)
     assert_same(gradients(model, next_token_losses), want, 1e-6)
     assert list(model.state_dict()) == names
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_patched_layers_that_are_alike_are_compiled_once(monkeypatch):
+    compiled, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend=counter))
+    torch._dynamo.reset()
+    model = build("elu1", layers=3)
+    compile_layers(model)
+    next_token_losses(model, IDS)
+    assert counter.frame_count == 1
     torch._dynamo.reset()
 
 
