@@ -34,7 +34,7 @@ def command_parser(name: str, description: str, epilog: str) -> argparse.Argumen
 
 def add_model_arguments(
     parser: argparse.ArgumentParser,
-    model: str | None = "folder or name of a causal language model, patched or not",
+    model: str | None = "folder, name or FILE.gguf of a causal language model, patched or not",
     *,
     tokenizer: str | None = "the model's",
     patch: str | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.errors import LinattnError, UnsupportedModelError
+from hf_linattn.training.divergence import cross_entropy
+from hf_linattn.training.head import predict, token_losses
 
 from .windows import Texts, Window
 
@@ -37,11 +39,7 @@ def scoring(model: nn.Module) -> Iterator[None]:
 
 def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tuple[Tensor, Tensor]:
     """Compute logits `[windows, scored, V]` and the tokens `[windows, scored]` that they predict."""
-    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in windows])
-    if texts.window_bos is not None:
-        ids[:, 0] = texts.window_bos
-    ids = ids.to(_device(model))
-    scored = windows[0].scored
+    ids, scored = _window_ids(model, texts, windows), windows[0].scored
     # logits belong to the token after theirs: one position more, and the last one is nobody's
     logits = forward(model, ids, scored + 1, use_cache=False).logits[:, -scored - 1 : -1]
     return logits, ids[:, -scored:]
@@ -49,7 +47,18 @@ def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tupl
 
 def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
     """Compute nats `[windows, scored]` in float32; all windows have one length."""
-    return _nats(*window_logits(model, texts, windows))
+    ids, scored = _window_ids(model, texts, windows), windows[0].scored
+    predictions = forward(model, ids, scored + 1, run=predict, use_cache=False)
+    if isinstance(predictions, Tensor):
+        return _nats(predictions[:, -scored - 1 : -1], ids[:, -scored:])
+    return token_losses(cross_entropy, predictions[:, -scored - 1 : -1], ids[:, -scored:])
+
+
+def _window_ids(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
+    ids = torch.stack([texts.documents[w.document].ids[w.start : w.end] for w in windows])
+    if texts.window_bos is not None:
+        ids[:, 0] = texts.window_bos
+    return ids.to(_device(model))
 
 
 def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[int, Tensor]]:
@@ -66,8 +75,18 @@ def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[i
         yield start + 1, _nats(out.logits, ids[None, start + 1 : start + 1 + len(part)])[0]
 
 
-def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
-    """Run the model, with logits for the last `keep` positions, or for all where it cannot limit them."""
+def forward(
+    model: nn.Module, ids: Tensor, keep: int, run: Callable[..., Any] | None = None, **kwargs: Any
+) -> Any:
+    """Run the model, with logits for the last `keep` positions, or for all where it cannot limit them.
+
+    Args:
+        model: gives logits.
+        ids: `[B, N]`.
+        keep: positions.
+        run: takes the model and its keywords, as `predict` does; None calls the model.
+        **kwargs: of its forward.
+    """
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kwargs["logits_to_keep"] = keep
     memory = (
@@ -75,7 +94,7 @@ def forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Any:
         "take a smaller batch size or stride, or a half precision dtype"
     )
     with explained_failures(model, ids.shape[1], memory):
-        return model(input_ids=ids, **kwargs)
+        return model(input_ids=ids, **kwargs) if run is None else run(model, input_ids=ids, **kwargs)
 
 
 @contextmanager

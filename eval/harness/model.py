@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, DataError, OptionError
 from hf_linattn.patching.causality import require_causal
-from hf_linattn.patching.loading import explain_missing
+from hf_linattn.patching.loading import explain_missing, gguf_parts
 
 from ..common.cli import json_object
 from ..common.models import UNPATCHED
@@ -75,6 +75,9 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         self.patch = patch
         self.options = json_object(options) if isinstance(options, str) else dict(options or {})
         device = _accelerator() if device is None else _checked_device(device)
+        if isinstance(pretrained, str):
+            pretrained, keyword = gguf_parts(pretrained)
+            kwargs |= keyword
         super().__init__(pretrained, device=device, softmax_dtype=softmax_dtype, **kwargs)
         if self.prefix_token_id is None:
             raise DataError(

@@ -63,9 +63,10 @@ examples:
 
 output directory:
   transfer/, distill/, finetune/: the model after each stage, which hf_linattn.from_pretrained loads, with
-  train.csv, loss.png, results.json. The last of them is the result. validation.json has the perplexity of the
-  original, of the swapped model and after each stage; report.html shows everything on one page. Every stage
-  can be killed at any moment: --resume goes on and, on a CPU, ends with the same model byte for byte.
+  README.md (a model card), train.csv, loss.png, results.json. The last of them is the result. validation.json
+  has the perplexity of the original, of the swapped model and after each stage; report.html shows everything
+  on one page. Every stage can be killed at any moment: --resume goes on and, on a CPU, ends with the same
+  model byte for byte.
 """
 
 STAGES = ("transfer", "distill", "finetune")
@@ -84,7 +85,7 @@ class ConvertArguments(TrainingArguments):
     ['transfer', 'distill']
     """
 
-    model: str = field(metadata={"help": "folder or Hub name of a language model"})
+    model: str = field(metadata={"help": "folder, Hub name or FILE.gguf of a language model"})
     data: str = field(metadata={"help": "text, as hf_linattn.finetune takes it; or self: see below"})
     patch: str | dict[str, Any] | None = field(
         default=None,
@@ -159,6 +160,8 @@ class ConvertArguments(TrainingArguments):
             OptionError: a value out of its bounds, options that exclude each other, or no stage.
         """
         super().__post_init__()
+        if self.compile and self.gradient_checkpointing and self.drop_window:
+            raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
         self.chosen_stages()
 
     def tokens(self, stage: str) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.training.divergence import ComparisonTarget, compare_predictions
-from hf_linattn.training.loop import next_token_losses_from_logits
+from hf_linattn.training.head import Predictions
+from hf_linattn.training.loop import next_token_losses_of
 from hf_linattn.training.objectives import CACHELESS, Objective
 
 PREDICTIONS = compare_predictions(CACHELESS)
@@ -24,10 +25,10 @@ def frozen_teacher(model: nn.Module, comparison: ComparisonTarget = PREDICTIONS)
 
     Args:
         model: the original.
-        comparison: what is compared, by default the logits of a model that predicts the next token.
+        comparison: what is compared, by default the predictions of the next token.
     """
     model.eval().requires_grad_(False)
-    return lambda input_ids: comparison.extract(model(input_ids=input_ids, **comparison.keywords))
+    return lambda input_ids: comparison.run(model, input_ids)
 
 
 def teacher_inside(model: Any, comparison: ComparisonTarget = PREDICTIONS) -> Callable[[Tensor], Any]:
@@ -43,7 +44,7 @@ def teacher_inside(model: Any, comparison: ComparisonTarget = PREDICTIONS) -> Ca
         model.eval()
         try:
             with model.disable_adapter(), bypassed(model):
-                return comparison.extract(model(input_ids=input_ids, **comparison.keywords))
+                return comparison.run(model, input_ids)
         finally:
             model.train(training)
 
@@ -54,7 +55,7 @@ class DistillationLoss:
     """Loss function and preparation for the training loop.
 
     Args:
-        teacher: token ids `[B, N]` -> what is compared, such as logits `[B, N, V]`, on the same device.
+        teacher: token ids `[B, N]` -> what is compared, such as predictions, on the same device.
         drop_window: probability that a step trains the linear branch of hybrids alone, without their window.
         seed: of that choice, which is the same in all processes.
         objective: what the model predicts; with masked tokens both models see the masks, and every token of a
@@ -87,14 +88,16 @@ class DistillationLoss:
         with torch.no_grad():
             target = self.teacher(input_ids)
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
-            output = model(input_ids=input_ids, **self.comparison.keywords)
-        losses = self.comparison.divergence(self.comparison.extract(output), target)
+            output = self.comparison.run(model, input_ids)
+        chosen = None if self.objective is None else self.objective.chosen
+        places = () if chosen is None else (chosen(batch),)
+        losses = self.comparison.divergence(output, target, *places)
         if self.ce_weight:
-            text_losses: Callable[[Tensor, Tensor], Tensor] = next_token_losses_from_logits
+            text_losses: Callable[[Predictions, Tensor], Tensor] = next_token_losses_of
             if self.objective is not None:
-                assert self.objective.loss_from_logits is not None  # refused before
-                text_losses = self.objective.loss_from_logits
-            losses = losses + self.ce_weight * text_losses(output.logits, batch)
+                assert self.objective.loss_of_predictions is not None  # refused before
+                text_losses = self.objective.loss_of_predictions
+            losses = losses + self.ce_weight * text_losses(output, batch)
         return losses
 
     def _drops(self, model: nn.Module) -> bool:

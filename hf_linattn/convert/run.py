@@ -16,6 +16,7 @@ from hf_linattn.cli.files import write_json
 from hf_linattn.convert.arguments import PRESETS, ConvertArguments
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.convert.outputs import (
+    LABELS,
     OWN_EVAL_TEXT,
     OWN_TEXT,
     VALIDATION,
@@ -26,10 +27,13 @@ from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
 from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
 from hf_linattn.errors import TrainingError
+from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
-from hf_linattn.finetune.run import make_accelerator, train
+from hf_linattn.finetune.recipe import TrainingRecipe
+from hf_linattn.finetune.run import load_held_out, make_accelerator, train
 from hf_linattn.patching.contexts import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
+from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
 from hf_linattn.training.loop import evaluate
 
@@ -42,7 +46,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         command: for the record.
         data: text as `load_documents` takes it, in the place of `arguments.data`.
     """
-    accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
+    accelerator = make_accelerator(arguments)
     plan = resolve(arguments)
     if accelerator.is_main_process:
         _prepare_folder(plan)
@@ -65,6 +69,12 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
             )
         )
         validation.add_stage(stage, results[-1])
+        if accelerator.is_main_process:
+            losses = {LABELS.get(name, f"after {name}"): loss for name, loss in validation.losses.items()}
+            label = (
+                "squared error / variance" if validation.objective.losses is None else TrainingRecipe.label
+            )
+            write_card(stage.folder, plan.original, command, results, losses, label)
     result = ConversionResult(plan.stages[-1].folder, record, validation.losses, results)
     if accelerator.is_main_process:
         write_page(result)
@@ -122,13 +132,8 @@ class Validation:
     def __init__(self, plan: ConversionPlan, accelerator: Accelerator) -> None:
         self.plan, self.accelerator = plan, accelerator
         self.losses: dict[str, float] = {}
-        self.blocks = None
-        arguments = plan.arguments
-        if plan.eval_text is not None:
-            blocks = plan.objective.load_blocks(
-                plan.eval_text, column=arguments.text_column, split=arguments.eval_split
-            )
-            self.blocks = blocks[: arguments.eval_blocks]
+        self.blocks = load_held_out(replace(plan.arguments, eval_data=plan.eval_text), plan.objective)
+        self.objective = fit_objective(plan.objective, self.blocks)
         self.path = plan.folder.path / VALIDATION
         self._teacher: Any = None
 
@@ -140,7 +145,7 @@ class Validation:
         """
         if self.blocks is None:
             return
-        objective, device = self.plan.objective, self.accelerator.device
+        objective, device = self.objective, self.accelerator.device
         losses = objective.losses
         if losses is None:
             last = replace(objective, comparison=compare_hidden_states(objective.keywords, last=True))
@@ -150,7 +155,8 @@ class Validation:
             losses = DistillationLoss(teacher, objective=last)
         model.to(device).eval()
         batch_size = self.plan.arguments.batch_size
-        loss = evaluate(self.accelerator, model, self.blocks, batch_size, losses, objective.prepare)
+        batch = (losses, objective.prepare, objective.count_targets)
+        loss = evaluate(self.accelerator, model, self.blocks, batch_size, *batch)
         if self._teacher is not None:
             self._teacher.to("cpu")  # leaves the device to the stages
         if not math.isfinite(loss):

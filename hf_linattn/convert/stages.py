@@ -16,6 +16,7 @@ from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
 from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.convert.resolve import ConversionPlan, StagePlan
+from hf_linattn.data import token_ids
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, switch_off_dropout
@@ -24,6 +25,7 @@ from hf_linattn.patching.contexts import hybrids
 from hf_linattn.patching.loading import explain_missing
 from hf_linattn.registry import parse
 from hf_linattn.training.arguments import TrainingArguments
+from hf_linattn.training.estimate import check_weights_fit
 from hf_linattn.training.fsdp import shard_frozen
 from hf_linattn.training.objectives import Objective
 
@@ -33,6 +35,8 @@ PROJECTIONS_RATE = 0.1
 
 class Transfer(TrainingRecipe):
     """Stage `transfer`: see `hf_linattn.convert.attention_transfer`."""
+
+    compiles = False  # its hooks run attentions inside of layers
 
     def __init__(self, target: Target, projections: bool, calibrate_tokens: int = 0) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class Transfer(TrainingRecipe):
         transfer = AttentionTransfer(
             base, self.target, projections=self.projections, keywords=objective.keywords
         ).to(device)
-        row = torch.from_numpy(run.blocks[:1]).to(device, dtype=torch.int64)
+        row = torch.from_numpy(token_ids(run.blocks[:1])).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
             patch = run.arguments.patch or f"that of {run.arguments.model}"
             raise TrainingError(
@@ -123,7 +127,7 @@ class Distill(TrainingRecipe):
             teacher = shard_frozen(run.accelerator, load_original(self.teacher, arguments.dtype, objective))
             predict = frozen_teacher(teacher, objective.comparison)
         loss = DistillationLoss(predict, self.drop_window, arguments.seed, objective, self.ce_weight)
-        self.losses, self.prepare = loss, loss.prepare
+        self.losses, self.prepare, self.count_targets = loss, loss.prepare, objective.count_targets
         text = f" + {self.ce_weight:g} x loss on the text" if self.ce_weight else ""
         self.label = f"divergence from the original{text} ({objective.comparison.unit})"
         poolers = objective.name == "states"  # behind the hidden states, untrained
@@ -139,7 +143,7 @@ def calibrated(model: PreTrainedModel, run: TrainingRun, tokens: int) -> dict[st
     """
     if not tokens:
         return {}
-    rows = run.blocks[: max(1, tokens // run.blocks.shape[1])]
+    rows = token_ids(run.blocks[: max(1, tokens // run.blocks.shape[1])])
     if rows.size < tokens - run.blocks.shape[1]:
         raise TrainingError(
             f"the patch is calibrated on --calibrate-tokens {tokens}, and the text has {rows.size}: give "
@@ -167,6 +171,7 @@ def load(name: str, dtype: str, objective: Objective) -> Any:
     Raises:
         TrainingError: there is no such model.
     """
+    check_weights_fit(name, getattr(torch, dtype))
     with explain_missing(f"cannot load {name}", TrainingError):
         return from_pretrained(name, auto_class=objective.auto_class, dtype=getattr(torch, dtype))
 

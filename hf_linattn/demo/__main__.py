@@ -190,25 +190,22 @@ def _inspect(model: str) -> tuple[Any, int | None]:
     """Return the tokenizer, and the tokens of context that the model was trained on.
 
     Raises:
-        DataError: there is no model or no tokenizer.
+        CheckpointError: there is no model.
+        DataError: there is no tokenizer.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from hf_linattn.patching.loading import load_config, load_tokenizer
 
-    from hf_linattn.patching.loading import explain_missing
-
-    with explain_missing(f"no model at {model!r}", DataError):
-        config = AutoConfig.from_pretrained(model).get_text_config()
-    with explain_missing(f"no tokenizer at {model!r}", DataError):
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    return tokenizer, getattr(config, "max_position_embeddings", None)
+    config = load_config(model).get_text_config()
+    return load_tokenizer(model), getattr(config, "max_position_embeddings", None)
 
 
 def _fingerprint(folder: Path) -> str | None:
     """Hash a model's files (the first 16 MiB of each), so that another model there is noticed."""
-    if not folder.is_dir():
+    if not folder.exists():
         return None
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors", ".bin")):
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    for path in sorted(p for p in files if p.suffix in (".json", ".safetensors", ".bin", ".gguf")):
         with path.open("rb") as file:
             digest.update(path.name.encode() + file.read(1 << 24))
     return digest.hexdigest()[:16]

@@ -29,6 +29,11 @@ data:
   (name:config). Each document is preceded by the tokenizer's BOS token (else EOS, else nothing); all are
   joined in order and cut into blocks of --block-size tokens, the rest is dropped. Attention crosses the
   borders of documents in a block.
+  A table or dataset with a column messages (lists of {role, content}) and no column of text is chat: it is
+  written by the tokenizer's chat template, and the assistant's tokens alone are learned.
+  --streaming reads the text in order, a dataset over the network too, and no further than the run takes it:
+  the first --max-steps x batch blocks, or all if there are fewer. They lie in blocks.bin of the output
+  directory (4 bytes a token) while the run goes on, and never in memory. Their order is shuffled as ever.
 
 objective:
   causal predicts every next token. mlm (BERT's) hides 15 % of the tokens of every block: 80 % of these become
@@ -45,9 +50,9 @@ batches:
 
 output directory:
   model.safetensors, config.json and the tokenizer (load them with hf_linattn.from_pretrained); adapter/ with
-  --lora, whose weights are also merged into model.safetensors; train.csv, loss.png, results.json; run.json,
-  and checkpoint/ while it runs. A run interrupted at any moment is continued by --resume, and on a CPU it
-  ends with the same model byte for byte.
+  --lora, whose weights are also merged into model.safetensors; README.md, the model card; train.csv,
+  loss.png, results.json; run.json, logs/ with --log-with, and checkpoint/ while it runs. A run interrupted at
+  any moment is continued by --resume, and on a CPU it ends with the same model byte for byte.
 """
 
 

@@ -19,8 +19,9 @@ from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
-from hf_linattn.patching.loading import explain_missing
+from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts
 from hf_linattn.registry import patches
+from hf_linattn.training.estimate import check_weights_fit
 from hf_linattn.training.objectives import Objective
 
 
@@ -30,8 +31,9 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
     Raises:
         TrainingError: there is no such model.
     """
-    with explain_missing(f"cannot load {option} {name}", TrainingError):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    place, keyword = gguf_parts(name)
+    with explain_gguf(name) if keyword else explain_missing(f"cannot load {option} {name}", TrainingError):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(place, **keyword)
     return config
 
 
@@ -42,6 +44,7 @@ def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrained
         TrainingError: there is no such model.
     """
     set_seed(arguments.seed)  # a bare encoder gets a new head
+    check_weights_fit(arguments.model, getattr(torch, arguments.dtype))
     with explain_missing(f"cannot load --model {arguments.model}", TrainingError):
         model: PreTrainedModel = from_pretrained(
             arguments.model, auto_class=objective.auto_class, dtype=getattr(torch, arguments.dtype)
@@ -133,7 +136,7 @@ def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.in
     for blocks in data:
         if blocks is None:
             continue
-        highest = max(int(blocks.max()), objective.highest)
+        highest = max(int(blocks.max()), ~int(blocks.min()), objective.highest)  # see data.token_ids
         if highest >= known:
             raise DataError(
                 f"the tokenizer gives token {highest}, the model knows {known}: give its own --tokenizer"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, load_model
 from hf_linattn.patching.interface import PATCH_PART
-from hf_linattn.training.loop import LossFunction, Preparation
+from hf_linattn.training.loop import LossFunction, Preparation, TargetCount
 from hf_linattn.training.objectives import Objective
 
 
@@ -44,15 +44,18 @@ class TrainingRecipe:
     Attributes:
         settings: what decides the trained weights besides the arguments; a resumed run must have the same.
         label: of the loss in pictures.
-        losses, prepare: for the training loop; set by `build`.
+        losses, prepare, count_targets: for the training loop; set by `build`.
         skips: whether some steps leave trained parameters without a gradient; set by `build`.
+        compiles: whether --compile has a meaning for it.
     """
 
     settings: dict[str, Any]
     label = "loss (nats per token)"
     losses: LossFunction
     prepare: Preparation | None = None
+    count_targets: TargetCount | None = None
     skips = False
+    compiles = True
 
     def __init__(self, patch_rate: float = 1.0) -> None:
         self.patch_rate = patch_rate
@@ -67,6 +70,7 @@ class TrainingRecipe:
         objective = run.objective
         assert objective.losses is not None  # where nothing is predicted, a recipe with a teacher stands here
         self.losses, self.prepare = objective.losses, objective.prepare
+        self.count_targets = objective.count_targets
         return choose_trained(base, run.arguments, objective)
 
     def rate(self, name: str) -> float:

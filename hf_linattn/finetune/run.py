@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +18,45 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_linattn.cli.files import filling, replacing, write_json
+from hf_linattn.cli.jobs import last_step
 from hf_linattn.cli.main import package_versions
+from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
+from hf_linattn.finetune.card import CARD, write_card
 from hf_linattn.finetune.model import check_fit, load_config
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.patching.loading import first_line, load_tokenizer
-from hf_linattn.training.arguments import FREE_TO_CHANGE
+from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
+from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
+from hf_linattn.training.estimate import announce
 from hf_linattn.training.folder import RunFolder
-from hf_linattn.training.fsdp import accelerator_options, set_up
+from hf_linattn.training.fsdp import accelerator_options, is_sharding, set_up
+from hf_linattn.training.layers import compile_layers, recompute_layers
 from hf_linattn.training.loop import LoopSettings, TrainingLoop
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
+from hf_linattn.training.tracking import LOGS, require_tracker, tracking
 
 VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
 """With patience these decide which weights are kept."""
 
 RUN_FILES = (
-    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter"),
+    *("run.json", "results.json", "train.csv", "loss.png", "checkpoint", "adapter", LOGS, "wandb", CARD),
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
 )
 """What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
+
+BLOCKS = "blocks.bin"
+"""Rows of a text that is streamed, while the run goes on."""
 
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
 
 
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
-    accelerator = make_accelerator(arguments.mixed_precision, arguments.cpu)
+    accelerator = make_accelerator(arguments)
     results = train(arguments, command, accelerator, TrainingRecipe())
     accelerator.end_training()
     return results
@@ -75,6 +86,8 @@ def train(
     Raises:
         DataError, TrainingError, OptionError: see `hf_linattn.finetune.finetune`.
     """
+    if arguments.compile and is_sharding(accelerator):
+        raise OptionError("--compile is not supported under FSDP: leave it out")
     path = Path(arguments.output_dir).expanduser()
     folder = RunFolder(path, "run", "run.json", contents=RUN_FILES, signs=RUN_FILES)
     settings = {**_settings(arguments, accelerator), **recipe.settings}
@@ -87,11 +100,19 @@ def train(
     tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
     objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, objective, data)
+        blocks, eval_blocks = _load_data(arguments, objective, data, folder, accelerator)
+    objective = fit_objective(objective, blocks, eval_blocks)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
     sizes = _sizes(base)
     model = recipe.build(base, TrainingRun(arguments, objective, blocks, accelerator))
+    if arguments.gradient_checkpointing:
+        recompute_layers(model, switches=not arguments.compile)
+    loop_settings = _loop_settings(arguments)
+    done = last_step(path / "train.csv") if arguments.resume else 0
+    announce(accelerator, model, blocks, loop_settings, recipe.losses, recipe.prepare, done)
+    if arguments.compile and recipe.compiles:
+        compile_layers(model)
     if accelerator.is_main_process:
         settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
         _begin(folder, settings, arguments.overwrite)
@@ -101,14 +122,16 @@ def train(
         accelerator,
         model,
         blocks,
-        _loop_settings(arguments),
+        loop_settings,
         path,
         eval_blocks=eval_blocks,
         losses=recipe.losses,
         prepare=recipe.prepare,
+        count_targets=recipe.count_targets,
         rate=recipe.rate,
     )
-    loop.run()
+    with tracking(accelerator, path, settings, loop.step):
+        loop.run()
     facts = {**sizes, "objective": objective.name, "documents": objective.description}
     results = _finish(arguments, command, loop, recipe, tokenizer, facts)
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
@@ -130,27 +153,42 @@ def _finish(
     of_recipe, trained = recipe.results(), loop.trained_model()  # both are calls of all processes
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
-        box = [{**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}]
+        done = {**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}
+        box = [done]
         _save(recipe.export(trained), tokenizer, path)
+        losses = {"before": done["eval_loss_before"], "trained": done["eval_loss"]}
+        known = losses if loop.eval_blocks is not None else {}
+        write_card(path, arguments.model, command, [done], known, recipe.label)
         with replacing(path / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
             save_loss_curve(loop.log.rows, partial, title, recipe.label)
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
         write_json(path / "results.json", box[0])
         loop.checkpoint.remove()
+        with suppress(PermissionError):  # Windows keeps a file that is mapped
+            (path / BLOCKS).unlink(missing_ok=True)
     broadcast_object_list(box)
     return box[0]
 
 
-def make_accelerator(mixed_precision: str | None, cpu: bool) -> Accelerator:
+def make_accelerator(arguments: TrainingArguments) -> Accelerator:
     """Make the accelerator of this process, on its part of the machine.
 
     Raises:
-        OptionError: a precision that the machine does not have, or a way to share the work that does not fit.
+        OptionError: a precision or tracker that the machine does not have, or a way to share the work that
+            does not fit.
     """
+    require_tracker(arguments.log_with)
     options = accelerator_options()
+    mixed_precision = arguments.mixed_precision
     try:
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
+        accelerator = Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=arguments.cpu,
+            log_with=arguments.log_with,
+            project_dir=arguments.output_dir,
+            **options,
+        )
     except ValueError as error:
         raise OptionError(f"--mixed-precision {mixed_precision}: {first_line(error)}") from error
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -210,16 +248,39 @@ def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase)
 
 
 def _load_data(
-    arguments: FinetuneArguments, objective: Objective, data: Any
+    arguments: FinetuneArguments, objective: Objective, data: Any, folder: RunFolder, accelerator: Accelerator
 ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-    """Rows for training, and for validation where there is a text."""
-    column = arguments.text_column
+    """Rows for training, and for validation where there is a text.
+
+    Streamed rows are written to a file: those that the run takes, no more. A run that goes on has them.
+    """
     source = arguments.data if data is None else data
-    blocks = objective.load_blocks(source, column=column, split=arguments.data_split)
-    if arguments.eval_data is None:
-        return blocks, None
-    held_out = objective.load_blocks(arguments.eval_data, column=column, split=arguments.eval_split)
-    return blocks, held_out[: arguments.eval_blocks]
+    column, streamed = arguments.text_column, {}
+    if arguments.streaming or streams(source):
+        begun = folder.record_path.exists() and arguments.resume
+        file = BlockFile(folder.path / BLOCKS, keep=begun or not accelerator.is_main_process)
+        rows = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
+        streamed = {"stream": True, "limit": arguments.max_steps * rows, "file": file}
+    blocks = objective.load_blocks(source, column=column, split=arguments.data_split, **streamed)
+    return blocks, load_held_out(arguments, objective)
+
+
+def load_held_out(arguments: TrainingArguments, objective: Objective) -> NDArray[np.int32] | None:
+    """Load the rows of --eval-data; None without.
+
+    Raises:
+        DataError: as `hf_linattn.data.load_blocks`.
+    """
+    source = arguments.eval_data
+    if source is None:
+        return None
+    return objective.load_blocks(
+        source,
+        column=arguments.text_column,
+        split=arguments.eval_split,
+        stream=arguments.streaming or streams(source),
+        limit=arguments.eval_blocks,
+    )
 
 
 def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:

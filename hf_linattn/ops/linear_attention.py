@@ -211,14 +211,15 @@ def _backward_operator(
     results = _backward(
         inputs, Outputs(*outputs), output_grads, OpConfig(kind, eps, normalise, causal), backend
     )
-    return tuple(total.new_empty(0) if x is None else x for x in results)  # type: ignore[return-value]
+    # laid out as the graph of a compiler was told, whoever computed them
+    return tuple(total.new_empty(0) if x is None else x.contiguous() for x in results)  # type: ignore[return-value]
 
 
 @_backward_operator.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     total = args[INPUTS + 1]
     differentiable = Inputs(*args[:INPUTS]).differentiable
-    return tuple(total.new_empty(0) if x is None else torch.empty_like(x) for x in differentiable)
+    return tuple(total.new_empty(0) if x is None else x.new_empty(x.shape) for x in differentiable)
 
 
 def _autograd_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

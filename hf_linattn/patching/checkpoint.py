@@ -17,6 +17,7 @@ from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionEr
 from hf_linattn.patching import gguf
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.loading import gguf_parts
 from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
 from hf_linattn.registry import parse
 
@@ -33,7 +34,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     """Load a model: patched as it was saved, or as it is if the folder holds an ordinary checkpoint.
 
     Args:
-        name_or_path: a folder or a hub name.
+        name_or_path: a folder, a hub name, or FILE.gguf in one of them, whose weights are unpacked.
         auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the
             class the checkpoint was saved from.
         kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
@@ -55,6 +56,8 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
     where = str(name_or_path)
+    if gguf_parts(where)[1]:
+        return gguf.load_unpacked(auto_class or transformers.AutoModelForCausalLM, where, **kwargs)
     if kwargs.get("gguf_file") is not None:  # which holds the config too
         return gguf.load(auto_class or transformers.AutoModelForCausalLM, where, **kwargs)
     raw = _read(where, kwargs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -138,8 +138,8 @@ def use_branches(model: nn.Module, branches: Branches) -> Iterator[None]:
     """Let all hybrids of a model compute with some of their branches alone, while this lasts.
 
     Nothing is copied or saved; weights of a branch that is not used get no gradient. A backward that runs
-    forwards again (gradient checkpointing) belongs inside. So does a cache from its first token to its last:
-    "linear" sums other tokens than the other branches do.
+    forwards again (gradient checkpointing) belongs inside, or needs `as_in_first_run`. A cache belongs inside
+    from its first token to its last: "linear" sums other tokens than the other branches do.
 
     Args:
         model: a patched model, or its wrapper, or a part of it.
@@ -180,3 +180,36 @@ def use_branches(model: nn.Module, branches: Branches) -> Iterator[None]:
     finally:
         for module, earlier in zip(chosen, before, strict=True):
             module.branches = earlier
+
+
+def as_in_first_run(model: nn.Module) -> Callable[[], tuple[AbstractContextManager[None], ...]]:
+    """Make the `context_fn` of `torch.utils.checkpoint.checkpoint` for the layers of a model.
+
+    Forwards that a backward runs again then compute with the branches and the bypasses of their first run,
+    whatever is in force by then.
+
+    Args:
+        model: a patched model, its patch complete, or its wrapper.
+    """
+    switched = [
+        (module, name)
+        for module in model.modules()
+        for name in ("branches", "bypass")
+        if hasattr(module, name)
+    ]
+
+    @contextmanager
+    def setting(values: list[Any]) -> Iterator[None]:
+        before = [getattr(module, name) for module, name in switched]
+        try:
+            for (module, name), value in zip(switched, values, strict=True):
+                setattr(module, name, value)
+            yield
+        finally:
+            for (module, name), value in zip(switched, before, strict=True):
+                setattr(module, name, value)
+
+    def contexts() -> tuple[AbstractContextManager[None], ...]:
+        return nullcontext(), setting([getattr(module, name) for module, name in switched])
+
+    return contexts

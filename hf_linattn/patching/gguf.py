@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 
-from hf_linattn.errors import CheckpointError, OptionError
-from hf_linattn.patching.loading import MISSING, first_line
+from hf_linattn.errors import OptionError
+from hf_linattn.patching.loading import explain_gguf, gguf_parts
 
 MODEL_MARKS = ("hf_quantizer", "quantization_method", "is_quantized")
 CONFIG_MARKS = ("quantization_config", "_is_quantized")
@@ -42,15 +42,29 @@ def load(loader: Any, source: str, **kwargs: Any) -> Any:
     file = kwargs["gguf_file"]
     if not isinstance(file, str) or not file:
         raise OptionError(f"gguf_file must be the name of a file, got {file!r}")
-    where = str(Path(source, file))
-    try:
+    with explain_gguf(str(Path(source, file))):
         return loader.from_pretrained(source, **kwargs)
-    except ImportError as error:
-        raise CheckpointError(
-            f'{where}: reading GGUF needs the packages gguf and accelerate (pip install "hf-linattn[gguf]"): '
-            f"{first_line(error)}"
-        ) from error
-    except (*MISSING, struct.error, IndexError) as error:
-        raise CheckpointError(
-            f"{where}: not a whole GGUF file that transformers can read: {first_line(error)}"
-        ) from error
+
+
+def load_unpacked(loader: Any, file: str, **kwargs: Any) -> Any:
+    """Load FILE.gguf with all weights unpacked, as an ordinary model: it trains and saves as any other.
+
+    Args:
+        loader: a class with `from_pretrained`.
+        file: in a folder or behind a Hub name.
+        **kwargs: transformers' own.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    place, keyword = gguf_parts(file)
+    if config := getattr(transformers, "GgufConfig", None):  # before it, weights were always unpacked
+        kwargs.setdefault("quantization_config", config(dequantize=True))
+    loaded = load(loader, place, **kwargs, **keyword)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if packed_weight(model) is None:
+        configs = (module.config for module in model.modules() if hasattr(module, "config"))
+        for owner, marks in ((model, MODEL_MARKS), *((config, CONFIG_MARKS) for config in configs)):
+            for mark in marks:
+                owner.__dict__.pop(mark, None)
+    return loaded

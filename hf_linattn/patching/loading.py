@@ -1,7 +1,8 @@
-"""Load configs and tokenizers by folder or Hub name; what is not there becomes one line for the user."""
+"""Load configs and tokenizers by folder, Hub name or GGUF file; what is not there becomes one line."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,23 +40,63 @@ def explain_missing(message: str, kind: type[LinattnError]) -> Iterator[None]:
         raise kind(f"{message}: {first_line(error)}") from error
 
 
+def gguf_parts(source: str) -> tuple[str, dict[str, str]]:
+    """Take a source apart for transformers: folder or Hub name, and the keyword that FILE.gguf in it needs.
+
+    >>> gguf_parts("models/small-q8.gguf"), gguf_parts("Qwen/Qwen3-0.6B")
+    (('models', {'gguf_file': 'small-q8.gguf'}), ('Qwen/Qwen3-0.6B', {}))
+    """
+    path = Path(source).expanduser()
+    if path.suffix.lower() != ".gguf" or path.is_dir():
+        return source, {}
+    return str(path.parent), {"gguf_file": path.name}
+
+
+@contextmanager
+def explain_gguf(where: str) -> Iterator[None]:
+    """Turn what transformers raises for a GGUF file into one error.
+
+    Raises:
+        CheckpointError: no such file, a damaged or cut one, or a package that reads it is missing.
+    """
+    path = Path(where).expanduser()
+    if path.parent.is_dir() and not path.is_file():
+        raise CheckpointError(f"no such GGUF file: {where}")
+    try:
+        yield
+    except ImportError as error:
+        raise CheckpointError(
+            f'{where}: reading GGUF needs the packages gguf and accelerate (pip install "hf-linattn[gguf]"): '
+            f"{first_line(error)}"
+        ) from error
+    except (*MISSING, struct.error, IndexError) as error:
+        raise CheckpointError(
+            f"{where}: not a whole GGUF file that transformers can read: {first_line(error)}"
+        ) from error
+
+
+def _read(loader: Any, source: str, message: str, kind: type[LinattnError]) -> Any:
+    """Load a config or tokenizer from a folder, a Hub name or a GGUF file."""
+    place, keyword = gguf_parts(source)
+    with explain_gguf(source) if keyword else explain_missing(message, kind):
+        return loader.from_pretrained(place, **keyword)
+
+
 def load_config(source: str) -> Any:
     """Load a model's configuration.
 
     Raises:
         CheckpointError: there is none.
     """
-    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
+    if source.startswith(("/", ".", "~")) and not Path(source).exists():
         raise CheckpointError(f"no such folder: {source}")
-    with explain_missing(f"no model at {source!r}", CheckpointError):
-        return AutoConfig.from_pretrained(source)
+    return _read(AutoConfig, source, f"no model at {source!r}", CheckpointError)
 
 
 def load_tokenizer(source: str) -> Any:
-    """Load the tokenizer of a folder or Hub name, any kind that transformers knows.
+    """Load the tokenizer of a folder, a Hub name or a GGUF file, any kind that transformers knows.
 
     Raises:
         DataError: there is none.
     """
-    with explain_missing(f"no tokenizer in {source} (give one with --tokenizer)", DataError):
-        return AutoTokenizer.from_pretrained(source)
+    return _read(AutoTokenizer, source, f"no tokenizer in {source} (give one with --tokenizer)", DataError)

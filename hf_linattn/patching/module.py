@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
@@ -242,6 +243,8 @@ class PatchedAttention(nn.Module):
         bias = visibility.bias
         if (position_bias := extras.get("position_bias")) is not None:
             bias = position_bias if bias is None else bias + position_bias
+        # a compiler would keep a graph for each name
+        anonymous = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         call = Call(
             query,
             key,
@@ -250,7 +253,7 @@ class PatchedAttention(nn.Module):
             causal,
             context.cross,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
-            self.where,
+            "the attention" if anonymous else self.where,
             self.spec,
             context.layer,
             dropout,

@@ -10,7 +10,7 @@ from hf_linattn.errors import OptionError
 
 FREE_TO_CHANGE = {
     *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
-    *("checkpoint_every", "batch_size", "grad_accum"),
+    *("checkpoint_every", "batch_size", "grad_accum", "gradient_checkpointing", "log_with"),
 }
 """Options that a resumed run may change: none decides the weights (batches are compared as a whole)."""
 
@@ -22,7 +22,9 @@ class TrainingArguments:
     Where the commands differ in a default or in what an option means, they declare the field again.
     """
 
-    model: str = field(metadata={"help": "folder or Hub name of a language model or encoder, patched or not"})
+    model: str = field(
+        metadata={"help": "folder, Hub name or FILE.gguf of a language model or encoder, patched or not"}
+    )
     data: str = field(
         metadata={"help": "text file, folder, .jsonl/.parquet/.csv, or dataset name (see below)"}
     )
@@ -44,8 +46,11 @@ class TrainingArguments:
         "auto", "what is predicted: next or masked tokens (see below)", choices=("auto", "causal", "mlm")
     )
     tokenizer: str | None = option(None, "folder or name of the tokenizer (default: the model's)")
-    text_column: str = option("text", "column of a table or dataset that holds the text")
+    text_column: str = option("text", "column of a table or dataset that holds the text, or messages")
     data_split: str = option("train", "split of --data when it is a dataset name")
+    streaming: bool = option(
+        False, "read the text in order, and only as far as the run takes it (see below); always above 1 GiB"
+    )
     block_size: int = option(512, "tokens per training row", minimum=2)
     batch_size: int = option(8, "rows per process and forward pass", minimum=1)
     grad_accum: int = option(1, "forward passes per update", minimum=1)
@@ -62,7 +67,18 @@ class TrainingArguments:
     )
     no_dropout: bool = option(False, "switch dropout off; linear patches have no attention weights to drop")
     mixed_precision: str | None = option(
-        None, "default: as accelerate is configured, else no", choices=("no", "bf16", "fp16")
+        None,
+        "bf16 is faster on GPUs, and on CPUs that multiply it (AMX, AVX512-BF16); default: as accelerate is "
+        "configured, else no",
+        choices=("no", "bf16", "fp16"),
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "keep the inputs of layers alone, and compute layers again in the backward: less memory, slower",
+    )
+    compile: bool = option(
+        False,
+        "let torch.compile compile the layers: minutes at the start, then faster; not in stage transfer",
     )
     dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
     seed: int = option(0, "decides new weights, the order of the data and dropout", minimum=0)
@@ -77,6 +93,9 @@ class TrainingArguments:
         minimum=0,
     )
     checkpoint_every: int = option(100, "steps between checkpoints; only the latest is kept", minimum=1)
+    log_with: Literal["tensorboard", "wandb", "trackio"] | None = option(
+        None, "also send the rows of train.csv there", choices=("tensorboard", "wandb", "trackio")
+    )
     resume: bool = option(False, "continue what is in --output-dir, or start when nothing is")
     overwrite: bool = option(False, "delete the run in --output-dir first")
     cpu: bool = option(False, "use the CPU even where there is a GPU")

@@ -42,7 +42,8 @@ def accelerator_options() -> dict[str, Any]:
     if plugin.activation_checkpointing:
         raise OptionError(
             "FSDP with activation checkpointing is not supported: it runs forwards again when what was "
-            "switched for them (a window dropped, a patch bypassed) is back. Leave it out."
+            "switched for them (a window dropped, a patch bypassed) is back. Give the command "
+            "--gradient-checkpointing instead."
         )
     return {"fsdp_plugin": plugin}
 

@@ -8,6 +8,7 @@ uninterrupted one exactly, and the same global batch gives the same update howev
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
@@ -27,8 +27,10 @@ from tqdm import tqdm
 
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
+from hf_linattn.training.divergence import cross_entropy
 from hf_linattn.training.early_stopping import EarlyStop
 from hf_linattn.training.fsdp import MetaCopy, full_tensor, is_sharding, reshard, shard
+from hf_linattn.training.head import Predictions, predict, token_losses
 from hf_linattn.training.optimizers import OptimizerName, build_optimizer
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
@@ -36,6 +38,9 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.int32]]
 """(blocks [B, N], their row ids [B], the step; 0 in validation) -> batch of the loss function, [B, ...]."""
+
+TargetCount = Callable[[NDArray[np.int32]], NDArray[np.int64]]
+"""Blocks [B, N] -> how many tokens of each are learned [B]."""
 
 MAX_SKIPPED = 20
 """float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
@@ -101,13 +106,19 @@ def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    return next_token_losses_from_logits(model(input_ids=ids, use_cache=False).logits, ids)
+    return next_token_losses_of(predict(model, ids, use_cache=False), ids)
 
 
-def next_token_losses_from_logits(logits: Tensor, ids: Tensor) -> Tensor:
-    """Compute what `next_token_losses` does, of known predictions: logits [B, N, V], ids [B, N] -> [B]."""
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return losses.view(len(ids), -1).mean(1)
+def next_token_losses_of(predictions: Predictions, ids: Tensor) -> Tensor:
+    """Compute what `next_token_losses` does, of known predictions of the ids [B, N]: -> [B]."""
+    return token_losses(cross_entropy, predictions[:, :-1], ids[:, 1:]).mean(1)
+
+
+def row_weights(blocks: NDArray[np.int32], count_targets: TargetCount | None) -> NDArray[np.float64]:
+    """Weigh rows so that the mean of their mean losses is that over their targets: [B, N] -> [B], mean 1."""
+    counts = np.ones(len(blocks)) if count_targets is None else count_targets(blocks)
+    weights: NDArray[np.float64] = counts / counts.mean()
+    return weights
 
 
 @torch.no_grad()
@@ -118,6 +129,7 @@ def evaluate(
     batch_size: int,
     losses: LossFunction = next_token_losses,
     prepare: Preparation | None = None,
+    count_targets: TargetCount | None = None,
 ) -> float:
     """Compute the mean loss over all blocks, in nats per token, shared between the processes.
 
@@ -131,16 +143,18 @@ def evaluate(
         batch_size: rows per process and forward pass.
         losses: of the rows of a batch.
         prepare: makes the batch of rows; None takes them as they are.
+        count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
     """
     was_training = model.training
     model.eval()
+    weights = row_weights(blocks, count_targets).tolist()
     total = 0.0
     stride = batch_size * accelerator.num_processes
     for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
         row_ids = np.arange(start, start + batch_size) % len(blocks)
         batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
-        values = losses(model, _to_device(batch, accelerator))
-        total += math.fsum(values.tolist()[: max(0, len(blocks) - start)])
+        values = losses(model, to_device(batch, accelerator))
+        total += math.fsum(map(operator.mul, values.tolist(), weights[start:]))  # none behind the last row
     model.train(was_training)
     return math.fsum(gather_object([total])) / len(blocks)
 
@@ -165,6 +179,7 @@ class TrainingLoop:
         eval_blocks: NDArray[np.int32] | None = None,
         losses: LossFunction = next_token_losses,
         prepare: Preparation | None = None,
+        count_targets: TargetCount | None = None,
         rate: Callable[[str], float] = lambda name: 1.0,
     ) -> None:
         """Build the optimiser, and read the checkpoint where there is one.
@@ -178,6 +193,7 @@ class TrainingLoop:
             eval_blocks: rows of the validation, likewise.
             losses: of the rows of a batch.
             prepare: makes the batch of rows; None takes them as they are.
+            count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
             rate: factor of the learning rate by the name of the parameter.
 
         Raises:
@@ -186,6 +202,7 @@ class TrainingLoop:
         _check_distribution(accelerator)
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
+        self.count_targets = count_targets
         self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
         sharded = is_sharding(accelerator)
         if not sharded:  # otherwise each part goes there by itself
@@ -300,16 +317,18 @@ class TrainingLoop:
         accelerator, settings = self.accelerator, self.settings
         shares = row_ids.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
         local_row_ids = shares[:, accelerator.process_index]
+        weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
+        local_weights = torch.from_numpy(weights[:, accelerator.process_index]).float().to(accelerator.device)
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
             rows = self.blocks[local_row_ids[micro]]
             if self.prepare is not None:
                 rows = self.prepare(rows, local_row_ids[micro], step)
-            batch = _to_device(rows, accelerator)
+            batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
-                # all rows have the same number of targets, so the mean of means is the mean over tokens
-                loss = self.losses(self.model, batch).mean() / settings.grad_accum
+                losses = self.losses(self.model, batch)
+                loss = (losses * local_weights[micro]).mean() / settings.grad_accum
                 accelerator.backward(loss)
             total += loss.detach()
         return float(accelerator.reduce(total, "mean"))
@@ -323,6 +342,7 @@ class TrainingLoop:
             self.settings.batch_size,
             self.losses,
             self.prepare,
+            self.count_targets,
         )
         if not math.isfinite(loss):
             raise self._failure(f"the validation loss is {loss} after step {self.step}")
@@ -331,8 +351,10 @@ class TrainingLoop:
 
     def _write_row(self, **values: float | None) -> None:
         if self.log is not None:
-            tokens = self.step * self.global_batch * self.blocks.shape[1]
-            self.log.append(step=self.step, tokens=tokens, **values)
+            values["tokens"] = self.step * self.global_batch * self.blocks.shape[1]
+            self.log.append(step=self.step, **values)
+            known = {name: value for name, value in values.items() if value is not None}
+            self.accelerator.log(known, step=self.step)
 
     def _save_checkpoint_when_due(self) -> float:
         """Replace the checkpoint every so many steps; returns the seconds that took."""
@@ -377,5 +399,6 @@ def _check_distribution(accelerator: Accelerator) -> None:
         )
 
 
-def _to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+def to_device(rows: NDArray[np.int32], accelerator: Accelerator) -> Tensor:
+    """Put a batch on the device of this process, as integers that models take."""
     return torch.from_numpy(rows).to(accelerator.device, dtype=torch.int64)

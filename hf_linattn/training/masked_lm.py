@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hf_linattn.data import load_tokens, pack_blocks, short_text
+from hf_linattn.data import BlockFile, build_blocks, read_tokens
 from hf_linattn.errors import DataError
+from hf_linattn.training.divergence import cross_entropy
+from hf_linattn.training.head import Predictions, predict, token_losses
 
 SHARE = 0.15
 """Part of a block's tokens that is to be predicted."""
@@ -124,22 +125,35 @@ class Masking:
         return self.block_size - len(self.head) - len(self.tail)
 
     def load_blocks(
-        self, source: str | Path, *, column: str = "text", split: str = "train"
+        self,
+        source: Any,
+        *,
+        column: str = "text",
+        split: str = "train",
+        stream: bool = False,
+        limit: int | None = None,
+        file: BlockFile | None = None,
     ) -> NDArray[np.int32]:
         """Cut a text into blocks `[blocks, block_size]`, without those too short of ordinary tokens.
 
-        Raises:
-            DataError: as `hf_linattn.data.load_blocks`.
+        Arguments and errors are those of `hf_linattn.data.load_blocks`.
         """
-        end = np.array([] if self.separator is None else [self.separator], dtype=np.int32)
-        documents = load_tokens(source, self.tokenizer, column=column, split=split)
-        documents = [np.concatenate([ids, end]) for ids in documents if len(ids)]
-        pieces = pack_blocks(documents, self._room, separator=None)
-        pieces = pieces[(~self._special(pieces)).sum(1) >= self.targets]
-        if len(pieces) == 0:
-            raise short_text(source, sum(map(len, documents)), self.block_size)
-        ends = (np.tile(np.array(ids, dtype=np.int32), (len(pieces), 1)) for ids in (self.head, self.tail))
-        return np.concatenate([next(ends), pieces, next(ends)], axis=1)
+        after = () if self.separator is None else (self.separator,)
+        pieces = read_tokens(source, self.tokenizer, after=after, column=column, split=split, stream=stream)
+        return build_blocks(
+            pieces,
+            self._room,
+            source=source,
+            dress=self._dress,
+            width=self.block_size,
+            limit=limit,
+            file=file,
+        )
+
+    def _dress(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        rows = rows[(~self._special(rows)).sum(1) >= self.targets]
+        ends = (np.tile(np.array(ids, dtype=np.int32), (len(rows), 1)) for ids in (self.head, self.tail))
+        return np.concatenate([next(ends), rows, next(ends)], axis=1)
 
     def prepare(self, blocks: NDArray[np.int32], row_ids: NDArray[np.int64], step: int) -> NDArray[np.int32]:
         """Mask blocks.
@@ -177,12 +191,11 @@ def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
     The batch is as `Masking.prepare` gives it: every row has the same number of targets.
     """
-    return masked_losses_from_logits(model(input_ids=batch[:, 0]).logits, batch)
+    return masked_losses_of(predict(model, batch[:, 0]), batch)
 
 
-def masked_losses_from_logits(logits: Tensor, batch: Tensor) -> Tensor:
-    """Compute what `masked_losses` does, of known predictions: logits [B, N, V], batch [B, 2, N] -> [B]."""
+def masked_losses_of(predictions: Predictions, batch: Tensor) -> Tensor:
+    """Compute what `masked_losses` does, of known predictions of a batch [B, 2, N]: -> [B]."""
     targets = batch[:, 1]
     chosen = targets != NO_TARGET
-    losses = F.cross_entropy(logits[chosen].float(), targets[chosen], reduction="none")
-    return losses.view(len(batch), -1).mean(1)
+    return token_losses(cross_entropy, predictions[chosen], targets[chosen]).view(len(batch), -1).mean(1)

@@ -21,13 +21,15 @@ from transformers.models.auto.modeling_auto import (
 from hf_linattn.data import document_separator, load_blocks
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.divergence import ComparisonTarget, compare_hidden_states, compare_predictions
+from hf_linattn.training.head import Predictions
 from hf_linattn.training.loop import (
     LossFunction,
     Preparation,
+    TargetCount,
     next_token_losses,
-    next_token_losses_from_logits,
+    next_token_losses_of,
 )
-from hf_linattn.training.masked_lm import Masking, masked_losses, masked_losses_from_logits
+from hf_linattn.training.masked_lm import Masking, masked_losses, masked_losses_of
 
 ObjectiveName = Literal["causal", "mlm", "states"]
 
@@ -41,12 +43,14 @@ class Objective:
 
     Attributes:
         name: as in the command.
-        load_blocks: (source, column=, split=) -> blocks [blocks, N].
+        load_blocks: (source, column=, split=, stream=, limit=, file=) -> blocks [blocks, N].
         description: what is done with documents, for the record.
         keywords: of a forward, besides token ids.
         comparison: what of an original and its student is compared.
         losses, prepare: for the training loop; None where nothing is predicted, or nothing prepared.
-        loss_from_logits: (logits [B, N, V], batch) -> losses [B], as `losses` without a forward.
+        loss_of_predictions: (predictions, batch) -> losses [B], as `losses` without a forward.
+        chosen: batch -> the positions [B, N] whose predictions are learned; None for all.
+        count_targets: blocks -> how many tokens of each are learned [B]; None where all have as many.
         highest: the largest token id that `prepare` may bring in.
         auto_class: for `hf_linattn.from_pretrained`; None: the class the checkpoint was saved from.
         peft_task: peft's name of the task, None where it has none.
@@ -58,8 +62,10 @@ class Objective:
     keywords: dict[str, bool]
     comparison: ComparisonTarget
     losses: LossFunction | None = None
-    loss_from_logits: Callable[[Tensor, Tensor], Tensor] | None = None
+    loss_of_predictions: Callable[[Predictions, Tensor], Tensor] | None = None
     prepare: Preparation | None = None
+    chosen: Callable[[Tensor], Tensor] | None = None
+    count_targets: TargetCount | None = None
     highest: int = 0
     auto_class: Any = None
     peft_task: str | None = None
@@ -119,7 +125,7 @@ def build_objective(
             CACHELESS,
             compare_predictions(CACHELESS),
             losses=next_token_losses,
-            loss_from_logits=next_token_losses_from_logits,
+            loss_of_predictions=next_token_losses_of,
             peft_task="CAUSAL_LM",
         )
     masking = Masking.of(tokenizer, block_size, seed)
@@ -130,7 +136,7 @@ def build_objective(
         {},
         compare_predictions({}),
         losses=masked_losses,
-        loss_from_logits=masked_losses_from_logits,
+        loss_of_predictions=masked_losses_of,
         prepare=masking.prepare,
         highest=max(len(tokenizer) - 1, cast("int", tokenizer.mask_token_id)),
         auto_class=AutoModelForMaskedLM,

@@ -84,6 +84,16 @@ def build_optimizer(
     return make(built, lr, weight_decay, adam_beta2)
 
 
+def state_bytes(name: OptimizerName, model: nn.Module) -> int:
+    """Count the bytes of an optimiser's means: one of a matrix under Muon, else two of each parameter."""
+    single = _matrices(model) if name == "muon" else set()
+    return sum(
+        parameter.nbytes * (1 if id(parameter) in single and PATCH_PART not in parameter_name else 2)
+        for parameter_name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+
+
 def _adamw(groups: list[Group], lr: float, weight_decay: float, beta2: float) -> Optimizer:
     return AdamW(groups, lr=lr, betas=(0.9, beta2), weight_decay=weight_decay)
 

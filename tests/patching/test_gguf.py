@@ -1,76 +1,26 @@
 """Models from GGUF files: patched, saved, loaded and unpatched; damaged files in one line."""
 
+# ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
+
 import copy
 
-import numpy as np
 import pytest
 import torch
+from helpers.fixtures_finetune import BASE, surroundings, workplace
+from helpers.gguf_files import FILE, gguf, write
 from helpers.tiny_models import llama, tokens
 from transformers import AutoModelForCausalLM
 from transformers.integrations.gguf.utils import GgufLinear
 
 import hf_linattn
 from hf_linattn.errors import CheckpointError, OptionError
+from hf_linattn.eval.common.models import ModelSpec, load_model
+from hf_linattn.finetune.__main__ import main
 from hf_linattn.patching import gguf as marks
+from hf_linattn.patching.loading import load_config, load_tokenizer
 
-gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 IDS = tokens(2, 20)
-FILE = "tiny.gguf"
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def interleaved(weight, heads):
-    """Rows of queries and keys in llama.cpp's order of rotary pairs."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write(model, path, kind):
-    """The model as a GGUF file, matrices in F32 or Q8_0."""
-    config, quantised = model.config, getattr(gguf.GGMLQuantizationType, kind)
-    out = gguf.GGUFWriter(str(path), "llama")
-    out.add_vocab_size(config.vocab_size)
-    out.add_context_length(config.max_position_embeddings)
-    out.add_embedding_length(config.hidden_size)
-    out.add_block_count(config.num_hidden_layers)
-    out.add_feed_forward_length(config.intermediate_size)
-    out.add_head_count(config.num_attention_heads)
-    out.add_head_count_kv(config.num_key_value_heads)
-    out.add_key_length(config.head_dim)
-    out.add_value_length(config.head_dim)
-    out.add_layer_norm_rms_eps(config.rms_norm_eps)
-    out.add_rope_freq_base(10000.0)
-    for name, tensor in model.state_dict().items():
-        x, place = tensor.numpy(), name.removesuffix(".weight")
-        if place.startswith("model.layers."):
-            _, _, layer, place = place.split(".", 3)
-            heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": 2}.get(place)
-            x = x if heads is None else interleaved(x, heads)
-            place = f"blk.{layer}.{NAMES[place]}"
-        else:
-            place = NAMES[place]
-        if x.ndim == 2:
-            packed = gguf.quants.quantize(np.ascontiguousarray(x), quantised)
-            out.add_tensor(f"{place}.weight", packed, raw_dtype=quantised)
-        else:
-            out.add_tensor(f"{place}.weight", x)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.write_tensors_to_file()
-    out.close()
 
 
 @pytest.fixture(scope="module", params=["F32", "Q8_0"])
@@ -150,3 +100,63 @@ def test_without_the_package(folder, monkeypatch):
     monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
     with pytest.raises(CheckpointError, match=r"needs the packages gguf and accelerate .*hf-linattn\[gguf\]"):
         hf_linattn.from_pretrained(folder, gguf_file=FILE)
+
+
+@pytest.fixture
+def file(folder):
+    return str(folder / FILE)
+
+
+def test_a_file_by_its_path_is_an_ordinary_model(folder, file, tmp_path):
+    """Without marks: it saves unpatched too, and unpatching brings none back."""
+    model = hf_linattn.from_pretrained(file)
+    want = logits(AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE))
+    assert torch.equal(logits(model), want)
+    assert not marks.is_marked(model)
+    model.save_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), want)
+    hf_linattn.patch_model(model, "gated").save_pretrained(tmp_path / "patched")
+    assert torch.equal(logits(hf_linattn.from_pretrained(tmp_path / "patched")), logits(model))
+    assert torch.equal(logits(hf_linattn.unpatch_model(model)), want)
+    assert load_config(file).num_hidden_layers == model.config.num_hidden_layers
+    spec = ModelSpec("", file, "logn", {"train_length": 8})
+    assert hf_linattn.is_patched(load_model(spec))
+
+
+@pytest.mark.parametrize("load", [hf_linattn.from_pretrained, load_config, load_tokenizer])
+def test_what_cannot_be_read_by_its_path_is_one_line(folder, file, tmp_path, monkeypatch, load):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes((folder / FILE).read_bytes()[:1000])
+    for source, message in ((cut, "cut.gguf: not a whole GGUF file"), (tmp_path / "no.gguf", "no such")):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load(str(source))
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
+    with pytest.raises(CheckpointError, match=r"needs the packages gguf and accelerate"):
+        load(file)
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_finetune_trains_a_file_patched_or_not(workplace, capsys):
+    write(AutoModelForCausalLM.from_pretrained("model"), "small.gguf", "F32")
+    argv = [*BASE, "--model", "small.gguf", "--tokenizer", "model", "--max-steps", "2", "--no-dropout"]
+    assert main([*argv, "--output-dir", "from-file"]) == 0
+    assert main([*argv, "--patch", "elu1", "--lora", "2", "--output-dir", "from-file-elu1"]) == 0
+    assert describe("from-file") == ["softmax", "softmax"]
+    assert describe("from-file-elu1") == ["elu1", "elu1"]
+    assert main([*BASE, "--model", "gone.gguf", "--output-dir", "from-nothing"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: no such GGUF file: gone.gguf"
+
+
+def describe(folder):
+    return [row.patch for row in hf_linattn.describe(hf_linattn.from_pretrained(folder))]
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_lm_eval_takes_a_file(workplace):
+    pytest.importorskip("lm_eval")
+    from hf_linattn.eval.harness.model import LinattnLM
+
+    write(AutoModelForCausalLM.from_pretrained("model"), "measured.gguf", "F32")
+    lm = LinattnLM("measured.gguf", patch="elu1", tokenizer="model", device="cpu")
+    assert {row.patch for row in hf_linattn.describe(lm.model)} == {"elu1"}

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import __main__ as convert
 from hf_linattn.errors import OptionError
+from hf_linattn.finetune import FinetuneArguments
 from hf_linattn.finetune import __main__ as finetune
 from hf_linattn.finetune.run import make_accelerator
 from hf_linattn.training.fsdp import MetaCopy, accelerator_options, set_up
@@ -225,7 +226,7 @@ def test_float16_is_refused():
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="2 processes were started"):
-        make_accelerator(None, cpu=False)
+        make_accelerator(FinetuneArguments("model", "text.txt", "out"))
 
 
 def test_without_fsdp_nothing_is_asked_of_accelerate(monkeypatch):
