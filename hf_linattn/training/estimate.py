@@ -148,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit, self.now, self.peak = limit, 0, 0
         self._live: set[int] = set()
 

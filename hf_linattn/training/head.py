@@ -165,12 +165,13 @@ class _ChunkedLosses(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_losses: Tensor) -> tuple[Any, ...]:
         if len(ctx.saved_tensors) == 1:
             (gradient,) = ctx.saved_tensors
             return None, None, None, None, gradient * of_losses[:, None].to(gradient.dtype), None, None
-        held = HeldPredictions(*ctx.saved_tensors, ctx.finish)
+        states, weight, bias = ctx.saved_tensors
+        held = HeldPredictions(states, weight, bias, ctx.finish)
         trained = zip(("states", "weight", "bias"), ctx.needs_input_grad[4:], strict=True)
         totals = {name: _wide_zeros(getattr(held, name)) for name, needed in trained if needed}
         for part in _parts(held):

@@ -33,7 +33,7 @@ def recompute_layers(model: nn.Module, *, switches: bool = True) -> None:
         OptionError: the model's code cannot.
     """
     inside: Any = transformers_model(model)
-    context = {"context_fn": as_in_first_run(inside)} if switches else {}
+    context: dict[str, Any] = {"context_fn": as_in_first_run(inside)} if switches else {}
     function = partial(checkpoint, use_reentrant=False, **context)
     try:
         if not inside.supports_gradient_checkpointing:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from helpers import tiny_models
 from helpers.fixtures_finetune import BASE, surroundings, workplace
 
@@ -19,6 +20,13 @@ from hf_linattn.training.layers import recompute_layers
 from hf_linattn.training.loop import LoopSettings, next_token_losses
 
 BLOCKS = tiny_models.tokens(8, 64).numpy().astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_live_bytes_are_those_of_tensors_that_were_made():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from helpers import tiny_models
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,9 @@ def build(family, **options):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(head, "CHUNK", CHUNK)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class LargestTensor(TorchDispatchMode):
