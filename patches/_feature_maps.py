@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
-from hf_linattn.registry import patches
+from hf_linattn.registry import check_options, patches
 
 BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "bidirectional", "absorb", "attend")
 """What a patch that is made of feature maps alone leaves as it is."""
@@ -25,11 +29,12 @@ def feature_maps() -> dict[str, type[LinearAttention]]:
 
 
 def named_map(option: str, name: str, site: AttentionSite, signed: bool = False) -> LinearAttention:
-    """Build the patch of this name with its default options, whose maps are to be used.
+    """Build the patch of this name, whose maps are to be used.
 
     Args:
         option: the option that names it, for the error.
-        name: a linear patch made of feature maps alone, which divides by its sum.
+        name: a linear patch made of feature maps alone, which divides by its sum; with options of its own as
+            in "taylor2(features=32)", else with its defaults.
         site: the module that it is for.
         signed: also one that does not, because its features can be negative.
 
@@ -37,12 +42,25 @@ def named_map(option: str, name: str, site: AttentionSite, signed: bool = False)
         OptionError: no such patch, or it makes other demands.
     """
     fitting = {known: cls for known, cls in feature_maps().items() if signed or cls.sum_normalised}
-    if name not in fitting:
+    called = re.fullmatch(r"(\w+)(?:\((.*)\))?", name)
+    if called is None or called[1] not in fitting:
         raise OptionError(
             f"{option}={name!r} is no linear patch made of a feature map alone; there are "
-            f"{', '.join(fitting)}"
+            f"{', '.join(fitting)}, with options as in 'taylor2(features=32)'"
         )
-    return fitting[name](site)
+    options = dict(_option(option, name, text) for text in (called[2] or "").split(",") if text.strip())
+    check_options(fitting[called[1]], options)
+    return fitting[called[1]](site, **options)
+
+
+def _option(option: str, name: str, text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key.strip() and equals and value.strip()):
+        raise OptionError(f"{option}={name!r}: {text.strip()!r} is no OPTION=VALUE")
+    try:
+        return key.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return key.strip(), value.strip()
 
 
 def input_projections(site: AttentionSite) -> nn.ParameterDict:

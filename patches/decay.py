@@ -25,8 +25,8 @@ class Decay(NamedMapAttention):
     Heads that share a key share its rate. Padding does not age anything: i - j counts visible tokens.
 
     Options:
-        feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
-            options and its learned weights; default "elu1".
+        feature_map: phi, the map of another linear patch with its learned weights, such as "hedgehog" or
+            "taylor2(features=8)"; default "elu1".
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
         rates: "retnet" (default), g_h = 1 - 2^(-5 - h), heads spread over 2^-5 .. 2^-12; or "lightning",

@@ -61,8 +61,9 @@ class Delta(StatefulAttention):
             modules that are not given a hidden state.
         beta: largest b_t, above 0 and at most 2; default 1. Above 1 what stands under a key can change its
             sign, which tracking of states needs (arXiv:2411.12537).
-        feature_map: phi, the map of another linear patch, such as "elu1" or "hedgehog", with its default
-            options and its learned weights; default None, phi(x) = x.
+        feature_map: phi, the map of another linear patch with its learned weights, such as "elu1" or
+            "taylor2(features=32)"; default None, phi(x) = x. Of the keys a head can tell apart there are no
+            more than features.
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
         conv: taps of a causal convolution over each channel of keys and values, which learns; k_t and v_t

@@ -34,8 +34,8 @@ class Gated(NamedMapAttention):
     half after `half_life` tokens. Padding does not close the gate.
 
     Options:
-        feature_map: phi, the map of another linear patch, such as "hedgehog" or "taylor2", with its default
-            options and its learned weights; default "elu1".
+        feature_map: phi, the map of another linear patch with its learned weights, such as "hedgehog" or
+            "taylor2(features=8)"; default "elu1".
         front: True puts a learned linear layer before the map, x -> W x with W_q `[H, D, D]` and W_k
             `[Hkv, D, D]`, the identity at the start; default False.
         source: x_t, "value" (default), or "hidden", the module's input.

@@ -1,6 +1,7 @@
 """Attentions with a state: what must hold for every one of them, and what each is said to be."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -286,3 +287,27 @@ class TestEfficient:
             )
             assert tiny_models.distance(got[:, :, t], (query[:, :, t, :, None] * state).sum(2)) < 1e-12
         assert tiny_models.distance(after, state) < 1e-12
+
+
+class TestMapsWithOptions:
+    """A feature map that is named with options of its own."""
+
+    def test_more_features(self):
+        model = patch_model(tiny_models.llama(), "gated", options={"feature_map": "taylor2(features=3)"})
+        assert model.model.layers[0].self_attn.linattn.gated.features == 1 + 3 + 6
+        want = patch_model(tiny_models.llama(), "gated", options={"feature_map": "taylor2"})
+        assert want.model.layers[0].self_attn.linattn.gated.features == 1 + 8 + 36  # all of a head
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("taylor2(features)", "'features' is no OPTION=VALUE"),
+            ("taylor2(features=0)", "features must be at least 1"),
+            ("taylor2(features=many)", "option 'features' of 'taylor2' must be int"),
+            ("taylor2(size=3)", "'taylor2' has no option 'size'"),
+            ("taylor2(", "no linear patch made of a feature map alone"),
+        ],
+    )
+    def test_refused(self, name, message):
+        with pytest.raises(OptionError, match=re.escape(message)):
+            patch_model(tiny_models.llama(), "delta", options={"feature_map": name})
