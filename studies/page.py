@@ -56,6 +56,8 @@ SCALE = {
 }
 SELECTIONS: dict[str, Callable[[Experiment], bool]] = {
     "linear": lambda row: row.patch in LINEAR and not row.options.get("frozen"),
+    "delta": lambda row: row.patch == "delta",
+    "delta-kept": lambda row: row.name.startswith("delta-kept-"),
     "hybrid": lambda row: isinstance(row.patch, str) and row.patch.startswith("window+"),
     "kept-1": lambda row: _layers_kept(row) == 1,
     "kept-2": lambda row: _layers_kept(row) == 2,
@@ -231,7 +233,8 @@ def _ratios(workspace: Workspace, rows: Sequence[Experiment]) -> dict[str, dict[
 
     control: perplexity at the training length over the control's. flat: 64x over 1x of the same model.
     alone: a hybrid's linear branch over both. carrying: as control, where alone is at most CARRYING. lost:
-    part of the control's induction at the training length.
+    part of the control's induction at the training length; lost-256: at 256 tokens. missed-2048: part of it
+    that is not found at 2,048 tokens.
     """
     curves = {row.name: each for row in rows if (each := _curves(workspace, row))}
     at_first = {name: mean(curve[FIRST] for curve in each) for name, each in curves.items()}
@@ -240,12 +243,18 @@ def _ratios(workspace: Workspace, rows: Sequence[Experiment]) -> dict[str, dict[
     alone = {row.name: values["linear"] / values["both"] for row, values in _branches(workspace)}
     carrying = {name: control[name] for name in alone if alone[name] <= CARRYING and name in control}
     recall = {
-        row.name: each["row"]["induction"][str(FIRST)]
-        for row in rows
-        for each in workspace.measured("recall", row)[:1]
+        row.name: each["row"]["induction"] for row in rows for each in workspace.measured("recall", row)[:1]
     }
-    lost = {name: 1 - value / recall[CONTROL] for name, value in recall.items() if recall.get(CONTROL)}
-    return {"control": control, "flat": flat, "alone": alone, "carrying": carrying, "lost": lost}
+
+    def lost(length: int) -> dict[str, float]:
+        of_control = recall.get(CONTROL, {}).get(str(length))
+        return (
+            {name: 1 - each[str(length)] / of_control for name, each in recall.items()} if of_control else {}
+        )
+
+    missed = {name: 1 - each["2048"] for name, each in recall.items()}
+    ratios = {"control": control, "flat": flat, "alone": alone, "carrying": carrying}
+    return {**ratios, "lost": lost(FIRST), "lost-256": lost(256), "missed-2048": missed}
 
 
 def _commands(workspace: Workspace) -> str:
