@@ -2,15 +2,13 @@
 # ruff: noqa: F401  fixtures are imported, and then named as arguments
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.fixtures_convert import BASE
 from helpers.fixtures_finetune import surroundings, weights_of, workplace
-from helpers.launch import in_two_processes
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import ConvertArguments, keep_layers
