@@ -129,6 +129,6 @@ def summary(result: ConversionResult) -> str:
     page = result.folder.parent / PAGE
     if kept := result.record.get("kept"):
         numbers = ", ".join(map(str, kept["layers"]))
-        lines.append(f"softmax stays in layers {numbers}, by {kept['rank']}: {page.parent / LAYERS}")
+        lines.append(f"layers that stay softmax, by {kept['rank']}: {numbers} ({page.parent / LAYERS})")
     lines.append(f"the model is in {result.folder}, everything about it in {page}")
     return "\n".join(lines) + "\n"

@@ -136,7 +136,7 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
         from_pretrained(f"recalls/{name}").state_dict() for name in ("transfer", "layers/hybrid")
     )
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
-    assert f"Softmax stays in layers {kept}, by" in Path("recalls/report.html").read_text()
+    assert f"Layers that stay softmax: {kept} (by " in Path("recalls/report.html").read_text()
     # killed behind the ranking, it goes on with the same choice
     weights = weights_of("recalls/distill")
     for path in Path("recalls/distill").iterdir():
