@@ -10,6 +10,7 @@ import yaml
 from plan import BATCH, BLOCK, HERE, RANKED, SEEDS, STEPS, Experiment, Workspace
 
 MEASURES: dict[str, str] = yaml.safe_load((HERE / "measures.yaml").read_text(encoding="utf-8"))
+PLAIN = {"--preset": "plain"}
 EVERY = {"--eval-every": "50", "--checkpoint-every": "50"}
 
 
@@ -18,7 +19,7 @@ def training(workspace: Workspace, row: Experiment, seed: int) -> list[str]:
     words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(workspace.model), *_patch(row)]
     words += ["--data", str(workspace.text("train")), "--block-size", str(BLOCK)]
     defaults = {"--batch-size": str(BATCH)}
-    defaults |= {"--max-steps": str(STEPS), "--lr": "3e-4"} if row.training == "finetune" else {}
+    defaults |= {"--max-steps": str(STEPS), "--lr": "3e-4"} if row.training == "finetune" else PLAIN
     words += [*_unless_set(defaults, row), *row.arguments]
     words += ["--eval-data", str(workspace.text("held_out")), "--eval-blocks", "32", *_unless_set(EVERY, row)]
     words += ["--seed", str(seed), "--cpu", "--resume"]

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 BLOCK, BATCH = 512, 8
 STEPS = 245
-"""Of 8 x 512 tokens, 1,003,520 in all: what `hf_linattn.convert --preset quick` adds up to."""
+"""Of 8 x 512 tokens, 1,003,520 in all: what `hf_linattn.convert --preset plain` adds up to."""
 SEEDS = (0, 1, 2)
 LENGTHS = tuple(BLOCK << power for power in range(7))
 """Tokens per window, 1 to 64 times the training length."""

@@ -71,7 +71,7 @@ def test_commands_of_every_row_are_understood(table, row, workspace):
         if row.training == "convert":
             stages = arguments.chosen_stages()
             assert stages[-1] == row.last_stage
-            tokens = sum(arguments.tokens(stage) for stage in stages)
+            tokens = sum(arguments.stage_tokens(stage) for stage in stages)
         else:
             tokens = arguments.max_steps * arguments.batch_size * arguments.block_size
         assert tokens == pytest.approx(TOKENS.get(table, 1e6), rel=0.01)

@@ -41,7 +41,7 @@ has the formulas and an example.
 
 
 def _counts(text: str) -> list[int]:
-    return sorted({cli.natural_int(part) for part in text.split(",")})
+    return [] if text == "keep" else sorted({cli.natural_int(part) for part in text.split(",")})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,7 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep", type=cli.natural_int, metavar="N", help=keep_help)
     curves_help = "ranks in the trade-off: the chosen one, or all; evenly spaced layers are always there"
     add("--curves", choices=("chosen", "all"), default="chosen", help=curves_help)
-    add("--counts", type=_counts, metavar="N,...", help="numbers of softmax layers to measure (default: all)")
+    counts_help = "numbers of softmax layers to measure, or 'keep' for that of the plan (default: all)"
+    add("--counts", type=_counts, metavar="N,...", help=counts_help)
     nope_help = "also try the kept layers without RoPE, and without RoPE but with log-n"
     add("--nope", action="store_true", help=nope_help)
     train_help = "for log-n in --nope (default: from the configuration)"

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, command: str) -> str:
         evaluator()
     layers = [Layer(**row) for row in facts["layers"]]
     keep = max(1, round(len(layers) / 4)) if args.keep is None else args.keep
-    counts = range(len(layers) + 1) if args.counts is None else args.counts
+    counts = range(len(layers) + 1) if args.counts is None else args.counts or [keep]
     kept = _kept_of(args)
     if max(keep, *counts) > len(layers):
         raise OptionError(f"{max(keep, *counts)} softmax layers, and {args.model} has {len(layers)}")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_linattn.errors import OptionError
@@ -18,7 +18,8 @@ def option(default: Any, text: str, **extra: Any) -> Any:
     Args:
         default: its default.
         text: its help.
-        **extra: choices, minimum, maximum, metavar, and `parse`: "patch" or "json", how the text is read.
+        **extra: choices, minimum, maximum, metavar, `parse`: "patch" or "json", how the text is read, and
+            `formerly`: its value in runs of versions that did not know it, where that is not the default.
     """
     return dataclasses.field(default=default, metadata={"help": text, **extra})
 
@@ -46,28 +47,49 @@ def check_values(arguments: Any) -> None:
             raise OptionError(f"{flag_of(item.name)} must be one of {', '.join(choices)}, not {value!r}")
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Give a parser one option per field of the dataclass."""
-    for item in dataclasses.fields(cls):
-        flag, extra = flag_of(item.name), dict(item.metadata)
-        extra.pop("minimum", None)
-        extra.pop("maximum", None)
-        required, parse = item.default is dataclasses.MISSING, extra.pop("parse", None)
-        if item.default is False:
-            parser.add_argument(flag, action="store_true", help=extra["help"])
-            continue
-        kinds: dict[str, Callable[[str], Any]] = {
-            "int": int,
-            "float": float,
-            "patch": argparse_type(_patch),
-            "json": argparse_type(json_object),
-        }
-        kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
-        if not required and item.default is not None:
-            extra["help"] += " (default: %(default)s)"
-        parser.add_argument(
-            flag, type=kind, required=required, default=None if required else item.default, **extra
-        )
+def add_options(
+    parser: argparse.ArgumentParser, cls: type, groups: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Give a parser one option per field of the dataclass.
+
+    Args:
+        parser: of a command.
+        cls: the dataclass.
+        groups: title -> fields below it in `--help`; the one without any gets all others.
+    """
+    items = {item.name: item for item in dataclasses.fields(cls)}
+    if groups is None:
+        for item in items.values():
+            _add_option(parser, item)
+        return
+    placed = {name for names in groups.values() for name in names}
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for name in names or [name for name in items if name not in placed]:
+            _add_option(group, items[name])
+
+
+def _add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, item: dataclasses.Field[Any]
+) -> None:
+    flag, extra = flag_of(item.name), dict(item.metadata)
+    for ours in ("minimum", "maximum", "formerly"):
+        extra.pop(ours, None)
+    required, parse = item.default is dataclasses.MISSING, extra.pop("parse", None)
+    if item.default is False:
+        parser.add_argument(flag, action="store_true", help=extra["help"])
+        return
+    kinds: dict[str, Callable[[str], Any]] = {
+        "int": int,
+        "float": float,
+        "patch": argparse_type(_patch),
+        "json": argparse_type(json_object),
+    }
+    kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
+    if not required and item.default is not None:
+        extra["help"] += " (default: %(default)s)"
+    default = None if required else item.default
+    parser.add_argument(flag, type=kind, required=required, default=default, **extra)
 
 
 def _patch(text: str) -> str | dict[str, Any]:
@@ -133,14 +155,14 @@ def positive_number(text: str) -> float:
 def differences(cls: Any, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """List the settings that differ when a run is resumed, as text, compared as JSON holds them.
 
-    What an older version of this package did not know counts as its default.
+    What an older version of this package did not know counts as its default, or `formerly`.
 
     Args:
         cls: dataclass of the options.
         before: what the run began with.
         now: what it is resumed with, all of which must be the same.
     """
-    defaults = {item.name: item.default for item in dataclasses.fields(cls)}
+    defaults = {item.name: item.metadata.get("formerly", item.default) for item in dataclasses.fields(cls)}
     known = {**defaults, **before}
     return [
         f"{name} ({known.get(name)!r} then, {value!r} now)"

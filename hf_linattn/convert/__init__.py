@@ -18,7 +18,8 @@ def convert(
         model: folder or Hub name, or a model, which is saved below `output_dir` first and stays as it is.
         data: text as the command's `--data` takes it, a list of texts, or a `datasets.Dataset` with a column
             of text.
-        patch: a name, or a plan per layer that JSON can hold.
+        patch: a name, or a plan per layer that JSON can hold; None for that of the preset, `hybrid` unless
+            `preset` names another.
         output_dir: where everything is written.
         tokenizer: folder or Hub name, or a tokenizer; by default the model's.
         **arguments: more fields of `ConvertArguments`.
@@ -32,11 +33,10 @@ def convert(
     >>> from hf_linattn import describe
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     model = convert(
-    ...         "examples/base", "README.md", patch="hedgehog", output_dir=folder,
-    ...         block_size=64, batch_size=2, transfer_tokens=256, distill_tokens=256, cpu=True,
+    ...         "examples/base", "README.md", output_dir=folder, tokens=512, block_size=64, cpu=True,
     ...     )
     >>> sorted({row.patch for row in describe(model)})
-    ['hedgehog']
+    ['window+gated']
     """
     # Imported here so that --help and a wrong option answer without loading accelerate and datasets.
     from hf_linattn import from_pretrained

@@ -1,8 +1,8 @@
 """Convert a pretrained model to another attention, in stages that keep what it knows.
 
-    accelerate launch -m hf_linattn.convert --model DIR --patch hedgehog --data books/ --output-dir out
+    python -m hf_linattn.convert --model DIR --data books/ --output-dir out
 
-`hf_linattn.convert.convert(model, data, patch=..., output_dir=...)` is the same from Python.
+`hf_linattn.convert.convert(model, data, output_dir=...)` is the same from Python.
 """
 
 from __future__ import annotations

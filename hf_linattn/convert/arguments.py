@@ -1,4 +1,4 @@
-"""The options of `python -m hf_linattn.convert`, as a dataclass and as a parser; its presets and rates."""
+"""The options of `python -m hf_linattn.convert`, as a dataclass and as a parser; its rates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,36 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.cli.arguments import add_options, option
+from hf_linattn.convert.presets import PLAIN, PRESETS, SMALL, STAGES, Preset, find_preset
 from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments import TrainingArguments
 
 EPILOG = """\
+examples:
+  python -m hf_linattn.convert --model models/small --data books/ --eval-data moby.txt --output-dir out
+  python -m hf_linattn.convert ... --tokens 10000000               # better, in ten times the time
+  python -m hf_linattn.convert ... --resume                         # after a crash or Ctrl-C
+  python -m hf_linattn.convert ... --preset linear                 # no softmax, one state of constant size
+  python -m hf_linattn.convert ... --preset recall --keep 2        # two softmax layers, those that recall
+  python -m hf_linattn.convert ... --patch window+hedgehog --options '{"size": 32}'   # another attention
+  python -m hf_linattn.convert ... --options '{"size": 128}'       # the preset's, with a larger window
+  python -m hf_linattn.convert ... --patch elu1 --learn-front      # a learned layer in front of a fixed map
+  python -m hf_linattn.convert ... --stages distill                # one stage alone, with all tokens
+  accelerate launch --num_processes 2 -m hf_linattn.convert --model Qwen/Qwen3-0.6B --mixed-precision bf16 \\
+      --data wikitext:wikitext-103-raw-v1 --tokens 20000000 --output-dir out
+
+presets: what is done where you give nothing else; whatever you give wins
+  hybrid   a window of 64 tokens and 4 sinks, and a gated state for what lies before (window+gated, hedgehog's
+           map); a tenth of the tokens for stage transfer, the rest for distill with the text's own loss, in
+           steps of 2 rows (--batch-size 2 --adam-beta2 0.999 --patch-rate 10 --ce-weight 1 --eval-every 200)
+  linear   a gated state alone (taylor2's map, a learned layer in front of it); the same recipe
+  recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
+           most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
+  plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
+           rest for distill, steps of 8 rows
+  With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that
+  forgets: presets give them hedgehog. A patched --model keeps what it has.
+
 stages:
   transfer   the new attention of every layer learns, beside the old one and from the same inputs, to give
              what that gives; only the patch's own parameters train, and all layers in one pass. The loss is
@@ -20,16 +46,13 @@ stages:
              Before it, patches that can (delta) are calibrated: rates at which their states forget are tried
              out on --calibrate-tokens of the text against the model's own attention.
   distill    the whole model learns the token probabilities of the unpatched one: Kullback-Leibler
-             divergence in nats per token. All weights for plans that are linear everywhere; LoRA (and the
-             patch's parameters) for hybrids, whose teacher is then the model itself without patch and LoRA.
-             --ce-weight W adds W times the loss of stage finetune, so that it learns from both at once.
-  finetune   prediction of the text itself, on rows of --finetune-length tokens.
-
-presets: tokens of each stage; --transfer-tokens and its like change one, 0 leaves a stage out
-                transfer    distill    finetune
-  quick             200k       800k           0    minutes for a model of a million parameters on a CPU
-  full               10M        60M         10M    finetune rows of 4 x --block-size
-  lora                5M        15M           0    LoRA also where all weights would train
+             divergence in nats per token. --ce-weight W adds W times the loss of stage finetune, so that it
+             learns from both at once.
+  finetune   prediction of the text itself, on rows of --finetune-length tokens; off unless it has tokens.
+  --tokens are those of all stages, or of those that --stages names; --transfer-tokens and its like say how
+  many one of them gets, 0 leaves it out. Without --lora all weights train where every layer is linear and,
+  but for --preset plain, in models below 100 million parameters; else LoRA of rank 16, beside the patch's own
+  parameters. With LoRA the teacher is the model itself, without patch and LoRA.
 
 objective:
   Causal models predict the next token; encoders with a masked-LM head (--objective auto tells them) the
@@ -42,24 +65,14 @@ objective:
 learning rates:
   Small models need higher ones. Unless given, stage distill takes 1e-4 x (2e9 / parameters)^0.32, between
   1e-5 and 2e-3 (1e-3 at 1.4 million parameters, measured; 1e-4 at 2 billion, published), five times that with
-  LoRA; finetune half of it; transfer 1e-2 for maps, a tenth of that for copies of projections. The patch's
-  parameters are younger than the others: --patch-rate 10 lets them learn ten times as fast.
+  LoRA, half of that with --ce-weight; finetune half of distill's; transfer 1e-2 for maps, a tenth of that for
+  copies of projections. The patch's parameters are younger than the others: --patch-rate 10 lets them learn
+  ten times as fast.
 
 data:
   As for hf_linattn.finetune. With --data self the model writes its text itself, sampled row by row: about as
   slow as writing so many tokens, kept in self.jsonl of the output directory. --eval-data self is other such
   text. A file or folder of this name is ./self.
-
-examples:
-  python -m hf_linattn.convert --model models/small --patch hedgehog --data books/ --eval-data moby.txt \\
-      --preset quick --output-dir out
-  python -m hf_linattn.convert ... --output-dir out --resume   # after a crash or Ctrl-C; also the first time
-  python -m hf_linattn.convert ... --patch elu1 --learn-front   # a learned layer in front of a fixed map
-  python -m hf_linattn.convert ... --patch window+hedgehog --options '{"size": 64}' --drop-window 0.1
-  python -m hf_linattn.convert ... --stages distill                # one stage alone
-  accelerate launch --num_processes 2 -m hf_linattn.convert --model Qwen/Qwen3-0.6B --mixed-precision bf16 \\
-      --patch '{"0,2-13,15-26": "hedgehog"}' --data wikitext:wikitext-103-raw-v1 --preset lora \\
-      --output-dir out
 
 output directory:
   transfer/, distill/, finetune/: the model after each stage, which hf_linattn.from_pretrained loads, with
@@ -69,12 +82,28 @@ output directory:
   model byte for byte.
 """
 
-STAGES = ("transfer", "distill", "finetune")
-PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"tokens": (200_000, 800_000, 0), "longer": 1},
-    "full": {"tokens": (10_000_000, 60_000_000, 10_000_000), "longer": 4},
-    "lora": {"tokens": (5_000_000, 15_000_000, 0), "longer": 1, "lora": 16},
+GROUPS = {
+    "what one needs": (
+        *("model", "data", "output_dir", "preset", "tokens", "keep", "eval_data", "resume", "cpu"),
+        "mixed_precision",
+    ),
+    "patch and stages": (
+        *("patch", "options", "learn_front", "stages", "transfer_tokens", "distill_tokens"),
+        *("finetune_tokens", "finetune_length"),
+    ),
+    "training": (
+        *("block_size", "batch_size", "grad_accum", "lora", "ce_weight", "patch_rate", "transfer_lr"),
+        *("distill_lr", "finetune_lr", "min_lr_rate", "optimizer", "adam_beta2", "no_dropout", "dtype"),
+        *("gradient_checkpointing", "compile", "seed", "eval_every", "eval_blocks", "patience", "overwrite"),
+        "log_with",
+    ),
+    "expert options": (),
 }
+
+
+def of_preset(name: str, text: str, **extra: Any) -> Any:
+    """Declare a field that the preset fills; what an earlier version did not know was as `plain` has it."""
+    return option(None, f"{text} (default: the preset's)", formerly=PLAIN[name], **extra)
 
 
 @dataclass
@@ -90,7 +119,7 @@ class ConvertArguments(TrainingArguments):
     patch: str | dict[str, Any] | None = field(
         default=None,
         metadata={
-            "help": "attention to convert to: a name, or JSON per layer (default: hedgehog, or what a "
+            "help": "attention to convert to: a name, or JSON per layer (default: the preset's, or what a "
             "patched --model has)",
             "parse": "patch",
         },
@@ -107,15 +136,24 @@ class ConvertArguments(TrainingArguments):
         0.1, "learning rate at the last step of a stage over the peak; a cosine between", minimum=0, maximum=1
     )
     eval_data: str | None = option(None, "text for validation, as --data")
-    eval_every: int = option(50, "steps between validations", minimum=1)
+    eval_every: int = of_preset("eval_every", "steps between validations", minimum=1)
+    batch_size: int = of_preset("batch_size", "rows per process and forward pass", minimum=1)
+    adam_beta2: float = of_preset(
+        "adam_beta2",
+        "AdamW's beta2; nearer to 1 for steps of few rows (arXiv:2507.07101)",
+        minimum=0,
+        maximum=0.9999,
+    )
     patience: int = option(
         0,
         "end a stage after so many validations without a lower loss, and keep the weights of the best; "
         "0 never does, and keeps the last",
         minimum=0,
     )
-    preset: Literal["quick", "full", "lora"] = option(
-        "quick", "how much of each stage (see below)", choices=tuple(PRESETS)
+    preset: str = option("hybrid", "what is wanted (see below)", metavar=f"{{{','.join(PRESETS)}}}")
+    tokens: int = option(1_000_000, "tokens to train on, in all stages together", minimum=1)
+    keep: int | None = option(
+        None, "softmax layers of --preset recall (default: a quarter of all)", metavar="N", minimum=1
     )
     stages: str | None = option(None, "stages to run, joined by commas (default: those of the preset)")
     transfer_tokens: int | None = option(None, "tokens of stage transfer", minimum=0)
@@ -137,11 +175,13 @@ class ConvertArguments(TrainingArguments):
     drop_window: float = option(
         0.0, "part of the steps of stage distill in which hybrids have no window", minimum=0, maximum=1
     )
-    ce_weight: float = option(
-        0.0, "weight of the text's own loss, added to the divergence in stage distill", minimum=0
+    ce_weight: float = of_preset(
+        "ce_weight", "weight of the text's own loss, added to the divergence in stage distill", minimum=0
     )
-    patch_rate: float = option(
-        1.0, "factor of the learning rate for the patch's parameters in distill and finetune", minimum=0
+    patch_rate: float = of_preset(
+        "patch_rate",
+        "factor of the learning rate for the patch's parameters in distill and finetune",
+        minimum=0,
     )
     teacher: str | None = option(None, "the original, where --model is converted in part (default: --model)")
     lora: int | None = option(
@@ -154,24 +194,46 @@ class ConvertArguments(TrainingArguments):
     finetune_lr: float | None = option(None, "peak learning rate of stage finetune", minimum=0)
 
     def __post_init__(self) -> None:
-        """Check values as the command line does.
+        """Check values as the command line does, and take from the preset what was not given.
 
         Raises:
             OptionError: a value out of its bounds, options that exclude each other, or no stage.
         """
+        recipe = self.chosen_preset.recipe
+        self.filled = {name for name in recipe if getattr(self, name) is None}
+        for name in self.filled:
+            setattr(self, name, recipe[name])
         super().__post_init__()
         if self.compile and self.gradient_checkpointing and self.drop_window:
             raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
-        self.chosen_stages()
+        stages = self.chosen_stages()
+        if self.chosen_preset.chooses_layers:
+            self._check_chosen_layers(stages)
+        elif self.keep is not None:
+            raise OptionError("--keep says how many layers of --preset recall stay softmax: give that, too")
 
-    def tokens(self, stage: str) -> int:
+    def _check_chosen_layers(self, stages: list[str]) -> None:
+        refused = {
+            "ranks what stage transfer has trained, and trains the choice: run it and a stage behind it": (
+                "transfer" not in stages or len(stages) < 2
+            ),
+            "chooses layers itself: give --patch one name for all": isinstance(self.patch, dict),
+            "puts the original's layers back: leave out --train-projections": self.train_projections,
+        }
+        for why, refuse in refused.items():
+            if refuse:
+                raise OptionError(f"--preset {self.preset} {why}")
+
+    @property
+    def chosen_preset(self) -> Preset:
+        """What fills in the options that were not given."""
+        return find_preset(self.preset)
+
+    def stage_tokens(self, stage: str) -> int:
         """Count the tokens that a stage trains on, before they are rounded up to whole steps."""
-        option: int | None = getattr(self, f"{stage}_tokens")
-        if option is not None:
-            return option
-        of_preset: int = PRESETS[self.preset]["tokens"][STAGES.index(stage)]
-        named = self.stages is not None and not of_preset
-        return PRESETS["quick"]["tokens"][1] if named else of_preset
+        given: int | None = getattr(self, f"{stage}_tokens")
+        named = None if self.stages is None else self._named()
+        return self.chosen_preset.tokens(stage, self.tokens, named) if given is None else given
 
     def chosen_stages(self) -> list[str]:
         """List the stages in their order.
@@ -179,38 +241,52 @@ class ConvertArguments(TrainingArguments):
         Raises:
             OptionError: an unknown stage, or none.
         """
-        named = STAGES if self.stages is None else [name.strip() for name in self.stages.split(",")]
-        unknown = [name for name in named if name not in STAGES]
-        if unknown:
-            raise OptionError(f"--stages: {unknown[0]!r} is none of {', '.join(STAGES)}")
-        chosen = [name for name in STAGES if name in named and self.tokens(name)]
+        chosen = [name for name in self._named() if self.stage_tokens(name)]
         if not chosen:
             raise OptionError("no stage is left: every one has 0 tokens")
         return chosen
 
+    def _named(self) -> list[str]:
+        names = STAGES if self.stages is None else [name.strip() for name in self.stages.split(",")]
+        unknown = [name for name in names if name not in STAGES]
+        if unknown:
+            raise OptionError(f"--stages: {unknown[0]!r} is none of {', '.join(STAGES)}")
+        return [name for name in STAGES if name in names]
+
     def length(self, stage: str) -> int:
         """Count the tokens per row of a stage."""
-        if stage != "finetune":
-            return self.block_size
-        return self.finetune_length or self.block_size * int(PRESETS[self.preset]["longer"])
+        return self.block_size if stage != "finetune" else self.finetune_length or self.block_size
+
+    def lora_rank(self, parameters: int, hybrid: bool) -> int:
+        """Tell the rank of LoRA behind stage transfer; 0 trains all weights.
+
+        Args:
+            parameters: of the model.
+            hybrid: whether it keeps softmax, or a window.
+        """
+        if self.lora is not None:
+            return self.lora
+        return 16 if hybrid and (self.preset == "plain" or parameters >= SMALL) else 0
 
 
-def learning_rate_for(stage: str, parameters: int, lora: int) -> float:
+def learning_rate_for(stage: str, parameters: int, lora: int, ce_weight: float = 0.0) -> float:
     """Tell the default peak rate of a stage for a model of this size; see `--help`."""
     if stage == "transfer":
         return 1e-2
     rate = 1e-4 * (2e9 / max(parameters, 1)) ** 0.32
-    rate = min(max(rate, 1e-5), 2e-3) * (5 if lora else 1)
+    rate = min(max(rate, 1e-5), 2e-3) * (5 if lora else 1) / (2 if ce_weight else 1)
     return float(f"{rate if stage == 'distill' else rate / 2:.2g}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command, with one option per field of `ConvertArguments`."""
+    """Build the parser of the command, with one option per field of `ConvertArguments`, in groups."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.convert",
-        description="Convert a pretrained language model to another attention, in stages.",
+        usage="%(prog)s --model M --data D --output-dir O [--preset NAME] [--tokens N] [more options]",
+        description="Convert a pretrained language model to another attention, in stages. Model, text and "
+        "folder are enough: the rest is the best recipe that was measured.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(parser, ConvertArguments)
+    add_options(parser, ConvertArguments, GROUPS)
     return parser

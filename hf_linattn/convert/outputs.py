@@ -11,11 +11,13 @@ from typing import Any
 import jinja2
 
 from hf_linattn.cli.files import replacing, writing
-from hf_linattn.convert.arguments import STAGES
+from hf_linattn.convert.presets import STAGES
 from hf_linattn.errors import OptionError
 from hf_linattn.training.folder import RunFolder
 
 RECORD, VALIDATION, PAGE = "plan.json", "validation.json", "report.html"
+LAYERS = "layers"
+"""Folder of what chose the layers that stay softmax."""
 OWN_TEXT, OWN_EVAL_TEXT = "self.jsonl", "self-eval.jsonl"
 LABELS = {"original": "original", "swapped": "patched, untrained"}
 
@@ -43,7 +45,7 @@ def conversion_folder(output_dir: str) -> RunFolder:
         Path(output_dir).expanduser(),
         "conversion",
         RECORD,
-        contents=(*STAGES, VALIDATION, OWN_TEXT, OWN_EVAL_TEXT, PAGE),
+        contents=(*STAGES, LAYERS, VALIDATION, OWN_TEXT, OWN_EVAL_TEXT, PAGE),
         # a conversion that was killed before its record leaves its own text and first validation
         signs=(*STAGES, "config.json", "run.json"),
         settings_key="arguments",
@@ -125,5 +127,8 @@ def summary(result: ConversionResult) -> str:
             for name, loss in losses.items()
         ]
     page = result.folder.parent / PAGE
+    if kept := result.record.get("kept"):
+        numbers = ", ".join(map(str, kept["layers"]))
+        lines.append(f"layers that stay softmax, by {kept['rank']}: {numbers} ({page.parent / LAYERS})")
     lines.append(f"the model is in {result.folder}, everything about it in {page}")
     return "\n".join(lines) + "\n"

@@ -12,12 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.convert.arguments import ConvertArguments
-from hf_linattn.convert.outputs import OWN_EVAL_TEXT, OWN_TEXT, conversion_folder
+from hf_linattn.convert.outputs import LAYERS, OWN_EVAL_TEXT, OWN_TEXT, conversion_folder
+from hf_linattn.convert.presets import default_patch, merge_options
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.model import load_config
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.loading import load_tokenizer
-from hf_linattn.registry import find, names_in, parse, patches, signature
+from hf_linattn.registry import find, names_in, parse, signature
 from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.objectives import (
     Objective,
@@ -63,6 +64,8 @@ class ConversionPlan:
         tokenizer: of all texts.
         objective: what the original predicts, in rows of `block_size` tokens.
         stages: in their order, at least one.
+        kept: folder of the model some of whose layers were chosen to stay softmax, between stage transfer and
+            the next; None where none are.
     """
 
     arguments: ConvertArguments
@@ -70,6 +73,7 @@ class ConversionPlan:
     tokenizer: PreTrainedTokenizerBase
     objective: Objective
     stages: tuple[StagePlan, ...]
+    kept: Path | None = None
 
     @property
     def original(self) -> str:
@@ -98,31 +102,54 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
         DataError: the tokenizer cannot be used.
     """
     config = load_config(arguments.model)
-    arguments = resolve_patch(arguments, config)
     teacher = arguments.teacher
     original = config if teacher is None else load_config(teacher, "--teacher")
+    if _learns_states(arguments, original) and "ce_weight" in arguments.filled:
+        arguments = replace(arguments, ce_weight=0.0)  # there is no text to predict
+    arguments = resolve_patch(arguments, config)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     folder = conversion_folder(arguments.output_dir)
     names = arguments.chosen_stages()
     objective = _resolve_objective(arguments, names, config, original, tokenizer)
+    kept = None
     sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
+    if arguments.chosen_preset.chooses_layers:
+        _check_can_choose(arguments, config, objective)
+        kept = folder.path / LAYERS / "hybrid"
+        sources[1] = str(kept)
     stages = tuple(
         StagePlan(
             name,
             source,
             folder.path / name,
-            arguments.tokens(name),
+            arguments.stage_tokens(name),
             arguments.length(name),
             getattr(arguments, f"{name}_lr"),
             _with_rows_of(objective, arguments.length(name), arguments, tokenizer),
         )
         for name, source in zip(names, sources, strict=True)
     )
-    return ConversionPlan(arguments, folder, tokenizer, objective, stages)
+    return ConversionPlan(arguments, folder, tokenizer, objective, stages, kept)
+
+
+def _check_can_choose(arguments: ConvertArguments, config: PreTrainedConfig, objective: Objective) -> None:
+    """See that layers of a model can be chosen, before anything is trained.
+
+    Raises:
+        OptionError: it is patched, it is none that continues text, or has no more layers than --keep.
+    """
+    asked = f"--preset {arguments.preset}"
+    if hasattr(config, NAME):
+        raise OptionError(f"{asked} begins with an unpatched model, and --model {arguments.model} is patched")
+    if objective.name != "causal":
+        raise OptionError(f"{asked} asks causal models what they recall: take --preset hybrid for others")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if arguments.keep is not None and layers is not None and arguments.keep >= layers:
+        raise OptionError(f"--keep {arguments.keep}: the model has {layers} layers, and some become linear")
 
 
 def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> ConvertArguments:
-    """Spell the patch out: the default where none is named, with --learn-front a layer in front of its map.
+    """Spell the patch out: the preset's where none is named, with --learn-front a layer in front of its map.
 
     A patched model, as its config tells, keeps what it has.
 
@@ -136,28 +163,23 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
                 "--patch, --options and --learn-front, or give the unpatched model"
             )
         return arguments
-    patch = default_patch("conversion") if arguments.patch is None else arguments.patch
+    patch, options = arguments.patch, arguments.options
+    if patch is None:
+        preset = arguments.chosen_preset
+        encoder = choose_objective("auto", config) == "mlm"  # a state that forgets has one direction
+        patch = default_patch("conversion") if preset.patch is None or encoder else preset.patch
+        options = merge_options(patch, {} if encoder else preset.options, options) or None
     if not arguments.learn_front:
-        return replace(arguments, patch=patch)
+        return replace(arguments, patch=patch, options=options)
     if isinstance(patch, str):
-        patch, options = with_learned_front(patch)
-        return replace(arguments, patch=patch, options={**options, **(arguments.options or {})})
+        patch, front = with_learned_front(patch)
+        return replace(arguments, patch=patch, options=merge_options(patch, front, options))
     layers = {}
     for key, entry in patch.items():
         spec, own = entry if isinstance(entry, list | tuple) else (entry, {})
-        spec, options = (spec, {}) if parse(spec).identity else with_learned_front(spec)
-        layers[key] = [spec, {**options, **own}]
+        spec, front = (spec, {}) if parse(spec).identity else with_learned_front(spec)
+        layers[key] = [spec, {**front, **own}]
     return replace(arguments, patch=layers)
-
-
-def default_patch(purpose: str) -> str:
-    """Name the patch that declares itself `default_for` a purpose.
-
-    >>> default_patch("conversion")
-    'hedgehog'
-    """
-    # own attributes: a patch derived from another is not the default with it
-    return next(name for name, cls in patches().items() if vars(cls).get("default_for") == purpose)
 
 
 def with_learned_front(spec: str) -> tuple[str, dict[str, Any]]:
@@ -201,7 +223,7 @@ def _resolve_objective(
         TrainingError: it cannot do what is asked: predict without a head, or write text.
     """
     name = arguments.teacher or arguments.model
-    if arguments.objective == "states" or (arguments.objective == "auto" and _headless(original)):
+    if _learns_states(arguments, original):
         refused = {
             "--data self": SELF in (arguments.data, arguments.eval_data),
             "stage finetune (give --finetune-tokens 0)": "finetune" in stages,
@@ -222,6 +244,10 @@ def _resolve_objective(
             "hf_linattn.finetune --objective mlm"
         )
     return objective
+
+
+def _learns_states(arguments: ConvertArguments, original: PreTrainedConfig) -> bool:
+    return arguments.objective == "states" or (arguments.objective == "auto" and _headless(original))
 
 
 def _headless(config: PreTrainedConfig) -> bool:

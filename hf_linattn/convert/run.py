@@ -13,8 +13,9 @@ from accelerate.utils import DynamoBackend
 
 from hf_linattn import is_linear, patch_model
 from hf_linattn.cli.files import write_json
-from hf_linattn.convert.arguments import PRESETS, ConvertArguments
+from hf_linattn.convert.arguments import ConvertArguments
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
+from hf_linattn.convert.keep_layers import keep_layers
 from hf_linattn.convert.outputs import (
     LABELS,
     OWN_EVAL_TEXT,
@@ -57,6 +58,8 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
     parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
     results = []
     for stage in plan.stages:
+        if stage.source == str(plan.kept):
+            record["kept"] = keep_layers(plan, accelerator, data)
         results.append(
             train(
                 stage_arguments(plan, stage, parameters=parameters, lora=lora, processes=processes),
@@ -211,17 +214,15 @@ def _begin(
         torch.manual_seed(arguments.seed)
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     validation.add("swapped", model)
-    hybrid = not is_linear(model) or bool(hybrids(model))
-    lora = arguments.lora
-    if lora is None:
-        lora = int(PRESETS[arguments.preset].get("lora", 16 if hybrid else 0))
+    hybrid = not is_linear(model) or bool(hybrids(model)) or plan.kept is not None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {
         "command": command,
         "arguments": asdict(arguments),
         "stages": [stage.name for stage in plan.stages],
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameters,
         "hybrid": hybrid,
-        "lora": lora,
+        "lora": arguments.lora_rank(parameters, hybrid),
         "objective": plan.objective.name,
     }
     accelerator.wait_for_everyone()  # nobody may find the file while others still look for it

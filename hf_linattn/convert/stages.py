@@ -209,7 +209,9 @@ def stage_arguments(
     return FinetuneArguments(
         **{**shared, **own},
         max_steps=math.ceil(stage.tokens / (stage.length * rows)),
-        lr=learning_rate_for(stage.name, parameters, lora) if stage.rate is None else stage.rate,
+        lr=learning_rate_for(stage.name, parameters, lora, arguments.ce_weight)
+        if stage.rate is None
+        else stage.rate,
         lora=lora,
     )
 

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 STAGES = ("transfer", "distill", "finetune")
 TOKENS = str(6 * 4 * 34)
 BASE = (
-    *("--data", "train.txt", "--block-size", "34", "--batch-size", "4", "--cpu", "--no-dropout"),
-    *("--eval-data", "eval.txt", "--eval-every", "3", "--eval-blocks", "4"),
+    *("--preset", "plain", "--data", "train.txt", "--block-size", "34", "--batch-size", "4", "--cpu"),
+    *("--no-dropout", "--eval-data", "eval.txt", "--eval-every", "3", "--eval-blocks", "4"),
 )
 THREE = (*BASE, "--transfer-tokens", TOKENS, "--distill-tokens", TOKENS, "--finetune-tokens", TOKENS)
 

@@ -14,7 +14,8 @@ from hf_linattn import registry
 from hf_linattn.convert import ConvertArguments, convert
 from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
-from hf_linattn.convert.resolve import default_patch, resolve, with_learned_front
+from hf_linattn.convert.presets import default_patch
+from hf_linattn.convert.resolve import resolve, with_learned_front
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.registry import find, parse
 
@@ -69,7 +70,7 @@ def test_a_loss_that_is_no_number(capsys):
         ({"ce_weight": -1.0}, "--ce-weight must be at least 0"),
         ({"patience": 2}, "give --eval-data"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
-        ({"preset": "slow"}, "--preset must be one of quick, full, lora"),
+        ({"preset": "slow"}, "--preset must be one of hybrid, linear, recall, plain"),
         ({"block_size": 1}, "--block-size must be at least 2"),
     ],
 )
@@ -78,12 +79,11 @@ def test_bad_options(options, message):
         ConvertArguments("model", "train.txt", "out", **options)
 
 
-def test_presets_and_rates():
-    told = ConvertArguments("model", "train.txt", "out", preset="full")
+def test_stages_and_rates():
+    told = ConvertArguments("model", "train.txt", "out", finetune_tokens=99, finetune_length=2048)
     assert told.chosen_stages() == list(STAGES)
     assert [told.length(stage) for stage in STAGES] == [512, 512, 2048]
     assert ConvertArguments("model", "t", "o").chosen_stages() == ["transfer", "distill"]
-    assert ConvertArguments("model", "t", "o", stages="finetune").tokens("finetune") == 800_000
     assert learning_rate_for("distill", 1_430_000, 0) == pytest.approx(1e-3, rel=0.05)
     assert learning_rate_for("distill", 2_000_000_000, 0) == 1e-4
     assert learning_rate_for("distill", 10**13, 0) == 1e-5
@@ -96,11 +96,6 @@ def test_presets_and_rates():
     assert parts == {"window": {"size": 8}, "gated": {"front": True, "feature_map": "taylor2"}}
     with pytest.raises(OptionError, match="no feature map"):
         with_learned_front("softmax1")
-
-
-def test_the_help_names_the_default_patch():
-    text = " ".join(build_parser().format_help().split())
-    assert f"(default: {default_patch('conversion')}, or what a patched --model has)" in text
 
 
 def test_the_default_patch_is_not_inherited(monkeypatch):

@@ -40,7 +40,10 @@ TOKENS = str(STEPS * 4 * 32)
 VALIDATED = ("--eval-data", "eval.txt", "--eval-every", "2", "--eval-blocks", "3", "--checkpoint-every", "2")
 COMMON = ("--model", "sharp", *BASE[2:6], "--cpu", "--no-dropout", *VALIDATED)
 TUNE = (*COMMON, "--patch", "elu1", "--lr", "1e-2", "--max-steps", str(STEPS))
-CONVERT = (*COMMON, "--transfer-tokens", TOKENS, "--distill-tokens", TOKENS, "--finetune-tokens", TOKENS)
+CONVERT = (
+    *(*COMMON, "--preset", "plain"),
+    *("--transfer-tokens", TOKENS, "--distill-tokens", TOKENS, "--finetune-tokens", TOKENS),
+)
 HYBRID = (
     *COMMON,
     *("--patch", "window+hedgehog", "--options", '{"size": 8, "mix": "learned"}', "--lora", "2"),

@@ -1,0 +1,146 @@
+"""Presets: what each fills in, what a user gives wins, and the layers that `recall` keeps."""
+# ruff: noqa: F401  fixtures are imported, and then named as arguments
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.fixtures_convert import BASE
+from helpers.fixtures_finetune import surroundings, weights_of, workplace
+from transformers import AutoConfig
+
+from hf_linattn import describe, from_pretrained
+from hf_linattn.convert import ConvertArguments, keep_layers
+from hf_linattn.convert.__main__ import main
+from hf_linattn.convert.arguments import build_parser, learning_rate_for
+from hf_linattn.convert.presets import FORMER, PRESETS
+from hf_linattn.convert.resolve import resolve, resolve_patch
+from hf_linattn.errors import OptionError
+from hf_linattn.registry import parse
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+SMALL = tuple(word for word in BASE if word not in ("--preset", "plain"))
+RECIPE = ("batch_size", "adam_beta2", "patch_rate", "ce_weight", "eval_every")
+
+
+def told(**given):
+    return ConvertArguments("model", "train.txt", "out", **given)
+
+
+def test_the_bare_command_is_the_best_recipe():
+    argv = ["--model", "model", "--data", "train.txt", "--output-dir", "out"]
+    arguments = ConvertArguments(**vars(build_parser().parse_args(argv)))
+    assert arguments == told()
+    assert [getattr(arguments, name) for name in RECIPE] == [2, 0.999, 10, 1, 200]
+    assert [arguments.stage_tokens(name) for name in arguments.chosen_stages()] == [100_000, 900_000]
+    plan = resolve(arguments).arguments
+    assert plan.patch == "window+gated"
+    assert parse(plan.patch, plan.options).options == {
+        "window": {"size": 64, "sinks": 4},
+        "gated": {"feature_map": "hedgehog", "shortest": 64, "half_life": 1024},
+    }
+    assert resolve(told(preset="recall")).arguments.options == plan.options
+    assert resolve(told(preset="linear")).arguments.options == {"gated": dict(PRESETS["linear"].options)}
+    plain = resolve(told(preset="plain"))
+    assert [stage.tokens for stage in plain.stages] == [200_000, 800_000]
+    assert (plain.arguments.patch, plain.arguments.options) == ("hedgehog", None)
+    assert [getattr(plain.arguments, name) for name in RECIPE] == [8, 0.95, 1, 0, 50]
+
+
+def test_what_is_given_wins():
+    given = {"batch_size": 8, "adam_beta2": 0.95, "patch_rate": 1.0, "ce_weight": 0.0, "eval_every": 50}
+    assert {name: getattr(told(**given), name) for name in given} == given
+    arguments = resolve(told(options={"size": 32})).arguments
+    assert arguments.options["window"] == {"size": 32, "sinks": 4}
+    arguments = resolve(told(options={"gated": {"shortest": 2}}, tokens=50_000, distill_tokens=7)).arguments
+    assert arguments.options["gated"] == {"feature_map": "hedgehog", "shortest": 2, "half_life": 1024}
+    assert [arguments.stage_tokens(name) for name in ("transfer", "distill")] == [5000, 7]
+    arguments = resolve(told(patch="window+elu1", learn_front=True, options={"size": 8})).arguments
+    assert arguments.patch == "window+linear"
+    assert arguments.options == {"window": {"size": 8}, "linear": {"feature_map": "elu1", "front": True}}
+    assert arguments.batch_size == 2  # the recipe stays
+
+
+def test_named_stages_share_all_tokens():
+    assert told(stages="distill", tokens=900).stage_tokens("distill") == 900
+    named = told(stages="distill,finetune", tokens=900)
+    assert [named.stage_tokens(name) for name in named.chosen_stages()] == [450, 450]
+    assert told(stages="transfer,distill").stage_tokens("transfer") == 100_000
+
+
+def test_who_trains_lora():
+    assert [told().lora_rank(size, hybrid=True) for size in (10**6, 10**8)] == [0, 16]
+    assert told(preset="plain").lora_rank(10**6, hybrid=True) == 16
+    assert told(preset="linear").lora_rank(10**9, hybrid=False) == 0
+    assert told(lora=4).lora_rank(10**6, hybrid=False) == 4
+    assert learning_rate_for("distill", 1_430_000, 0, 1.0) == pytest.approx(5e-4, rel=0.05)
+    assert learning_rate_for("finetune", 1_430_000, 0, 1.0) == pytest.approx(2.5e-4, rel=0.05)
+
+
+def test_encoders_and_patched_models_get_no_state_that_forgets():
+    bert = AutoConfig.for_model("bert", architectures=["BertForMaskedLM"])
+    arguments = resolve_patch(told(), bert)
+    assert (arguments.patch, arguments.options) == ("hedgehog", None)
+    llama = AutoConfig.for_model("llama")
+    llama.linattn = {}
+    assert resolve_patch(told(), llama).patch is None
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_former_presets_say_what_to_give(name, capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--preset", name, "--output-dir", "refused"])
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert f"--preset {name} is gone" in line
+    assert "--preset plain" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 1}, "--keep says how many layers of --preset recall"),
+        ({"preset": "recall", "stages": "distill"}, "ranks what stage transfer has trained"),
+        ({"preset": "recall", "patch": {"0": "elu1"}}, "give --patch one name for all"),
+        ({"preset": "recall", "train_projections": True}, "leave out --train-projections"),
+        ({"preset": "recall", "keep": 2}, "the model has 2 layers"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        resolve(told(**options))
+
+
+def test_help_is_in_groups(capsys):
+    text = build_parser().format_help()
+    titles = ["what one needs:", "patch and stages:", "training:", "expert options:"]
+    places = [text.index(f"\n{title}\n") for title in titles]
+    assert places == sorted(places)
+    assert places[0] < text.index("\n  --preset") < places[1] < text.index("\n  --stages") < places[2]
+    assert text.index("\n  --target") > places[3]
+
+
+def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_learned(monkeypatch):
+    argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
+    monkeypatch.setattr(keep_layers, "TOKENS", 256)
+    assert main([*argv, "--output-dir", "recalls"]) == 0
+    chosen = json.loads(Path("recalls/layers/chosen.json").read_text())
+    ranking = json.loads(Path("recalls/layers/results.json").read_text())
+    assert chosen["layers"] == ranking["order"][:1]
+    [kept] = chosen["layers"]
+    patches = ["softmax" if layer == kept else "window+gated" for layer in range(2)]
+    for folder in ("recalls/layers/hybrid", "recalls/distill"):
+        assert [row.patch for row in describe(from_pretrained(folder))] == patches, folder
+    before, after = (
+        from_pretrained(f"recalls/{name}").state_dict() for name in ("transfer", "layers/hybrid")
+    )
+    assert all(torch.equal(before[name], weight) for name, weight in after.items())
+    assert f"Layers that stay softmax: {kept} (by " in Path("recalls/report.html").read_text()
+    # killed behind the ranking, it goes on with the same choice
+    weights = weights_of("recalls/distill")
+    for path in Path("recalls/distill").iterdir():
+        path.unlink()
+    monkeypatch.setattr(keep_layers, "run_jobs", None)
+    assert main([*argv, "--output-dir", "recalls", "--resume"]) == 0
+    assert weights_of("recalls/distill") == weights
