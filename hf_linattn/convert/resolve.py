@@ -105,6 +105,8 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     folder = conversion_folder(arguments.output_dir)
     names = arguments.chosen_stages()
     objective = _resolve_objective(arguments, names, config, original, tokenizer)
+    if arguments.cache_teacher is not None:
+        _check_cacheable(objective, names)
     sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
     stages = tuple(
         StagePlan(
@@ -222,6 +224,21 @@ def _resolve_objective(
             "hf_linattn.finetune --objective mlm"
         )
     return objective
+
+
+def _check_cacheable(objective: Objective, stages: Sequence[str]) -> None:
+    """See that stage distill compares predictions of rows that stay the same.
+
+    Raises:
+        OptionError: it does not, or there is no such stage.
+    """
+    reasons = {
+        "mlm": "masked tokens are other ones in every step, and so are the predictions",
+        "states": "hidden states are compared, not predictions",
+    }
+    reason = reasons.get(objective.name) if "distill" in stages else "there is no stage distill"
+    if reason is not None:
+        raise OptionError(f"--cache-teacher: {reason}; leave it out")
 
 
 def _headless(config: PreTrainedConfig) -> bool:
