@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_divergence_is_that_of_its_formula(chunk, count, monkeypatch):
     with torch.no_grad():
         parts = [top_predictions(logits, count) for logits in logits_in_chunks(predict(teacher, IDS))]
     assert len(parts) == (1 if chunk > 970 else 8)
-    ids, log_probs = (torch.cat(part).view(3, 24, -1) for part in zip(*map(vars_of, parts), strict=True))
+    ids, log_probs = (torch.cat(part).view(3, 24, -1) for part in zip(*map(astuple, parts), strict=True))
     losses = DistillationLoss(lambda ids_: TopPredictions(ids, log_probs))(student, IDS)
     want = reference(student(IDS).logits, teacher(IDS).logits, count).mean(1)
     assert tiny_models.distance(losses, want) < 1e-6
@@ -69,10 +70,6 @@ def test_the_divergence_is_that_of_its_formula(chunk, count, monkeypatch):
     if count == 96:  # all but one token
         p, q = (model(IDS).logits.log_softmax(-1) for model in (teacher, student))
         assert tiny_models.distance(losses, (p.exp() * (p - q)).sum(-1).mean(1)) < 1e-6
-
-
-def vars_of(predictions):
-    return predictions.ids, predictions.log_probs
 
 
 def test_a_certain_teacher_and_a_hopeless_student_stay_finite():
