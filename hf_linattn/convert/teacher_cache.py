@@ -147,7 +147,7 @@ def _check(folder: Path, key: dict[str, Any], rows: Rows) -> None:
     if known < len(needed):
         raise TrainingError(
             f"--cache-teacher {folder} holds {known} of the {len(needed)} rows that this run takes: it was "
-            f"made with another text, --seed or fewer tokens. To make one for this run {advice}"
+            f"made with another text, --eval-data, --seed or fewer tokens. To make one for this run {advice}"
         )
     if not complete and held != needed:
         raise TrainingError(

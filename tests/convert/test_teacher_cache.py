@@ -193,7 +193,10 @@ def cache(sharp):
         (["--model", "moved"], "made was made with another teacher: give --cache-teacher another folder"),
         (["--tokenizer", "swapped"], "made was made with another tokenizer:"),
         (["--block-size", "16"], "made was made with another block size:"),
-        (["--data", "other.txt"], "rows that this run takes: it was made with another text, --seed or fewer"),
+        (
+            ["--data", "other.txt"],
+            "rows that this run takes: it was made with another text, --eval-data, --seed",
+        ),
         (["--cache-teacher", "damaged"], "--cache-teacher damaged is damaged"),
         (["--cache-teacher", "train.txt"], "cannot write train.txt: File exists"),
         (["--stages", "transfer"], "--cache-teacher: there is no stage distill; leave it out"),
