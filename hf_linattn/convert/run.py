@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
@@ -33,6 +34,7 @@ from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
 from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.finetune.run import (
+    LoadedRows,
     load_data,
     load_held_out,
     make_accelerator,
@@ -61,7 +63,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
-    _fill_teacher_cache(plan, accelerator, data)
+    rows = _fill_teacher_cache(plan, accelerator, data)
     validation = Validation(plan, accelerator)
     record = _begin(plan, validation, accelerator, command)
     parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
@@ -76,6 +78,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
                 data=data,
                 tokenizer=plan.tokenizer,
                 objective=stage.objective,
+                rows=rows if stage.name == "distill" else None,
             )
         )
         validation.add_stage(stage, results[-1])
@@ -123,8 +126,11 @@ def _write_own_text(plan: ConversionPlan, accelerator: Accelerator) -> None:
         write_self_text(model, plan.tokenizer, path, tokens=tokens, length=length, seed=seed)
 
 
-def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> None:
+def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> LoadedRows | None:
     """Write the teacher's predictions of all rows that stage distill takes, as far as they are not there.
+
+    Returns:
+        The rows; None without a cache, and where they are streamed.
 
     Raises:
         TrainingError: --cache-teacher is of something else, or they cannot be written.
@@ -132,7 +138,7 @@ def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: An
     arguments = plan.arguments
     stage = next((stage for stage in plan.stages if stage.name == "distill"), None)
     if arguments.cache_teacher is None or stage is None or (stage.folder / "results.json").exists():
-        return
+        return None
     of_stage = stage_arguments(plan, stage, parameters=0, lora=0, processes=accelerator.num_processes)
     folder = replace(run_folder(of_stage), path=plan.folder.path)  # that of the stage is not there yet
     with accelerator.main_process_first():
@@ -163,6 +169,7 @@ def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: An
     finally:
         if accelerator.is_main_process:
             remove_blocks(folder)
+    return None if isinstance(blocks, np.memmap) else (blocks, eval_blocks)
 
 
 class Validation:

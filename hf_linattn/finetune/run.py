@@ -51,6 +51,9 @@ RUN_FILES = (
 BLOCKS = "blocks.bin"
 """Rows of a text that is streamed, while the run goes on."""
 
+LoadedRows = tuple[NDArray[np.int32], NDArray[np.int32] | None]
+"""Rows for training and for validation, `[blocks, N]`."""
+
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
 
 
@@ -71,6 +74,7 @@ def train(
     data: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     objective: Objective | None = None,
+    rows: LoadedRows | None = None,
 ) -> dict[str, Any]:
     """Run one training by any recipe, or what is left of it, and return what `results.json` holds.
 
@@ -82,6 +86,7 @@ def train(
         data: text as `load_documents` takes it, in the place of `arguments.data`.
         tokenizer: by default that of the arguments.
         objective: what is learned; by default what the arguments say.
+        rows: of `load_data`, where they are known.
 
     Raises:
         DataError, TrainingError, OptionError: see `hf_linattn.finetune.finetune`.
@@ -100,7 +105,7 @@ def train(
     tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
     objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = load_data(arguments, objective, data, folder, accelerator)
+        blocks, eval_blocks = rows or load_data(arguments, objective, data, folder, accelerator)
     objective = fit_objective(objective, blocks, eval_blocks)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
@@ -254,7 +259,7 @@ def run_folder(arguments: FinetuneArguments) -> RunFolder:
 
 def load_data(
     arguments: FinetuneArguments, objective: Objective, data: Any, folder: RunFolder, accelerator: Accelerator
-) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+) -> LoadedRows:
     """Load the rows of a run for training, and for validation where there is a text: `[blocks, N]` each.
 
     Streamed rows are written to a file: those that the run takes, no more. A run that goes on has them.
