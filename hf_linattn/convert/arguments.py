@@ -184,6 +184,11 @@ class ConvertArguments(TrainingArguments):
         minimum=0,
     )
     teacher: str | None = option(None, "the original, where --model is converted in part (default: --model)")
+    cache_teacher: str | None = option(
+        None,
+        "folder of the original's top predictions of each token: written before the first stage where it is "
+        "not there, and read in stage distill in place of running the original",
+    )
     lora: int | None = option(
         None,
         "rank of LoRA in distill and finetune; 0 trains all weights (default: see below)",

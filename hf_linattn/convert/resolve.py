@@ -112,6 +112,8 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     names = arguments.chosen_stages()
     objective = _resolve_objective(arguments, names, config, original, tokenizer)
     kept = None
+    if arguments.cache_teacher is not None:
+        _check_cacheable(objective, names)
     sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
     if arguments.chosen_preset.chooses_layers:
         _check_can_choose(arguments, config, objective)
@@ -248,6 +250,21 @@ def _resolve_objective(
 
 def _learns_states(arguments: ConvertArguments, original: PreTrainedConfig) -> bool:
     return arguments.objective == "states" or (arguments.objective == "auto" and _headless(original))
+
+
+def _check_cacheable(objective: Objective, stages: Sequence[str]) -> None:
+    """See that stage distill compares predictions of rows that stay the same.
+
+    Raises:
+        OptionError: it does not, or there is no such stage.
+    """
+    reasons = {
+        "mlm": "masked tokens are other ones in every step, and so are the predictions",
+        "states": "hidden states are compared, not predictions",
+    }
+    reason = reasons.get(objective.name) if "distill" in stages else "there is no stage distill"
+    if reason is not None:
+        raise OptionError(f"--cache-teacher: {reason}; leave it out")
 
 
 def _headless(config: PreTrainedConfig) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
@@ -27,16 +29,25 @@ from hf_linattn.convert.outputs import (
 from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
 from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
+from hf_linattn.convert.teacher_cache import Rows, fill_cache, vocabulary_digest, weights_digest
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
 from hf_linattn.finetune.recipe import TrainingRecipe
-from hf_linattn.finetune.run import load_held_out, make_accelerator, train
+from hf_linattn.finetune.run import (
+    LoadedRows,
+    load_data,
+    load_held_out,
+    make_accelerator,
+    remove_blocks,
+    run_folder,
+    train,
+)
 from hf_linattn.patching.contexts import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
-from hf_linattn.training.loop import evaluate
+from hf_linattn.training.loop import batch_rows, evaluate
 
 
 def run(arguments: ConvertArguments, command: str, data: Any = None) -> ConversionResult:
@@ -53,6 +64,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
+    rows = _fill_teacher_cache(plan, accelerator, data)
     validation = Validation(plan, accelerator)
     record = _begin(plan, validation, accelerator, command)
     parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
@@ -69,6 +81,7 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
                 data=data,
                 tokenizer=plan.tokenizer,
                 objective=stage.objective,
+                rows=rows if stage.name == "distill" else None,
             )
         )
         validation.add_stage(stage, results[-1])
@@ -114,6 +127,52 @@ def _write_own_text(plan: ConversionPlan, accelerator: Accelerator) -> None:
         seed = 2 * arguments.seed + number
         path = plan.folder.path / name
         write_self_text(model, plan.tokenizer, path, tokens=tokens, length=length, seed=seed)
+
+
+def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> LoadedRows | None:
+    """Write the teacher's predictions of all rows that stage distill takes, as far as they are not there.
+
+    Returns:
+        The rows; None without a cache, and where they are streamed.
+
+    Raises:
+        TrainingError: --cache-teacher is of something else, or they cannot be written.
+    """
+    arguments = plan.arguments
+    stage = next((stage for stage in plan.stages if stage.name == "distill"), None)
+    if arguments.cache_teacher is None or stage is None or (stage.folder / "results.json").exists():
+        return None
+    of_stage = stage_arguments(plan, stage, parameters=0, lora=0, processes=accelerator.num_processes)
+    folder = replace(run_folder(of_stage), path=plan.folder.path)  # that of the stage is not there yet
+    with accelerator.main_process_first():
+        blocks, eval_blocks = load_data(of_stage, stage.objective, data, folder, accelerator)
+    taken = of_stage.batch_size * of_stage.grad_accum * accelerator.num_processes * of_stage.max_steps
+    row_ids = batch_rows(1, taken, len(blocks), of_stage.seed)
+    measured = range(min(2, len(blocks)))  # by `estimate.announce`
+    rows = Rows()
+    rows.add(blocks, sorted({*row_ids.tolist(), *measured}))
+    if eval_blocks is not None:
+        rows.add(eval_blocks, range(len(eval_blocks)))
+    key = {
+        "teacher": weights_digest(plan.original),
+        "tokenizer": vocabulary_digest(plan.tokenizer),
+        "block size": stage.length,
+        "precision": f"{arguments.dtype}, mixed: {accelerator.mixed_precision}",
+    }
+    path = Path(arguments.cache_teacher).expanduser()
+    try:
+        fill_cache(
+            path,
+            key,
+            rows,
+            lambda: load_original(plan.original, arguments.dtype, stage.objective),
+            accelerator,
+            arguments.batch_size,
+        )
+    finally:
+        if accelerator.is_main_process:
+            remove_blocks(folder)
+    return None if isinstance(blocks, np.memmap) else (blocks, eval_blocks)
 
 
 class Validation:

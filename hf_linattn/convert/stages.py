@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, unpatch_model
@@ -16,6 +18,7 @@ from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
 from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.convert.resolve import ConversionPlan, StagePlan
+from hf_linattn.convert.teacher_cache import CachedTeacher
 from hf_linattn.data import token_ids
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
@@ -98,6 +101,7 @@ class Distill(TrainingRecipe):
         patch_rate: see `TrainingRecipe`.
         ce_weight: see `DistillationLoss`.
         calibrate_tokens: to calibrate the patch with, before; 0 where a stage has done so.
+        cache: folder of the teacher's predictions, which are read in the place of running it; None runs it.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class Distill(TrainingRecipe):
         patch_rate: float = 1.0,
         ce_weight: float = 0.0,
         calibrate_tokens: int = 0,
+        cache: str | None = None,
     ) -> None:
         super().__init__(patch_rate)
         self.settings |= {"stage": "distill", "teacher": teacher, "drop_window": drop_window}
@@ -115,13 +120,20 @@ class Distill(TrainingRecipe):
             self.settings["ce_weight"] = ce_weight
         self.settings |= {"calibrate_tokens": calibrate_tokens} if calibrate_tokens else {}
         self.calibrate_tokens = calibrate_tokens
+        self.settings |= {"cache_teacher": cache} if cache is not None else {}
+        self.cache = cache
 
     def build(self, base: PreTrainedModel, run: TrainingRun) -> nn.Module:
         """Let all weights of the model train, or LoRA; the losses compare it with the teacher."""
         arguments, objective = run.arguments, run.objective
         calibrated(base, run, self.calibrate_tokens)
         module = choose_trained(base, arguments, objective)
-        if self.teacher is None:
+        predict: Callable[[Tensor], Any]
+        which = ""
+        if self.cache is not None:
+            predict = cache = CachedTeacher(Path(self.cache).expanduser())
+            which = f", its top {cache.top} predictions"
+        elif self.teacher is None:
             predict = teacher_inside(module, objective.comparison)
         else:
             teacher = shard_frozen(run.accelerator, load_original(self.teacher, arguments.dtype, objective))
@@ -129,7 +141,7 @@ class Distill(TrainingRecipe):
         loss = DistillationLoss(predict, self.drop_window, arguments.seed, objective, self.ce_weight)
         self.losses, self.prepare, self.count_targets = loss, loss.prepare, objective.count_targets
         text = f" + {self.ce_weight:g} x loss on the text" if self.ce_weight else ""
-        self.label = f"divergence from the original{text} ({objective.comparison.unit})"
+        self.label = f"divergence from the original{which}{text} ({objective.comparison.unit})"
         poolers = objective.name == "states"  # behind the hidden states, untrained
         self.skips = poolers or bool(self.drop_window and hybrids(module))  # how window and rest are mixed
         return module
@@ -230,7 +242,12 @@ def stage_recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingR
     is_teacher = lora and not changed and arguments.teacher is None and arguments.patch is not None
     teacher = None if is_teacher else plan.original
     return Distill(
-        teacher, arguments.drop_window, arguments.patch_rate, arguments.ce_weight, calibrate_tokens
+        teacher,
+        arguments.drop_window,
+        arguments.patch_rate,
+        arguments.ce_weight,
+        calibrate_tokens,
+        arguments.cache_teacher,
     )
 
 

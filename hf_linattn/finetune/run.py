@@ -51,6 +51,9 @@ RUN_FILES = (
 BLOCKS = "blocks.bin"
 """Rows of a text that is streamed, while the run goes on."""
 
+LoadedRows = tuple[NDArray[np.int32], NDArray[np.int32] | None]
+"""Rows for training and for validation, `[blocks, N]`."""
+
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "peft")
 
 
@@ -71,6 +74,7 @@ def train(
     data: Any = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     objective: Objective | None = None,
+    rows: LoadedRows | None = None,
 ) -> dict[str, Any]:
     """Run one training by any recipe, or what is left of it, and return what `results.json` holds.
 
@@ -82,14 +86,15 @@ def train(
         data: text as `load_documents` takes it, in the place of `arguments.data`.
         tokenizer: by default that of the arguments.
         objective: what is learned; by default what the arguments say.
+        rows: of `load_data`, where they are known.
 
     Raises:
         DataError, TrainingError, OptionError: see `hf_linattn.finetune.finetune`.
     """
     if arguments.compile and is_sharding(accelerator):
         raise OptionError("--compile is not supported under FSDP: leave it out")
-    path = Path(arguments.output_dir).expanduser()
-    folder = RunFolder(path, "run", "run.json", contents=RUN_FILES, signs=RUN_FILES)
+    folder = run_folder(arguments)
+    path = folder.path
     settings = {**_settings(arguments, accelerator), **recipe.settings}
     if accelerator.is_main_process:
         folder.check(arguments, settings)
@@ -100,7 +105,7 @@ def train(
     tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
     objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache
-        blocks, eval_blocks = _load_data(arguments, objective, data, folder, accelerator)
+        blocks, eval_blocks = rows or load_data(arguments, objective, data, folder, accelerator)
     objective = fit_objective(objective, blocks, eval_blocks)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
@@ -165,8 +170,7 @@ def _finish(
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
         write_json(path / "results.json", box[0])
         loop.checkpoint.remove()
-        with suppress(PermissionError):  # Windows keeps a file that is mapped
-            (path / BLOCKS).unlink(missing_ok=True)
+        remove_blocks(run_folder(arguments))
     broadcast_object_list(box)
     return box[0]
 
@@ -247,12 +251,28 @@ def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase)
     return build_objective(name, tokenizer, arguments.block_size, arguments.seed)
 
 
-def _load_data(
+def run_folder(arguments: FinetuneArguments) -> RunFolder:
+    """Name the output folder of a run, and what it may hold."""
+    path = Path(arguments.output_dir).expanduser()
+    return RunFolder(path, "run", "run.json", contents=RUN_FILES, signs=RUN_FILES)
+
+
+def load_data(
     arguments: FinetuneArguments, objective: Objective, data: Any, folder: RunFolder, accelerator: Accelerator
-) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
-    """Rows for training, and for validation where there is a text.
+) -> LoadedRows:
+    """Load the rows of a run for training, and for validation where there is a text: `[blocks, N]` each.
 
     Streamed rows are written to a file: those that the run takes, no more. A run that goes on has them.
+
+    Args:
+        arguments: of the run.
+        objective: which tells how text becomes rows.
+        data: text in the place of `arguments.data`, or None.
+        folder: of the run.
+        accelerator: of this process.
+
+    Raises:
+        DataError: as `hf_linattn.data.load_blocks`.
     """
     source = arguments.data if data is None else data
     column, streamed = arguments.text_column, {}
@@ -263,6 +283,12 @@ def _load_data(
         streamed = {"stream": True, "limit": arguments.max_steps * rows, "file": file}
     blocks = objective.load_blocks(source, column=column, split=arguments.data_split, **streamed)
     return blocks, load_held_out(arguments, objective)
+
+
+def remove_blocks(folder: RunFolder) -> None:
+    """Delete the rows of a text that was streamed."""
+    with suppress(PermissionError):  # Windows keeps a file that is mapped
+        (folder.path / BLOCKS).unlink(missing_ok=True)
 
 
 def load_held_out(arguments: TrainingArguments, objective: Objective) -> NDArray[np.int32] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ class ComparisonTarget:
     Attributes:
         run: (model, token ids `[B, N]`) -> what is compared: predictions as of `predict`, or hidden states.
         divergence: (the student's, the teacher's), both as `run` gives them -> `[B]`; where predictions are
-            compared also (..., chosen): of the positions alone that are True in it, `[B, N]`.
+            compared the teacher's may be `TopPredictions`, and a third argument `[B, N]` is True at the
+            positions that alone count.
         unit: of the divergence, for pictures.
     """
 
@@ -41,6 +43,50 @@ def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(ours, target, reduction="none", log_target=True).sum(-1)
 
 
+@dataclass(frozen=True)
+class TopPredictions:
+    """The likeliest tokens of every prediction, and what is left for all others.
+
+    Attributes:
+        ids: of tokens, `[B, N, K]`.
+        log_probs: theirs, and behind them that of all other tokens together, `[B, N, K + 1]`.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+
+def top_predictions(logits: Tensor, count: int) -> TopPredictions:
+    """Keep the `count` likeliest tokens of logits `[..., V]`, fewer than V; the likeliest first."""
+    log_probs = F.log_softmax(logits.float(), -1)
+    kept, ids = log_probs.topk(count)
+    rest = log_probs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return TopPredictions(ids, torch.cat((kept, rest), -1))
+
+
+def top_divergence(student: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Compute KL(teacher || student) of predictions that say of K tokens how likely they are, in nats.
+
+    With p the teacher's probabilities, q the student's and R all tokens but the K:
+
+        sum_{i in ids} p_i (log p_i - log q_i) + p_R (log p_R - log q_R),  q_R = sum_{j in R} q_j
+
+    This is at most the divergence over all tokens, and equals it where p_j / q_j is the same for all j in R.
+
+    Args:
+        student: logits `[..., V]`.
+        ids: the K tokens, `[..., K]`.
+        log_probs: of the K tokens and of R by the teacher, `[..., K + 1]`, whose exponentials sum to 1.
+
+    Returns:
+        `[...]`.
+    """
+    logits = student.float()
+    rest = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    ours = F.log_softmax(torch.cat((logits.gather(-1, ids), rest), -1), -1)
+    return F.kl_div(ours, log_probs, reduction="none", log_target=True).sum(-1)
+
+
 def states_error(student: Tensor, teacher: Tensor) -> Tensor:
     """Divide the squared error of hidden states by the teacher's variance: `[B, N, D]` each -> `[B]`.
 
@@ -58,12 +104,18 @@ def mean_of_chosen(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _prediction_divergence(
-    student: Predictions, teacher: Predictions, chosen: Tensor | None = None
+    student: Predictions, teacher: Predictions | TopPredictions, chosen: Tensor | None = None
 ) -> Tensor:
+    loss: Callable[..., Tensor] = token_divergence
+    targets: tuple[Predictions, ...]
+    if isinstance(teacher, TopPredictions):
+        loss, targets = top_divergence, (teacher.ids, teacher.log_probs)
+    else:
+        targets = (teacher,)
     if chosen is not None:
-        values = token_losses(token_divergence, student[chosen], teacher[chosen])
+        values = token_losses(loss, student[chosen], *(target[chosen] for target in targets))
         return mean_of_chosen(values, chosen)
-    return token_losses(token_divergence, student, teacher).mean(1)
+    return token_losses(loss, student, *targets).mean(1)
 
 
 def _mean_layer_error(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:

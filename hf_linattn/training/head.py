@@ -133,6 +133,16 @@ def token_losses(loss: Callable[..., Tensor], predictions: Predictions, *others:
     return losses.view(shape)
 
 
+def logits_in_chunks(predictions: Predictions) -> Iterator[Tensor]:
+    """Compute the logits of predictions `[B, N, V]` in parts `[tokens, V]`, row after row."""
+    if isinstance(predictions, Tensor):
+        yield predictions.flatten(0, 1)
+        return
+    held = _flat(predictions, 2)
+    for part in _parts(held):
+        yield held[part].logits()
+
+
 class _ChunkedLosses(torch.autograd.Function):
     """Losses `[T]` of tokens, from their states `[T, D]` and the head's weight and bias, in chunks."""
 

@@ -226,6 +226,7 @@ def test_two_processes_learn_hidden_states_as_one(bare):
         (["--model", "bare", "--ce-weight", "1"], "there is no --ce-weight"),
         (["--model", "bare", "--patch", "gated"], "bidirectional"),
         (["--model", "bare", "--teacher", "nobody"], "cannot load --teacher nobody"),
+        (["--model", "bert", "--cache-teacher", "c"], "masked tokens are other ones in every step"),
         (["--model", "bert", "--data", "self"], "writes no text: give --data a text of yours"),
         (["--model", "bert", "--objective", "causal"], "sees later tokens"),
         (["--model", "model", "--objective", "mlm"], "no masked-LM encoder for the model type 'llama'"),

@@ -1,6 +1,7 @@
 """Losses in chunks of tokens: values and gradients of the plain form, and never a tensor of all logits."""
 
 import warnings
+from dataclasses import astuple
 
 import peft
 import pytest
@@ -16,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from hf_linattn import patch_model
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.training import head
-from hf_linattn.training.head import Finish, HeldPredictions, predict
+from hf_linattn.training.divergence import TopPredictions, top_predictions
+from hf_linattn.training.head import Finish, HeldPredictions, logits_in_chunks, predict
 from hf_linattn.training.loop import next_token_losses
 from hf_linattn.training.masked_lm import NO_TARGET, masked_losses
 
@@ -112,6 +114,18 @@ def test_no_tensor_holds_all_logits(frozen, monkeypatch):
     with LargestTensor() as largest:  # which would be seen
         plain_nats(model)
     assert largest.numbers >= words * IDS.numel()
+
+
+def test_the_top_of_predictions_needs_no_more(monkeypatch):
+    words = 997
+    monkeypatch.setattr(head, "CHUNK", 10 * words)
+    model, teacher = build("llama", vocab_size=words), build("llama", seed=2, vocab_size=words)
+    with LargestTensor() as largest, torch.no_grad():
+        parts = [top_predictions(part, 8) for part in logits_in_chunks(predict(teacher, IDS))]
+    ids, log_probs = (torch.cat(each).view(3, 24, -1) for each in zip(*map(astuple, parts), strict=True))
+    with largest:
+        DistillationLoss(lambda _: TopPredictions(ids, log_probs))(model, IDS).mean().backward()
+    assert largest.numbers == words * 32
 
 
 def test_half_precision_rounds_as_the_plain_form_does(monkeypatch):
