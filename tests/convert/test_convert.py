@@ -240,7 +240,7 @@ def test_a_stage_goes_on_from_a_folder_of_another_conversion(converted):
 def test_from_python_with_objects(converted):
     model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    told = {"block_size": 32, "batch_size": 4}
+    told = {"preset": "plain", "block_size": 32, "batch_size": 4}
     told |= {"eval_data": "eval.txt", "eval_every": 3, "eval_blocks": 4, "no_dropout": True, "cpu": True}
     told |= {f"{stage}_tokens": TOKENS for stage in STAGES}
     texts = [Path("train.txt").read_text()]
