@@ -112,6 +112,8 @@ def _sections(workspace: Workspace, rows: Sequence[Experiment]) -> Iterator[tupl
     stages = having("perplexity", TABLES["stages"])
     if not workspace.base.main_rows_only and len(stages) > 2:
         yield "What each stage brings", _lengths_table(workspace, stages)
+    if "states" in workspace.base.tables and (states := having("perplexity", TABLES["states"])):
+        yield "Gates, states that correct themselves", _lengths_table(workspace, states)
     if kept := having("perplexity", [*kept_rows(workspace).values()]):
         shown = [*TABLES["kept"], *kept]
         tables = [_lengths_table(workspace, shown), _recall_table(workspace, shown)]
