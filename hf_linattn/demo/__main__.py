@@ -24,7 +24,7 @@ BASE = Path(__file__).resolve().parent.parent.parent / "examples" / "base"
 """The model that comes with the repository."""
 
 # The default takes under 5 minutes on 2 cores; of its time half is training, half measuring.
-PATCHES = "elu1,softmax1,logn,softmax1+logn"
+PATCHES = "hybrid,elu1,softmax1,logn"
 MAX_STEPS = 50
 BATCH_SIZE = 8
 LR = 1e-3
@@ -42,7 +42,8 @@ examples:
 runs:
   unpatched  the model as it is, not fine-tuned
   control    the model with its own attention, fine-tuned
-  PATCH      each patch: installed, then fine-tuned on the same batches as the control
+  hybrid     window+gated, made of the model by hf_linattn.convert with as many tokens of the same text
+  PATCH      each other patch: installed, then fine-tuned on the same batches as the control
 
 The folder gets data/, runs/NAME/ (models), perplexity/NAME/, samples.json, results.json, results.csv,
 commands.json, logs/ and report.html. Interrupted at any moment, the same command goes on where it stopped.
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="folder or Hub name of a causal language model (default: the one in examples/base)")
     add("--data", help="text to train on: file, folder, table or dataset name (default: Python's own source)")
     add("--eval-data", help="text to measure on (default: the end of --data, which is then not trained on)")
-    add("--patch", default=PATCHES, help="patches, separated by commas (default: %(default)s)")
+    add("--patch", default=PATCHES, help="patches, or hybrid, separated by commas (default: %(default)s)")
     options_help = "options of the patches as JSON: given to every patch that has them, or {PATCH: {...}}"
     add("--options", type=argparse_type(_options), default={}, metavar="JSON", help=options_help)
     add("--max-steps", type=count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
@@ -166,14 +167,20 @@ def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         LinattnError: a patch or an option is unknown, or a patch is named twice.
     """
+    from hf_linattn.demo import hybrid
     from hf_linattn.registry import find, parse, signature
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise OptionError(f"--patch takes names of patches, each once, separated by commas: got {text!r}")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
+    patches = {name: hybrid.PATCH if name == hybrid.NAME else name for name in names}
     for key, value in options.items():
-        takers = [name for name in names if any(key in signature(find(part)) for part in name.split("+"))]
+        takers = [
+            name
+            for name, patch in patches.items()
+            if any(key in signature(find(part)) for part in patch.split("+"))
+        ]
         if key in chosen and isinstance(value, dict):
             chosen[key].update(value)
         elif takers:
@@ -182,7 +189,7 @@ def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
         else:
             raise OptionError(f"--options: none of {', '.join(names)} has an option {key!r}")
     for name, values in chosen.items():
-        parse(name, values)
+        parse(patches[name], {**hybrid.OPTIONS, **values} if name == hybrid.NAME else values)
     return chosen
 
 

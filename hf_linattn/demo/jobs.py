@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.cli.jobs import Job, last_step
+from hf_linattn.demo import hybrid
 from hf_linattn.demo.data import DemoData
 
 ORIGINAL, CONTROL = "unpatched", "control"
@@ -21,7 +22,10 @@ VALIDATIONS = 5
 
 @dataclass(frozen=True)
 class Plan:
-    """What the demo does: where, which model and patches (name -> options), which text, and all settings."""
+    """What the demo does: where, which model and patches (name -> options), which text, and all settings.
+
+    `hybrid.NAME` among the patches is converted, the others are fine-tuned.
+    """
 
     folder: Path
     model: str
@@ -32,8 +36,33 @@ class Plan:
     settings: dict[str, Any]
 
     def run_folder(self, name: str) -> Path:
-        """Return where the fine-tuned model of a run is."""
+        """Return where a run writes."""
         return self.folder / "runs" / name
+
+    def trained(self, name: str) -> str:
+        """Return where the trained model of a run is."""
+        return str(self.conversion.result if name == hybrid.NAME else self.run_folder(name))
+
+    @property
+    def conversion(self) -> hybrid.Conversion:
+        """The hybrid: as many tokens as the other runs read, in steps of a quarter of the rows."""
+        settings = self.settings
+        return hybrid.Conversion(
+            self.model,
+            self.run_folder(hybrid.NAME),
+            self.data.train,
+            self.data.held_out,
+            tokens=settings["max_steps"] * settings["batch_size"] * self.block_size,
+            block_size=self.block_size,
+            batch_size=max(1, settings["batch_size"] // 4),
+            eval_blocks=EVAL_BLOCKS,
+            options=self.patches[hybrid.NAME],
+            settings=[
+                *("--lora", "0", "--patch-rate", "10", "--ce-weight", "1"),
+                *("--distill-lr", str(settings["lr"] / 2), "--seed", str(settings["seed"])),
+                *(["--cpu"] if self.cpu else []),
+            ],
+        )
 
 
 def make_jobs(plan: Plan) -> tuple[list[Job], dict[str, list[str]]]:
@@ -49,14 +78,16 @@ def make_jobs(plan: Plan) -> tuple[list[Job], dict[str, list[str]]]:
         commands[run].append(shlex.join(words))
         jobs.append(Job(command=[*start, *words[2 if module else 1 :]], **job))
 
-    for name, patch in trained.items():
-        add(name, _finetune_words(plan, name, patch), _finetune_job(plan, name))
+    # the one that takes longest begins first
+    for name in sorted(trained, key=lambda name: name != hybrid.NAME):
+        words = [*_launch(plan), *plan.conversion.words] if name == hybrid.NAME else None
+        add(name, words or _finetune_words(plan, name, trained[name]), _training_job(plan, name))
     for name in (ORIGINAL, *trained):
         add(name, _perplexity_words(plan, name), _perplexity_job(plan, name))
     everything = tuple(job.name for job in jobs)
     samples = plan.folder / "samples.json"
-    fine_tuned = tuple(name for name in everything if name.startswith("fine-tune"))
-    words = _sample_words(plan, [plan.model, *(str(plan.run_folder(name)) for name in trained)], samples)
+    fine_tuned = tuple(_training_job(plan, name)["name"] for name in trained)
+    words = _sample_words(plan, [plan.model, *map(plan.trained, trained)], samples)
     add("page", words, {"name": "sample", "finished": samples.exists, "weight": 10.0, "after": fine_tuned})
     report = {"name": "report", "weight": 5.0, "after": (*everything, "sample")}
     add("page", _report_words(plan, samples), {**report, "finished": _since_now(plan.folder / "report.html")})
@@ -69,11 +100,14 @@ def _since_now(path: Path) -> Callable[[], bool]:
     return lambda: path.exists() and path.stat().st_mtime_ns != before
 
 
+def _launch(plan: Plan) -> list[str]:
+    words = ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
+    return [*words, "--dynamo_backend", "no", *(["--cpu"] if plan.cpu else []), "-m"]
+
+
 def _finetune_words(plan: Plan, name: str, patch: str | None) -> list[str]:
     settings, steps = plan.settings, plan.settings["max_steps"]
-    words = ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-    words += ["--dynamo_backend", "no", *(["--cpu"] if plan.cpu else []), "-m", "hf_linattn.finetune"]
-    words += ["--model", plan.model]
+    words = [*_launch(plan), "hf_linattn.finetune", "--model", plan.model]
     if patch is not None:
         words += ["--patch", patch]
         if plan.patches[patch]:
@@ -86,8 +120,16 @@ def _finetune_words(plan: Plan, name: str, patch: str | None) -> list[str]:
     return [*words, "--output-dir", str(plan.run_folder(name)), "--resume"]
 
 
-def _finetune_job(plan: Plan, name: str) -> dict[str, Any]:
+def _training_job(plan: Plan, name: str) -> dict[str, Any]:
     folder, steps = plan.run_folder(name), plan.settings["max_steps"]
+    if name == hybrid.NAME:
+        run = plan.conversion
+        return {
+            "name": f"convert {name}",
+            "finished": run.finished,
+            "progress": run.progress,
+            "weight": 110.0,
+        }
     return {
         "name": f"fine-tune {name}",
         "finished": (folder / "results.json").exists,
@@ -98,7 +140,7 @@ def _finetune_job(plan: Plan, name: str) -> dict[str, Any]:
 
 def _perplexity_words(plan: Plan, name: str) -> list[str]:
     lengths, settings = plan.data.lengths, plan.settings
-    source = plan.model if name == ORIGINAL else str(plan.run_folder(name))
+    source = plan.model if name == ORIGINAL else plan.trained(name)
     stride = max(1, min(384, lengths[0] * 3 // 4))
     words = ["python", "-m", "hf_linattn.eval.perplexity", "--model", source, "--data", plan.data.held_out]
     words += ["--lengths", ",".join(map(str, lengths)), "--stride", str(stride)]
@@ -126,7 +168,7 @@ def _perplexity_job(plan: Plan, name: str) -> dict[str, Any]:
         "finished": lambda: bool(read()["complete"]),
         "progress": lambda: sum(row["length"] for row in read()["rows"]) / sum(lengths),
         "weight": 60.0,
-        "after": () if name == ORIGINAL else (f"fine-tune {name}",),
+        "after": () if name == ORIGINAL else (_training_job(plan, name)["name"],),
     }
 
 
