@@ -193,11 +193,13 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _bar(jobs: Sequence[Job], done: set[str]) -> Iterator[Callable[[set[str], list[Job]], None]]:
-    """Show one bar for everything, on stderr, with the names of what runs."""
-    total = sum(job.weight for job in jobs)
-    form = "{percentage:3.0f}% |{bar}| {elapsed}{postfix}"
+    """Show one bar for everything, on stderr, with the time left and the names of what runs."""
+    total, before = (sum(job.weight for job in some) for some in (jobs, [j for j in jobs if j.name in done]))
+    form = "{percentage:3.0f}% |{bar}| {elapsed}, about {remaining} left{postfix}"
     interval = 0.5 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total, bar_format=form, mininterval=interval, file=sys.stderr) as bar:
+    # the rate since this start: what an earlier one has done took no time now
+    rate = {"initial": before, "smoothing": 0}
+    with tqdm(total=total, bar_format=form, mininterval=interval, file=sys.stderr, **rate) as bar:
 
         def show(done: set[str], running: list[Job]) -> None:
             reached = sum(job.weight for job in jobs if job.name in done)

@@ -27,9 +27,10 @@ TEXT = """
 </picture>
 
 `make demo`: perplexity by tokens of context on held-out files, the same scored tokens at every length, +- the
-standard error over files. `hybrid` is a window of {size} tokens and a state that forgets (`{patch}`), made of
-the model by `convert`; the others were fine-tuned. All but `unpatched` read {tokens:,} tokens of the same text. One seed,
-float32, one thread a process; {machine}; torch {torch}, transformers {transformers}.
+standard error over files. `hybrid` is a window of {size} tokens and a state that forgets
+(`{patch}`), made of the model by `convert`; the others were fine-tuned. All but `unpatched` read {tokens:,}
+tokens of the same text. One seed, float32, one thread a process; {machine};
+torch {torch}, transformers {transformers}.
 
 """
 
