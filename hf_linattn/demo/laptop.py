@@ -39,9 +39,9 @@ rows:
   swapped    {{patch}} put in its place, without any training
   hybrid     the same, converted by hf_linattn.convert: attention transfer, then distillation with LoRA
 
-The folder gets model/ (where --model names none), data/, runs/hybrid/distill (the converted model), perplexity/,
-samples.json, results.json, results.csv, logs/ and report.html. Interrupted at any moment, the same command goes
-on where it stopped. After the model is there, nothing is downloaded.
+The folder gets model/ (where --model names none), data/, runs/hybrid/distill (the converted model),
+perplexity/, samples.json, results.json, results.csv, logs/ and report.html. Interrupted at any moment, the
+same command goes on where it stopped. After the model is there, nothing is downloaded.
 """
 
 
