@@ -14,7 +14,9 @@ NAME = "hybrid"
 """What stands for it among the patches, and the name of its run."""
 
 PATCH = "window+gated"
-OPTIONS: dict[str, Any] = {"size": 64, "feature_map": "hedgehog", "shortest": 64, "half_life": 1024}
+OPTIONS: dict[str, Any] = {"size": 192, "feature_map": "hedgehog", "shortest": 64, "half_life": 256}
+"""Those of the demo's model: in code names stand far back, and half-lives longer than its rows of 512 tokens
+teach make it drift beyond them."""
 TRANSFER_SHARE = 0.1
 """Part of the tokens that stage transfer reads; stage distill reads the rest."""
 STAGES = ("transfer", "distill")

@@ -56,7 +56,7 @@ class Plan:
             eval_blocks=EVAL_BLOCKS,
             options=self.patches[hybrid.NAME],
             settings=[
-                *("--lora", "0", "--patch-rate", "10", "--ce-weight", "1"),
+                *("--lora", "0", "--patch-rate", "10", "--ce-weight", "0"),
                 *("--distill-lr", str(settings["lr"] / 2), "--seed", str(settings["seed"])),
                 *(["--cpu"] if self.cpu else []),
             ],

@@ -24,7 +24,7 @@ EVAL_TOKENS = 2304
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 80
 BLOCK_SIZE, BATCH_SIZE = 512, 2
-OPTIONS = {"sinks": 4}
+OPTIONS = {"size": 64, "half_life": 1024, "sinks": 4}
 """Models that others trained give much of their attention to the first tokens; these stay exact."""
 ORIGINAL, SWAPPED = "original", "swapped"
 
