@@ -38,7 +38,7 @@ def test_notebook_then_the_command_again(model, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert "and unpatched again: 0.0" in printed.out
     assert "before: " in printed.out
-    assert "left" in printed.err
+    assert " left" in printed.err
     rows = {row["row"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
     assert set(rows) == {"original", "swapped", "hybrid"}
     assert rows["hybrid"]["training_tokens"] == 256
