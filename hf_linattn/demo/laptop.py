@@ -185,7 +185,7 @@ def multiplies_bf16(cpu: bool) -> bool:
     import torch
 
     if torch.cuda.is_available() and not cpu:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     known = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
     return any(supported() for supported in known)
 
