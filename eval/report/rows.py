@@ -258,7 +258,7 @@ def compare(
         row.own_attention = _has_own_attention(row, models)
     _set_commands(rows, read_json(commands) if commands is not None else {})
     notes = [*models.notes, *discovery.not_shown, *_set_roles(rows, original, control)]
-    rows.sort(key=lambda row: (ROLES.index(row.role), "convert" not in row.results, row.name))
+    rows.sort(key=lambda row: (ROLES.index(row.role), row.name))
     training_notes = _training_notes(rows, models)
     lengths = {f.content["train_length"] for f in results if f.content.get("train_length")}
     return Comparison(

@@ -69,6 +69,7 @@ def results_table(demo: Path) -> str:
 
 def write_figure(demo: Path) -> None:
     comparison = compare(discover([demo / "runs", demo / "perplexity"]), commands=demo / "commands.json")
+    comparison.rows.sort(key=lambda row: row.name != hybrid.NAME)  # first, as in the table
     picture = length_curves(comparison, comparison.curves[0])
     for name, uri in (("length_curve.svg", picture.light), ("length_curve_dark.svg", picture.dark)):
         (ROOT / "docs" / "images" / name).write_bytes(base64.b64decode(uri.partition("base64,")[2]))
