@@ -11,12 +11,12 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') \
 	$(if $(PATCH),--patch '$(PATCH)') $(if $(OPTIONS),--options '$(OPTIONS)')
 
-.PHONY: help install demo test test-quantised lint types docs clean
+.PHONY: help install demo laptop test test-quantised lint types docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "variables: VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) OUT=$(OUT); for demo also MODEL DATA EVAL_DATA PATCH OPTIONS ARGS"
+	@echo "variables: VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) OUT=$(OUT); for demo and laptop also MODEL DATA EVAL_DATA ARGS, for demo PATCH OPTIONS"
 
 install: $(VENV)/.installed  ## make the virtual environment (the other targets do it by themselves)
 
@@ -27,6 +27,12 @@ $(VENV)/.installed: pyproject.toml tools/install.py
 demo: $(VENV)/.installed  ## patch, fine-tune and measure a small model, and write a page about it
 	@$(if $(MODEL)$(DATA)$(EVAL_DATA),,$(OFFLINE)) PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/python -m hf_linattn.demo --output-dir '$(OUT)' --jobs $(JOBS) $(DEMO) $(ARGS)
+
+laptop: OUT := $(if $(filter demo-out,$(OUT)),laptop-out,$(OUT))
+laptop: $(VENV)/.installed  ## convert a real language model (a wheel, 93 MB), measure it and chat with it; resumable
+	@$(if $(MODEL)$(DATA)$(EVAL_DATA),,$(OFFLINE)) PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m hf_linattn.demo.laptop \
+		--output-dir '$(OUT)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') \
+		$(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') $(ARGS)
 
 test: $(VENV)/.installed  ## the whole fast test suite
 	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)

@@ -127,9 +127,10 @@ def cautions(comparison: Comparison) -> list[str]:
             "again from far back is another measurement."
         )
     trained = [row for row in comparison.rows if row.stages]
-    if len(trained) > 1 and comparison.alike:
+    tuned = [row for row in trained if "convert" not in row.results]
+    if len(tuned) > 1 and all(row.training == tuned[0].training for row in tuned):
         items.append(
-            f"<b>Equal tokens, not equal care.</b> Every fine-tuned run saw the same {trained[0].tokens:,} "
+            f"<b>Equal tokens, not equal care.</b> Every fine-tuned run saw the same {tuned[0].tokens:,} "
             "tokens in the same batches with the same learning rate. That is fair to the control and hard on "
             "patches that change the model most: more training would lower their curves further."
         )

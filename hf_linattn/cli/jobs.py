@@ -26,6 +26,9 @@ from hf_linattn.errors import LinattnError
 LOG_LINES = 15
 """Lines of a failed job's log that are shown."""
 
+ENOUGH = 0.03
+"""Part of the work after which the time left is told."""
+
 GRACE = 10.0
 """Seconds between asking a job to end and killing it."""
 
@@ -193,17 +196,21 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _bar(jobs: Sequence[Job], done: set[str]) -> Iterator[Callable[[set[str], list[Job]], None]]:
-    """Show one bar for everything, on stderr, with the names of what runs."""
-    total = sum(job.weight for job in jobs)
+    """Show one bar for everything, on stderr, with the time left and the names of what runs."""
+    total, before = (sum(job.weight for job in some) for some in (jobs, [j for j in jobs if j.name in done]))
     form = "{percentage:3.0f}% |{bar}| {elapsed}{postfix}"
-    interval = 0.5 if sys.stderr.isatty() else 10.0
+    interval, started = (0.5 if sys.stderr.isatty() else 10.0), time.monotonic()
     with tqdm(total=total, bar_format=form, mininterval=interval, file=sys.stderr) as bar:
 
         def show(done: set[str], running: list[Job]) -> None:
             reached = sum(job.weight for job in jobs if job.name in done)
             reached += sum(job.weight * min(max(job.progress(), 0.0), 1.0) for job in running)
-            bar.set_postfix_str("; ".join(job.name for job in running), refresh=False)
             bar.n = max(bar.n, round(reached, 3))
+            # at the rate of this start: what an earlier one has done took no time now
+            rate = (bar.n - before) / max(time.monotonic() - started, 1e-3)
+            known = bar.n - before > ENOUGH * total and bar.n < total
+            left = [f"about {tqdm.format_interval((total - bar.n) / rate)} left"] if known else []
+            bar.set_postfix_str("; ".join([*left, *(job.name for job in running)]), refresh=False)
             bar.update(0)
             if interval < 1:
                 bar.refresh()

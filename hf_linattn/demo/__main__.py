@@ -6,11 +6,7 @@ python -m hf_linattn.demo --output-dir demo-out
 from __future__ import annotations
 
 import argparse
-import csv
-import hashlib
 import importlib.metadata
-import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -18,13 +14,13 @@ from typing import Any
 
 from hf_linattn.cli.arguments import argparse_type, json_object, positive_int, positive_ints
 from hf_linattn.cli.main import exit_status
-from hf_linattn.errors import DataError, LinattnError, OptionError
+from hf_linattn.errors import DataError, OptionError
 
 BASE = Path(__file__).resolve().parent.parent.parent / "examples" / "base"
 """The model that comes with the repository."""
 
 # The default takes under 5 minutes on 2 cores; of its time half is training, half measuring.
-PATCHES = "elu1,softmax1,logn,softmax1+logn"
+PATCHES = "hybrid,elu1,softmax1,logn"
 MAX_STEPS = 50
 BATCH_SIZE = 8
 LR = 1e-3
@@ -42,7 +38,8 @@ examples:
 runs:
   unpatched  the model as it is, not fine-tuned
   control    the model with its own attention, fine-tuned
-  PATCH      each patch: installed, then fine-tuned on the same batches as the control
+  hybrid     window+gated, made of the model by hf_linattn.convert with as many tokens of the same text
+  PATCH      each other patch: installed, then fine-tuned on the same batches as the control
 
 The folder gets data/, runs/NAME/ (models), perplexity/NAME/, samples.json, results.json, results.csv,
 commands.json, logs/ and report.html. Interrupted at any moment, the same command goes on where it stopped.
@@ -62,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="folder or Hub name of a causal language model (default: the one in examples/base)")
     add("--data", help="text to train on: file, folder, table or dataset name (default: Python's own source)")
     add("--eval-data", help="text to measure on (default: the end of --data, which is then not trained on)")
-    add("--patch", default=PATCHES, help="patches, separated by commas (default: %(default)s)")
+    add("--patch", default=PATCHES, help="patches, or hybrid, separated by commas (default: %(default)s)")
     options_help = "options of the patches as JSON: given to every patch that has them, or {PATCH: {...}}"
     add("--options", type=argparse_type(_options), default={}, metavar="JSON", help=options_help)
     add("--max-steps", type=count, default=MAX_STEPS, help="updates of each run (default: %(default)s)")
@@ -95,8 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
 
     def work() -> None:
+        from hf_linattn.demo.folder import table
+
         page = run(args)
-        sys.stdout.write(_table(args.output_dir / "results.csv"))
+        sys.stdout.write(table(args.output_dir / "results.csv"))
         sys.stdout.write(
             f"\nperplexity per token at each length of context, in {time.monotonic() - started:.0f} s\n"
         )
@@ -112,8 +111,10 @@ def run(args: argparse.Namespace) -> Path:
         LinattnError: an argument cannot be used, the folder holds another demo, or a job failed.
     """
     # imported here so that --help and wrong usage answer at once
+    from hf_linattn.cli.files import write_json
     from hf_linattn.cli.jobs import run_jobs
     from hf_linattn.demo.data import prepare
+    from hf_linattn.demo.folder import claim, cores, device, fingerprint
     from hf_linattn.demo.jobs import Plan, make_jobs
 
     if args.model is None and not (BASE / "config.json").exists():
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> Path:
     block_size = args.block_size or min(512, limit or 512)
     settings = {
         "model": model,
-        "model_fingerprint": _fingerprint(Path(model)),
+        "model_fingerprint": fingerprint(Path(model)),
         "data": args.data,
         "eval_data": args.eval_data,
         "patches": patches,
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> Path:
         **{name: getattr(args, name) for name in ("new_tokens", "seed", "cpu")},
         "version": importlib.metadata.version("hf-linattn"),
     }
-    _claim(args.output_dir, settings)
+    claim(args.output_dir, settings)
     data = prepare(
         args.output_dir / "data",
         tokenizer,
@@ -148,13 +149,13 @@ def run(args: argparse.Namespace) -> Path:
     )
     for note in data.notes:
         sys.stderr.write(note + "\n")
-    device = _device(args.cpu)
-    plan = Plan(args.output_dir, model, patches, data, block_size, device == "cpu", settings)
+    on_cpu = device(args.cpu) == "cpu"
+    plan = Plan(args.output_dir, model, patches, data, block_size, on_cpu, settings)
     jobs, commands = make_jobs(plan)
-    _write_json(args.output_dir / "commands.json", commands)
-    at_once = args.jobs if device == "cpu" else 1
+    write_json(args.output_dir / "commands.json", commands)
+    at_once = args.jobs if on_cpu else 1
     # a model as small as ours gains nothing from more threads
-    threads = 1 if args.model is None else max(1, _cores() // at_once)
+    threads = 1 if args.model is None else max(1, cores() // at_once)
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     run_jobs(jobs, args.output_dir / "logs", at_once, environment)
     return Path(args.output_dir) / "report.html"
@@ -166,14 +167,20 @@ def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         LinattnError: a patch or an option is unknown, or a patch is named twice.
     """
+    from hf_linattn.demo import hybrid
     from hf_linattn.registry import find, parse, signature
 
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise OptionError(f"--patch takes names of patches, each once, separated by commas: got {text!r}")
     chosen: dict[str, dict[str, Any]] = {name: {} for name in names}
+    patches = {name: hybrid.PATCH if name == hybrid.NAME else name for name in names}
     for key, value in options.items():
-        takers = [name for name in names if any(key in signature(find(part)) for part in name.split("+"))]
+        takers = [
+            name
+            for name, patch in patches.items()
+            if any(key in signature(find(part)) for part in patch.split("+"))
+        ]
         if key in chosen and isinstance(value, dict):
             chosen[key].update(value)
         elif takers:
@@ -182,7 +189,7 @@ def _patches(text: str, options: dict[str, Any]) -> dict[str, dict[str, Any]]:
         else:
             raise OptionError(f"--options: none of {', '.join(names)} has an option {key!r}")
     for name, values in chosen.items():
-        parse(name, values)
+        parse(patches[name], {**hybrid.OPTIONS, **values} if name == hybrid.NAME else values)
     return chosen
 
 
@@ -197,78 +204,6 @@ def _inspect(model: str) -> tuple[Any, int | None]:
 
     config = load_config(model).get_text_config()
     return load_tokenizer(model), getattr(config, "max_position_embeddings", None)
-
-
-def _fingerprint(folder: Path) -> str | None:
-    """Hash a model's files (the first 16 MiB of each), so that another model there is noticed."""
-    if not folder.exists():
-        return None
-    digest = hashlib.sha256()
-    files = folder.iterdir() if folder.is_dir() else [folder]
-    for path in sorted(p for p in files if p.suffix in (".json", ".safetensors", ".bin", ".gguf")):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + file.read(1 << 24))
-    return digest.hexdigest()[:16]
-
-
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Record the settings, or see that they are those of the demo in this folder.
-
-    Raises:
-        DataError: the folder holds something else.
-    """
-    path, settings = folder / "demo.json", json.loads(json.dumps(settings))
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        if earlier is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise DataError(f"{folder} is not empty and holds no demo: choose another --output-dir")
-            _write_json(path, settings)
-            return
-    except (OSError, ValueError) as error:
-        if isinstance(error, LinattnError):
-            raise
-        raise DataError(f"cannot use --output-dir {folder}: {error}") from error
-    changed = [name for name in settings if earlier.get(name) != settings[name]]
-    if changed:
-        what = ", ".join(f"{name} {earlier.get(name)!r} then, {settings[name]!r} now" for name in changed)
-        raise DataError(
-            f"{folder} holds a demo with other settings ({what}): choose another --output-dir "
-            "(make demo OUT=...), or delete the folder"
-        )
-
-
-def _device(cpu: bool) -> str:
-    import torch
-
-    return "gpu" if torch.cuda.is_available() and not cpu else "cpu"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    from hf_linattn.cli.files import write_json
-
-    write_json(path, content)
-
-
-def _table(path: Path) -> str:
-    """Return the rows and their perplexities, from results.csv, as aligned text."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = [name for name in rows[0] if name.startswith("perplexity_")]
-    lengths = [name for name in names if name.removeprefix("perplexity_").isdecimal()]
-    lines = [["run", *(name.removeprefix("perplexity_") for name in lengths)]]
-    lines += [[row["row"], *(f"{float(row[n]):.4g}" if row[n] else "-" for n in lengths)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ""
-    for first, *others in lines:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        text += "  ".join([first.ljust(widths[0]), *cells]) + "\n"
-    return text
 
 
 def _options(text: str) -> dict[str, Any]:

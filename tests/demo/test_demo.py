@@ -34,7 +34,9 @@ def command(model, text, folder, *extra):
         "--output-dir",
         str(folder),
         "--patch",
-        "elu1",
+        "hybrid,elu1",
+        "--options",
+        '{"hybrid": {"size": 4}}',
         "--cpu",
     ]
     arguments += ["--max-steps", "2", "--batch-size", "2", "--block-size", "32", "--lengths", "32,64"]
@@ -46,18 +48,18 @@ def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
     assert main(command(model, text, folder)) == 0
     printed = capsys.readouterr()
     assert str((folder / "report.html").resolve()) in printed.out
-    assert [line.split()[0] for line in printed.out.splitlines()[:4]] == [
-        "run",
-        "unpatched",
-        "control",
-        "elu1",
-    ]
+    first_words = [line.split()[0] for line in printed.out.splitlines()[:5]]
+    assert first_words == ["run", "unpatched", "control", "elu1", "hybrid"]
     assert "were kept back to measure on" in printed.err
     for name in ("control", "elu1"):
         assert (folder / "runs" / name / "model.safetensors").exists()
         assert json.loads((folder / "runs" / name / "results.json").read_text())["tokens"] == 2 * 2 * 32
+    assert (folder / "runs" / "hybrid" / "distill" / "model.safetensors").exists()
     rows = {row["row"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
     assert rows["elu1"]["patch"] == "elu1"
+    assert rows["hybrid"]["patch"] == "window+gated"
+    assert rows["hybrid"]["training_tokens"] == rows["control"]["training_tokens"]
+    assert rows["hybrid"]["state_bytes"] > 0 == rows["hybrid"]["bytes_per_token"]
     assert rows["elu1"]["state_bytes"] == 2 * 4 * 2 * 8 * 9  # layers, float32, heads, features, values and 1
     assert rows["control"]["bytes_per_token"] == 2 * 4 * 2 * (8 + 8)
     assert all(row["perplexity_64"] > 1 for row in rows.values())
@@ -68,6 +70,8 @@ def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
     commands = json.loads((folder / "commands.json").read_text())
     assert commands["elu1"][0].startswith("accelerate launch")
     assert "--patch elu1" in commands["elu1"][0]
+    assert "hf_linattn.convert" in commands["hybrid"][0]
+    assert '"size": 4' in commands["hybrid"][0]
 
     # a measurement is lost and the page: only these are made again
     before = (folder / "runs" / "elu1" / "model.safetensors").stat().st_mtime_ns
@@ -96,7 +100,7 @@ def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
         (("--data", "empty.txt"), "is empty"),
         (("--patch", "sofmax1"), "unknown patch 'sofmax1'. Did you mean 'softmax1'?"),
         (("--patch", "elu1,elu1"), "each once"),
-        (("--options", '{"nonsense": 1}'), "none of elu1 has an option 'nonsense'"),
+        (("--options", '{"nonsense": 1}'), "none of hybrid, elu1 has an option 'nonsense'"),
         (("--lengths", "1000000"), "the smallest length is 1000000"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -125,7 +129,7 @@ def test_folder_of_something_else_is_left_alone(model, text, tmp_path, capsys):
 def test_failed_job_shows_the_end_of_its_log(model, text, tmp_path, capsys):
     assert main(command(model, text, tmp_path / "out", "--lr", "1e30", "--jobs", "1")) == 1
     error = capsys.readouterr().err
-    assert "fine-tune" in error
+    assert "convert hybrid" in error
     assert "failed (exit status" in error
     assert not (tmp_path / "out" / "report.html").exists()
 

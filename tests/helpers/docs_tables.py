@@ -11,6 +11,7 @@ import base64
 import json
 from pathlib import Path
 
+from hf_linattn.demo import hybrid
 from hf_linattn.eval.report.discover import discover
 from hf_linattn.eval.report.figures import length_curves
 from hf_linattn.eval.report.rows import compare
@@ -26,8 +27,10 @@ TEXT = """
 </picture>
 
 `make demo`: perplexity by tokens of context on held-out files, the same scored tokens at every length, +- the
-standard error over files. All but `unpatched` were fine-tuned on the same {tokens:,} tokens. One seed,
-float32, one thread a process; {machine}; torch {torch}, transformers {transformers}.
+standard error over files. `hybrid` is a window of {size} tokens and a state that forgets
+(`{patch}`), made of the model by `convert`; the others were fine-tuned. All but `unpatched` read {tokens:,}
+tokens of the same text. One seed, float32, one thread a process; {machine};
+torch {torch}, transformers {transformers}.
 
 """
 
@@ -50,19 +53,23 @@ def results_table(demo: Path) -> str:
     lengths = results["lengths"]
     lines = ["| run | " + " | ".join(f"{length:,}" for length in lengths) + " | state per sequence |"]
     lines.append("|---" * (len(lengths) + 2) + "|")
-    for row in results["rows"]:
+    for row in sorted(results["rows"], key=lambda row: row["row"] != hybrid.NAME):
         cells = [f"{row[f'perplexity_{length}']:.1f} +- {row[f'stderr_{length}']:.1f}" for length in lengths]
         state = (
-            f"{row['state_bytes']:,} B" if row["state_bytes"] else f"{row['bytes_per_token']:,} B per token"
+            f"{row['bytes_per_token']:,} B per token"
+            if row["bytes_per_token"]
+            else f"{row['state_bytes']:,} B"
         )
         lines.append(f"| {row['row']} | " + " | ".join(cells) + f" | {state} |")
     tokens = max(row["training_tokens"] or 0 for row in results["rows"])
-    text = TEXT.format(tokens=tokens, machine=results["machine"], **results["versions"])
+    named = {"size": hybrid.OPTIONS["size"], "patch": hybrid.PATCH}
+    text = TEXT.format(tokens=tokens, **named, machine=results["machine"], **results["versions"])
     return text + "\n".join(lines)
 
 
 def write_figure(demo: Path) -> None:
     comparison = compare(discover([demo / "runs", demo / "perplexity"]), commands=demo / "commands.json")
+    comparison.rows.sort(key=lambda row: row.name != hybrid.NAME)  # first, as in the table
     picture = length_curves(comparison, comparison.curves[0])
     for name, uri in (("length_curve.svg", picture.light), ("length_curve_dark.svg", picture.dark)):
         (ROOT / "docs" / "images" / name).write_bytes(base64.b64decode(uri.partition("base64,")[2]))
