@@ -20,7 +20,7 @@ LINKED = sorted(
     ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-OWN_TESTS = ("make demo", "make test")  # run by .ci/run and by tests/demo/test_demo.py
+OWN_TESTS = ("make demo", "make laptop", "make test")  # run by .ci/run and by tests/demo
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # short examples open files as people do
