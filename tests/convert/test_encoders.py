@@ -135,6 +135,7 @@ def test_an_encoder_in_memory_with_lora(sharp, masking):
         tokenizer=masking.tokenizer,
         stages="distill",
         distill_tokens=6 * 4 * 34,
+        preset="plain",
         **{"lora": 4, "block_size": 34, "batch_size": 4, "no_dropout": True, "cpu": True},
     )
     assert type(converted) is BertForMaskedLM
