@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.errors import LinattnError, UnsupportedModelError
-from hf_linattn.training.divergence import cross_entropy
-from hf_linattn.training.head import predict, token_losses
 
 from .windows import Texts, Window
 
@@ -47,6 +45,10 @@ def window_logits(model: nn.Module, texts: Texts, windows: list[Window]) -> tupl
 
 def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:
     """Compute nats `[windows, scored]` in float32; all windows have one length."""
+    # imported here: --help of a command loads nothing of training
+    from hf_linattn.training.divergence import cross_entropy
+    from hf_linattn.training.head import predict, token_losses
+
     ids, scored = _window_ids(model, texts, windows), windows[0].scored
     predictions = forward(model, ids, scored + 1, run=predict, use_cache=False)
     if isinstance(predictions, Tensor):
