@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import reprlib
 import types
@@ -182,6 +183,18 @@ def check_options(cls: type[Patch], options: dict[str, Any]) -> None:
             raise OptionError(
                 f"option {name!r} of {cls.name!r} must be {_spelled(annotation)}, got {reprlib.repr(value)}"
             )
+
+
+def option_value(text: str) -> Any:
+    """Read an option's value as it is written in a text: JSON, or else a string.
+
+    >>> option_value("16"), option_value("hedgehog")
+    (16, 'hedgehog')
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _dotted_name(value: Any) -> str:

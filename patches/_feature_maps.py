@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
-from hf_linattn.registry import check_options, patches
+from hf_linattn.registry import check_options, option_value, patches
 
 BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "bidirectional", "absorb", "attend")
 """What a patch that is made of feature maps alone leaves as it is."""
@@ -57,10 +56,7 @@ def _option(option: str, name: str, text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key.strip() and equals and value.strip()):
         raise OptionError(f"{option}={name!r}: {text.strip()!r} is no OPTION=VALUE")
-    try:
-        return key.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return key.strip(), value.strip()
+    return key.strip(), option_value(value.strip())
 
 
 def input_projections(site: AttentionSite) -> nn.ParameterDict:

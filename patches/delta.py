@@ -258,7 +258,8 @@ class Delta(StatefulAttention):
             return output, state
         if S is before:  # written over
             assert state is not None
-            state.recent.copy_(recent)
+            if self.past:
+                state.recent.copy_(recent)
             return output, state
         return output, DeltaState(S, recent)
 

@@ -6,7 +6,6 @@ softmax, window:size=256, softmax1+logn:train_length=1024, softmax@yarn:8
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 
 from hf_linattn import describe, is_linear, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import LinattnError, OptionError, UnsupportedModelError
+from hf_linattn.registry import option_value
 
 from .cli import argparse_type, parse_rope_scaling
 from .models import UNPATCHED, ModelSpec, load_model, scaled_rotaries, set_seed
@@ -79,7 +79,7 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
         place = options.setdefault(part, {}) if dot else options
         if option in place:
             raise OptionError(f"{text!r} gives {name!r} twice")
-        place[option] = _value(value)
+        place[option] = option_value(value)
     if at:
         parse_rope_scaling(rope_scaling)
     return patch, options, rope_scaling if at else None
@@ -95,13 +95,6 @@ def _split(text: str, mark: str) -> list[str]:
         else:
             parts[-1] += char
     return parts
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def specs_of(entries: Sequence[str], source: str) -> list[ModelSpec]:

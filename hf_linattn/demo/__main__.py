@@ -92,14 +92,10 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
 
     def work() -> None:
-        from hf_linattn.demo.folder import table
+        from hf_linattn.demo.folder import summary
 
         page = run(args)
-        sys.stdout.write(table(args.output_dir / "results.csv"))
-        sys.stdout.write(
-            f"\nperplexity per token at each length of context, in {time.monotonic() - started:.0f} s\n"
-        )
-        sys.stdout.write(f"report: {page.resolve()}\n")
+        sys.stdout.write(summary(page, f"{time.monotonic() - started:.0f} s"))
 
     return exit_status(work, interrupted="the same command goes on where it stopped", extra="all")
 

@@ -65,6 +65,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def summary(page: Path, took: str) -> str:
+    """Say what the command found, how long it took and where its page is, beside which lies results.csv."""
+    text = f"\nperplexity per token at each length of context, in {took}\n"
+    return table(page.parent / "results.csv") + text + f"report: {page.resolve()}\n"
+
+
 def table(path: Path) -> str:
     """Return the rows and their perplexities, from results.csv, as aligned text."""
     with path.open(encoding="utf-8", newline="") as file:

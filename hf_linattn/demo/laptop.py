@@ -77,14 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
 
     def work() -> None:
-        from hf_linattn.demo.folder import table
+        from hf_linattn.demo.folder import summary
 
         page = run(args)
         sys.stdout.write(_answers(args.output_dir))
-        sys.stdout.write(table(args.output_dir / "results.csv"))
-        minutes = (time.monotonic() - started) / 60
-        sys.stdout.write(f"\nperplexity per token at each length of context, in {minutes:.1f} minutes\n")
-        sys.stdout.write(f"report: {page.resolve()}\n")
+        sys.stdout.write(summary(page, f"{(time.monotonic() - started) / 60:.1f} minutes"))
 
     return exit_status(work, interrupted="the same command goes on where it stopped", extra="all")
 
