@@ -1,0 +1,206 @@
+"""Convert SmolLM2-135M-Instruct in many ways, beside a control on the same tokens, and measure what is left.
+
+python studies/smollm2/run.py --data $HF_LINATTN_DATA --work-dir W
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from texts import prepare
+
+from hf_linattn.cli.arguments import positive_int
+from hf_linattn.cli.jobs import Job, last_step, run_jobs
+from hf_linattn.cli.main import exit_status
+from hf_linattn.demo import smollm2
+from hf_linattn.patching.loading import load_tokenizer
+
+HERE = Path(__file__).resolve().parent
+Json = dict[str, Any]
+BLOCK, BATCH = 512, 2
+TOKENS = 1_000_000
+STEP = [
+    "--block-size",
+    str(BLOCK),
+    "--batch-size",
+    str(BATCH),
+    "--mixed-precision",
+    "bf16",
+    "--cpu",
+    "--resume",
+]
+FINETUNE = ["--lora", "16", "--lr", "5.9e-4", "--adam-beta2", "0.999"]
+"""What presets of hf_linattn.convert do with a model of this size."""
+VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000", "--checkpoint-every", "100"]
+SECONDS = {"all_tasks": 1500, "tasks": 400, "recall": 400, "novels": 300, "peps": 300}
+EPILOG = """\
+The model is unpacked to W/model, or linked there before. Every figure is made by a command, each its own
+process with a log in W/logs; --list prints them. Stopped at any moment, the same command goes on. Rows of
+1,000,000 tokens take 1 to 2 hours each on one thread with AMX; --tokens makes shorter ones, in folders of
+their own. `page.py` writes the table.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of rows.yaml; its file says what each key means."""
+
+    name: str
+    training: str
+    measures: list[Any]
+    patch: str | Json | None = None
+    options: Json = field(default_factory=dict)
+    arguments: str = ""
+    share: int = 1
+
+    def slot(self, tokens: int) -> str:
+        """Return the name of its folders."""
+        return self.name if self.training == "none" else f"{self.name}-{self.share * tokens}"
+
+    @property
+    def asked(self) -> list[str]:
+        """What is measured, each once."""
+        flat = (name for item in self.measures for name in (item if isinstance(item, list) else [item]))
+        return list(dict.fromkeys(flat))
+
+
+def _read(name: str) -> Json:
+    content: Json = yaml.safe_load((HERE / name).read_text(encoding="utf-8"))
+    return content
+
+
+ROWS = {content["name"]: Row(**content) for content in _read("rows.yaml")["rows"]}
+MEASURES: dict[str, str] = _read("measures.yaml")
+
+
+def training(row: Row, tokens: int, work: Path, texts: dict[str, Path]) -> list[str]:
+    """Return the command that trains a row, without its output folder."""
+    words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model"), *STEP, *VALIDATION]
+    if row.patch is not None:
+        words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
+    words += ["--options", json.dumps(row.options)] if row.options else []
+    words += ["--data", str(texts["train"]), "--eval-data", str(texts["novel"])]
+    if row.training == "finetune":
+        words += ["--max-steps", str(row.share * tokens // (BLOCK * BATCH)), *FINETUNE]
+    else:
+        words += ["--tokens", str(row.share * tokens)]
+    return [*words, *shlex.split(row.arguments), "--output-dir", str(work / "runs" / row.slot(tokens))]
+
+
+def result(row: Row, tokens: int, work: Path) -> Path:
+    """Return the folder of the model that is measured."""
+    folder = work / "runs" / row.slot(tokens)
+    return {"none": work / "model", "finetune": folder}.get(row.training, folder / "distill")
+
+
+def measuring(name: str, model: Path, base: Path, texts: dict[str, Path], output: Path) -> list[str]:
+    """Return the command that makes a measurement."""
+    values = {f"{{{key}}}": str(path) for key, path in {**texts, "model": model, "base": base}.items()}
+    command, *words = [values.get(word, word) for word in MEASURES[name].split()]
+    script = HERE / command
+    start = ["python", str(script)] if script.suffix == ".py" else ["python", "-m", _module(command)]
+    where = ["--output", str(output / "results.json")] if name == "answer" else ["--output-dir", str(output)]
+    return [*start, *words, *where]
+
+
+def _module(command: str) -> str:
+    return f"hf_linattn.{command}" if command == "bench" else f"hf_linattn.eval.{command}"
+
+
+def complete(folder: Path) -> bool:
+    """Tell whether a measurement has ended."""
+    try:
+        content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(content.get("complete", True)) if isinstance(content, dict) else True
+
+
+def jobs(args: argparse.Namespace, texts: dict[str, Path]) -> Iterator[Job]:
+    """Yield training and measurements of each row."""
+    work = args.work_dir.resolve()
+    for row in (ROWS[name] for name in args.rows or ROWS):
+        slot, model = row.slot(args.tokens), result(row, args.tokens, work)
+        wanted = [name for name in row.asked if not args.measures or name in args.measures]
+        after: tuple[str, ...] = ()
+        if row.training != "none":
+            steps = row.share * args.tokens / (BLOCK * BATCH)
+            yield Job(
+                f"train {slot}",
+                _started(training(row, args.tokens, work, texts)),
+                _exists(model / "results.json"),
+                _progress(work / "runs" / slot, steps),
+                weight=4.5 * steps,
+                after=after,
+            )
+            after = (f"train {slot}",)
+        for name in wanted:
+            folder = work / name / slot
+            yield Job(
+                f"{name} {slot}",
+                _started(measuring(name, model, work / "model", texts, folder)),
+                _complete(folder),
+                weight=SECONDS.get(name, 60),
+                after=after,
+            )
+
+
+def _started(words: list[str]) -> list[str]:
+    return [sys.executable, *words[1:]]
+
+
+def _exists(path: Path) -> Callable[[], bool]:
+    return path.exists
+
+
+def _complete(folder: Path) -> Callable[[], bool]:
+    return lambda: complete(folder)
+
+
+def _progress(folder: Path, steps: float) -> Callable[[], float]:
+    return lambda: min(sum(map(last_step, folder.glob("**/train.csv"))) / steps, 1.0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the study; the exit status is 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        description="Convert SmolLM2-135M-Instruct in many ways, with a control, and measure what is left.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with text/ and tasks/")
+    add("--work-dir", type=Path, required=True, help="folder for models and results; resumes there")
+    add("--tokens", type=positive_int, default=TOKENS, help="of a row (default: %(default)s)")
+    add("--rows", nargs="+", choices=ROWS, help="only these (default: all)")
+    add("--measures", nargs="+", choices=MEASURES, help="only these (default: those of each row)")
+    add("--jobs", type=positive_int, default=2, help="processes side by side (default: %(default)s)")
+    add("--list", action="store_true", help="print the commands and whether they are done, and stop")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        model = smollm2.make(args.work_dir.resolve() / "model")
+        texts = prepare(args.data, args.work_dir.resolve(), load_tokenizer(str(model)))
+        planned = [*jobs(args, texts)]
+        if args.list:
+            for job in planned:
+                print(f"{'done' if job.finished() else 'open'}  {shlex.join(job.command[1:])}")
+            return
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        run_jobs(planned, args.work_dir / "logs", args.jobs, environment)
+
+    return exit_status(work, interrupted="the same command goes on", extra="all")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())
