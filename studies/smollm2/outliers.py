@@ -68,6 +68,7 @@ def main() -> None:
     }
     round_linear_layers(model)
     result["rounded"] = perplexity(model, ids)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(args.output_dir / "results.json", {**result, "complete": True})
 
 

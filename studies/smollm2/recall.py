@@ -30,6 +30,7 @@ def main() -> None:
     rows = []
     for task, samples in ASKED.items():
         rows += measure_recall(model, tokenizer, (task,), args.lengths, depths=depths, samples=samples)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(args.output_dir / "results.json", {"rows": [asdict(row) for row in rows], "complete": True})
 
 

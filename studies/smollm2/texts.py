@@ -63,9 +63,8 @@ def _pieces(paths: list[Path]) -> Iterator[str]:
 def _chats(path: Path, tokenizer: Any) -> Iterator[str]:
     """Yield conversations as the model's template writes them, joined to pieces."""
     piece = ""
-    for line in (
-        path.read_text(encoding="utf-8").strip().split("\n")
-    ):  # not at other breaks, as splitlines does
+    rows = path.read_text(encoding="utf-8").strip()
+    for line in rows.split("\n"):  # not at other line breaks, as splitlines does
         piece += tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False)
         if len(piece) >= PIECE:
             yield piece

@@ -1,6 +1,6 @@
 """Convert SmolLM2-135M-Instruct in many ways, beside a control on the same tokens, and measure what is left.
 
-python studies/smollm2/run.py --data $HF_LINATTN_DATA --work-dir W
+python -m studies.smollm2 --data $HF_LINATTN_DATA --work-dir W
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from texts import prepare
 
 from hf_linattn.cli.arguments import positive_int
 from hf_linattn.cli.jobs import Job, last_step, run_jobs
@@ -24,20 +23,13 @@ from hf_linattn.cli.main import exit_status
 from hf_linattn.demo import smollm2
 from hf_linattn.patching.loading import load_tokenizer
 
+from .texts import prepare
+
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
 BLOCK, BATCH = 512, 2
 TOKENS = 1_000_000
-STEP = [
-    "--block-size",
-    str(BLOCK),
-    "--batch-size",
-    str(BATCH),
-    "--mixed-precision",
-    "bf16",
-    "--cpu",
-    "--resume",
-]
+STEP = ["--block-size", str(BLOCK), "--batch-size", str(BATCH), "--mixed-precision", "bf16"]
 FINETUNE = ["--lora", "16", "--lr", "5.9e-4", "--adam-beta2", "0.999"]
 """What presets of hf_linattn.convert do with a model of this size."""
 VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000", "--checkpoint-every", "100"]
@@ -46,7 +38,7 @@ EPILOG = """\
 The model is unpacked to W/model, or linked there before. Every figure is made by a command, each its own
 process with a log in W/logs; --list prints them. Stopped at any moment, the same command goes on. Rows of
 1,000,000 tokens take 1 to 2 hours each on one thread with AMX; --tokens makes shorter ones, in folders of
-their own. `page.py` writes the table.
+their own. `python -m studies.smollm2.page` writes docs/smollm2.md's table.
 """
 
 
@@ -85,6 +77,7 @@ MEASURES: dict[str, str] = _read("measures.yaml")
 def training(row: Row, tokens: int, work: Path, texts: dict[str, Path]) -> list[str]:
     """Return the command that trains a row, without its output folder."""
     words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model"), *STEP, *VALIDATION]
+    words += ["--cpu", "--resume"]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []

@@ -1,0 +1,197 @@
+"""Write the tables and figures of docs/smollm2.md.
+
+python -m studies.smollm2.page --work-dir W --tokens 1000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from hf_linattn.cli.files import replacing
+
+from .__main__ import HERE, ROWS, TOKENS, Row
+from .figures import collect, load
+
+DOCS = HERE.parents[1] / "docs"
+PAGE = DOCS / "smollm2.md"
+MARK = re.compile(r"(<!-- (\w+): written by [^\n]*-->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+CHOICES = ("arc_easy", "piqa", "winogrande", "openbook_qa")
+LENGTHS = (512, 2048, 8192, 16384, 32768)
+Json = dict[str, Any]
+
+
+class Figures:
+    """The figures of one row."""
+
+    def __init__(self, figures: dict[str, Json], row: Row, tokens: int) -> None:
+        self.slot, self.row = row.slot(tokens), row
+        self.all = {
+            key.split("/")[0]: value for key, value in figures.items() if key.endswith(f"/{self.slot}")
+        }
+
+    def get(self, measure: str, *path: str) -> Any:
+        """Look a number up; None where it was not measured."""
+        value: Any = self.all.get(measure)
+        for name in path:
+            value = None if value is None else value.get(name)
+        return value
+
+    @property
+    def tasks(self) -> Json:
+        """Results of the tasks: of all items, or of the first 500."""
+        return self.all.get("all_tasks") or self.all.get("tasks") or {}
+
+    def score(self, name: str) -> str:
+        """A task's accuracy in percent and its standard error."""
+        found = self.tasks.get(name)
+        return f"{100 * found['value']:.1f} ± {100 * found['stderr']:.1f}" if found else ""
+
+    @property
+    def four(self) -> str:
+        """The mean of the four tasks with choices, in percent."""
+        found = self.tasks
+        return f"{100 * mean(found[name]['value'] for name in CHOICES):.1f}" if found else ""
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Write a number with so many digits; "" for none."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def share(value: float | None) -> str:
+    """Write a share in percent."""
+    return "" if value is None else f"{100 * value:.0f}"
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    **{f"{n:,}": (lambda f, n=n: number(f.get("novels", str(n)))) for n in LENGTHS},  # type: ignore[misc]
+    "PEPs 2,048": lambda f: number(f.get("peps", "2048")),
+    "32,768 ": lambda f: number(f.get("peps", "32768")),
+    "four tasks": lambda f: f.four,
+    "LAMBADA": lambda f: f.score("lambada"),
+    "pairs 1,024": lambda f: share(f.get("recall", "key_value", "1024")),
+    " 2,048": lambda f: share(f.get("recall", "key_value", "2048")),
+    " 8,192": lambda f: share(f.get("recall", "key_value", "8192")),
+    "cache MiB": lambda f: number(_mib(f.get("cost", "cache_bytes")), 3),
+    "prefill x": lambda f: number(f.get("cost", "prefill_ratio"), 3),
+    "decode x": lambda f: number(f.get("cost", "decode_ratio"), 3),
+}
+SINKS: dict[str, Callable[[Figures], str]] = {
+    "mass on the first token": lambda f: number(f.get("outliers", "sink"), 2),
+    "kurtosis": lambda f: number(f.get("outliers", "kurtosis"), 3),
+    "largest activation": lambda f: number(f.get("outliers", "inf_norm"), 4),
+    "perplexity": lambda f: number(f.get("outliers", "perplexity")),
+    "rounded to 8 bits": lambda f: number(f.get("outliers", "rounded"), 5),
+}
+
+
+def _mib(value: float | None) -> float | None:
+    return None if value is None else value / 2**20
+
+
+def table(rows: Iterable[Figures], columns: dict[str, Callable[[Figures], str]]) -> str:
+    """Write a table of the rows that have any of its figures."""
+    lines = []
+    for row in rows:
+        cells = [column(row) for column in columns.values()]
+        if any(cells):
+            lines.append(f"| {row.row.name} | {' | '.join(cells)} |")
+    head = f"| | {' | '.join(name.strip() for name in columns)} |\n|---{'|---:' * len(columns)}|\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def single_tasks(rows: Iterable[Figures]) -> str:
+    """Write the tasks one by one."""
+    return table(rows, {name: (lambda f, name=name: f.score(name)) for name in CHOICES})  # type: ignore[misc]
+
+
+def curves(figures: dict[str, Json], measure: str) -> str:
+    """Write the perplexities of patches that were just put in."""
+    found = figures.get(f"{measure}/original", {})
+    lengths = list(next(iter(found.values()), {}))
+    lines = [
+        f"| `{name}` | {' | '.join(number(row.get(n)) for n in lengths)} |" for name, row in found.items()
+    ]
+    head = f"| | {' | '.join(f'{int(n):,}' for n in lengths)} |\n|---{'|---:' * len(lengths)}|\n"
+    return head + "\n".join(lines) + "\n"
+
+
+def answers(rows: Iterable[Figures]) -> str:
+    """Write what the models answer."""
+    found = [(row.row.name, row.get("answer", "text")) for row in rows]
+    return "".join(f"* **{name}**: {' '.join(text.split())}\n" for name, text in found if text)
+
+
+def draw(rows: list[Figures], lengths: Path, tasks: Path) -> None:
+    """Draw perplexity by length; and key-value recall over perplexity."""
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "study", "font.size": 9}):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        for axes, measure, title in zip(
+            figure.subplots(1, 2), ("novels", "peps"), ("a novel (Emma)", "Python's PEPs"), strict=True
+        ):
+            for row in rows:
+                if found := row.get(measure):
+                    axes.plot(
+                        [*map(int, found)], [*found.values()], "o-", label=row.row.name, lw=1.2, markersize=3
+                    )
+            axes.set(xscale="log", yscale="log", title=title, xlabel="tokens of context", ylabel="perplexity")
+            axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.axvline(8192, color="grey", linewidth=0.8, linestyle=":")
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right center", frameon=False)
+        figure.savefig(lengths, metadata={"Date": None})
+        figure = Figure(figsize=(6, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for row in rows:
+            found, loss = row.get("recall", "key_value", "2048"), row.get("novels", "2048")
+            if found is not None and loss is not None:
+                axes.plot(loss, 100 * found, "o")
+                axes.annotate(row.row.name, (loss, 100 * found), textcoords="offset points", xytext=(4, 4))
+        axes.set(xlabel="perplexity of the novel at 2,048 tokens", ylabel="pairs found at 2,048 tokens, %")
+        figure.savefig(tasks, metadata={"Date": None})
+
+
+def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
+    """Put the tables between their marks."""
+    rows = [Figures(figures, row, tokens) for row in ROWS.values()]
+    parts = {
+        "table": table(rows, COLUMNS),
+        "tasks": single_tasks(rows),
+        "sinks": table(rows, SINKS),
+        "swapped": curves(figures, "swapped"),
+        "logn": curves(figures, "logn"),
+        "answers": answers(rows),
+    }
+    return MARK.sub(lambda found: found[1] + parts[found[2]] + found[3], page)
+
+
+def main() -> None:
+    """Collect the figures of a work folder, and write page and pictures."""
+    parser = argparse.ArgumentParser(description="Write the tables and figures of docs/smollm2.md.")
+    parser.add_argument("--work-dir", type=Path, help="of the study (default: the stored figures alone)")
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, help="of the rows to show (default: %(default)s)"
+    )
+    args = parser.parse_args()
+    figures = collect(args.work_dir) if args.work_dir else load()
+    content = renewed(PAGE.read_text(encoding="utf-8"), figures, args.tokens)
+    with replacing(PAGE) as partial:
+        partial.write_text(content, encoding="utf-8")
+    rows = [Figures(figures, row, args.tokens) for row in ROWS.values()]
+    draw(rows, DOCS / "images" / "smollm2-lengths.svg", DOCS / "images" / "smollm2-recall.svg")
+
+
+if __name__ == "__main__":
+    main()
