@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
-from hf_linattn.ops.cpp import linear as native
-from hf_linattn.ops.cpp import window_decode
+from hf_linattn.ops.cpp import takes, window_decode
 from hf_linattn.ops.types import State
 
 from . import ring
@@ -31,7 +30,7 @@ def fused_step(
     assert query is not None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if not native.takes(query, tokens.key, tokens.value, None if rest is None else state.linear):
+    if not takes.linear(query, tokens.key, tokens.value, None if rest is None else state.linear):
         return None
     if not (tokens.in_place and all(x.is_contiguous() for x in state)):
         state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
