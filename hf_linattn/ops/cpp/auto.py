@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops.cpp import build, prebuilt, selfcheck
+from hf_linattn.ops.cpp import build, layout, prebuilt, selfcheck
 
 
 class Found(NamedTuple):
@@ -98,7 +98,9 @@ def verdict() -> str:
     if asked == "0":
         return f"torch: {build.CPP}=0"
     library, text = found(asked == "1")
-    if library is not None or asked == "auto":
+    if library is None and asked == "auto":
         return text
-    when = "for this processor" if build.compiled.cache_info().currsize else "at the first call"
-    return f"cpp, compiled {when}"
+    if library is None:
+        when = "for this processor" if build.compiled.cache_info().currsize else "at the first call"
+        text = f"cpp, compiled {when}"
+    return f"{text}, in one thread: this process was forked" if layout.forked else text

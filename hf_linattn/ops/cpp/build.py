@@ -205,9 +205,7 @@ def processor() -> str:
 
 def _target(compiler: list[str]) -> str:
     """Hash the compiler, and what it takes this processor for."""
-    target = run(
-        [*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull], "cannot say what it compiles for"
-    )
+    target = run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull], "cannot say what it compiles for")
     return digest("\0".join([target, *FLAGS, THREADED, *compiler]).encode())
 
 
