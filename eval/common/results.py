@@ -101,7 +101,7 @@ class ResumableRun:
             check_writable(folder)
 
     def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
-        """Say what stands in results.json besides the rows, and in `where` besides device, threads, kernels."""
+        """Say what stands in results.json besides the rows; in `where` beside device, threads and kernels."""
         here = {"device": str(self.device), "threads": torch.get_num_threads(), "kernels": kernels()}
         run = {**here, **(where or {}), "seconds": self.seconds}
         self.results = {**self._head, **facts, "rows": self.rows, "run": run}

@@ -1,4 +1,4 @@
-"""Without HF_LINATTN_CPP the C++ kernels run where a library is there that fits; nothing is compiled or raised."""
+"""Without HF_LINATTN_CPP the C++ kernels run where a library fits; nothing is compiled or raised."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from helpers import tiny_models
 from hf_linattn import describe, patch_model
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import dispatch, linear_attention
-from hf_linattn.ops.cpp import auto, build, layout, prebuilt, selfcheck, takes
+from hf_linattn.ops.cpp import auto, build, prebuilt, selfcheck
 from hf_linattn.ops.types import Inputs, OpConfig
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
@@ -45,8 +45,9 @@ def shipped(compiled_before, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
     (tmp_path / "lib").mkdir()
 
-    def ship(target, content=compiled_before.read_bytes(), sources=build.sources(), of=None):
-        name = f"{target}-{sources}-{build.digest(content if of is None else of)}.so"
+    def ship(target, content=None, sources=None, of=None):
+        content = compiled_before.read_bytes() if content is None else content
+        name = f"{target}-{sources or build.sources()}-{build.digest(content if of is None else of)}.so"
         (tmp_path / "lib" / name).write_bytes(content)
 
     return ship
@@ -196,7 +197,7 @@ def test_what_others_may_have_put_into_the_cache_is_not_loaded(spoil, compiled_b
     assert "others can write" in said
     monkeypatch.setenv(build.CPP, "1")
     monkeypatch.delenv("CXX")
-    with pytest.raises(UnsupportedCallError, match="others can write.*chmod go-w"):
+    with pytest.raises(UnsupportedCallError, match=r"others can write.*chmod go-w"):
         build.compiled.__wrapped__()
 
 
@@ -220,7 +221,7 @@ def test_a_folder_without_execution_leaves_torch(compiled_before, monkeypatch):
     assert "failed to map segment" in dispatch.kernels()["cpu"]
     monkeypatch.setenv(build.CPP, "1")
     monkeypatch.delenv("CXX")
-    with pytest.raises(UnsupportedCallError, match="failed to map segment.*XDG_CACHE_HOME") as caught:
+    with pytest.raises(UnsupportedCallError, match=r"failed to map segment.*XDG_CACHE_HOME") as caught:
         build.compiled.__wrapped__()
     assert str(caught.value).count("\n") == 0
 

@@ -8,7 +8,7 @@ from helpers.definitions import repeated
 from helpers.random_inputs import relative_error
 
 from hf_linattn.ops import delta_rule
-from hf_linattn.ops.cpp import build, delta, takes
+from hf_linattn.ops.cpp import build, takes
 from hf_linattn.ops.types import DeltaConfig, DeltaInputs
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")

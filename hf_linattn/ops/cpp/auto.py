@@ -1,4 +1,4 @@
-"""Whether the C++ kernels run: asked for, or because a library is there that fits. Nothing is compiled here."""
+"""Whether the C++ kernels run: asked for, or because a library that fits is there. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _compiled_before() -> list[Path]:
 
 
 def _check(library: CDLL) -> None:
-    """Compare each kernel with torch, in a thread of its own: without modes, devices and gradients of this one.
+    """Compare each kernel with torch, in a thread of its own: no modes, devices, gradients of this one.
 
     Raises:
         UnsupportedCallError: one differs, or threads are wanted and the library has none.

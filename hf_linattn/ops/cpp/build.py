@@ -4,9 +4,9 @@ Plain C functions on addresses: neither the headers of torch nor those of Python
 Built here and not by `torch.utils.cpp_extension`, which needs ninja and half a minute, and whose lock
 outlives a process that is killed.
 
-A library's name says what it is: `native-PROCESSOR-COMPILER-SOURCES-CONTENT.so` in the cache, where all but the
-first are hashes. So several machines may share a folder, and a damaged file or one of other sources is known
-before it is loaded.
+A library's name says what it is: `native-PROCESSOR-COMPILER-SOURCES-CONTENT.so` in the cache, where all but
+the first are hashes. So several machines may share a folder, and a damaged file or one of other sources is
+known before it is loaded.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def load(path: Path) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedCallError(
-            f"{path} cannot be loaded ({error}): delete it, or name another folder by XDG_CACHE_HOME. {_without()}"
+            f"{path} cannot be loaded ({error}): delete it, or name another folder by XDG_CACHE_HOME. "
+            f"{_without()}"
         ) from error
     loaded.linattn_threaded.restype = ctypes.c_int64
     for name in KERNELS:

@@ -1,4 +1,4 @@
-"""A small problem for each kernel, against torch's operations: some milliseconds, before a library is used."""
+"""A small problem for each kernel, against torch's operations: milliseconds, before a library is used."""
 
 from __future__ import annotations
 
