@@ -22,7 +22,7 @@ class Found(NamedTuple):
     text: str
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def ready() -> bool:
     """Tell whether the kernels run: a library is there, or the first call may compile one.
 
@@ -40,7 +40,7 @@ def found(compiles: bool) -> Found:
     Args:
         compiles: a library for this processor can be compiled, so those of the cache are not looked at.
     """
-    reasons = []
+    reasons: list[str] = []
     for name, load in _candidates(compiles, reasons):
         try:
             library = load()

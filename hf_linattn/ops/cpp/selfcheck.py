@@ -80,9 +80,9 @@ def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
     gates = _numbers(KV_HEADS, TOKENS, 2, 0.2)
     leaves = tuple(x.requires_grad_() for x in (*_tokens(), gates))
     query, key, value, logits = leaves
-    unit = (F.normalize(x, dim=-1, eps=delta.EPS) for x in (query, key))
+    unit_query, unit_key = (F.normalize(x, dim=-1, eps=delta.EPS) for x in (query, key))
     beta, log_decay = logits[..., 0].sigmoid(), F.logsigmoid(logits[..., 1:]) / 16
-    want, state = delta_rule.causal(*unit, value, beta, log_decay, None, None)
+    want, state = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, None, None)
     inputs, config = DeltaInputs(*(x.detach() for x in leaves)), DeltaConfig("head", 1.0, 16.0)
     output, after = delta.forward(inputs, config, keep=True)
     assert want is not None
@@ -94,12 +94,11 @@ def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
     found = delta.backward(inputs, config, grad, None)
     for mine, its in zip(found[:4], _gradients(want, grad, leaves), strict=True):
         yield "the delta rule's gradients", mine, its
-    last = DeltaInputs(*(x.detach()[:, :, -1:] for x in leaves), state=after.clone())
-    again = delta.forward(last, config, keep=True)[0]
+    token = (x.detach()[:, :, -1:] for x in (*leaves, unit_query, unit_key, beta, log_decay))
+    query, key, value, logits, unit_query, unit_key, beta, log_decay = token
+    again = delta.forward(DeltaInputs(query, key, value, logits, after.clone()), config, keep=True)[0]
+    want = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, after, None)[0]
     assert again is not None
-    beta, log_decay = (x.detach()[:, :, -1:] for x in (beta, log_decay))
-    unit = (F.normalize(x, dim=-1, eps=delta.EPS) for x in last[:2])
-    want = delta_rule.causal(*unit, last.value, beta, log_decay, after, None)[0]
     assert want is not None
     yield "a token of the delta rule", again, want
 
