@@ -140,8 +140,8 @@ bidirectional and cross-attention:
 windows, with a linear attention for the rest or without:
   CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++, tile by tile (cpp/window.py); a decoded token
-                                     without sinks in one call (cpp/window_decode.py), unless it is
-                                     compiled by torch.compile
+                                     with sinks and the rest in one call (cpp/window_decode.py), unless
+                                     it is compiled by torch.compile
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
   any other device                   vectorised torch operations (eager/window.py)

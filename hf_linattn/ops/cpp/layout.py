@@ -237,6 +237,7 @@ class DecodeTail(Part):
     gate: Gate  # in place of log_decay
     query_log_scale: Address  # float32 [B, H, 1], dense: log of a divisor of tail_query; 0 for none
     eps: float
+    mix: Address  # float32 [H], dense: the window's share, each part divided by itself; 0 for one normaliser
 
 
 class WindowDecodeProblem(Struct):
@@ -245,12 +246,16 @@ class WindowDecodeProblem(Struct):
     sizes: Sizes
     tail: DecodeTail
     columns: int  # of the ring
+    sinks: int  # tokens beside the ring, all of which count
     query: Array  # of the token
     key: Array
     value: Array
     output: Array
     ring_key: Array  # the window
     ring_value: Array
+    sink_query: Array  # of the token, as it meets them
+    sink_key: Array
+    sink_value: Array
     ring_valid: Address  # bool [B, columns], True at columns that count
     ring_valid_row: int  # its stride
     head_index: Address  # int64 [B]: the oldest column, the same in all rows
