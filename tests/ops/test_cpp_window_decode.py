@@ -260,7 +260,7 @@ def patched(spec, dtype):
     model = patch_model(tiny_models.llama(dtype=dtype), spec, options=options)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("linattn.attention.gate"):
+            if name.endswith("window.gate"):
                 weight.copy_(torch.linspace(-0.5, 0.8, len(weight)))
     return model
 
