@@ -172,7 +172,7 @@ def describe(model: nn.Module) -> Description:
         model.layers.3.self_attn  softmax           0           O(n^2)  512 B per token
         model.layers.4.self_attn  softmax           0           O(n^2)  512 B per token
         model.layers.5.self_attn  softmax           0           O(n^2)  512 B per token
-        computed by torch: ...
+        computed by ...
         >>> describe(model).state_bytes
         50688
     """
