@@ -18,23 +18,28 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "variables: VENV=$(VENV) PYTHON=$(PYTHON) JOBS=$(JOBS) OUT=$(OUT); for demo and laptop also MODEL DATA EVAL_DATA ARGS, for demo PATCH OPTIONS"
 
-install: $(VENV)/.installed  ## make the virtual environment (the other targets do it by themselves)
+install: $(VENV)/.kernels  ## make the virtual environment (the other targets do it by themselves)
 
 $(VENV)/.installed: pyproject.toml tools/install.py
 	@$(PYTHON) tools/install.py $(VENV)
 	@touch $@
 
-demo: $(VENV)/.installed  ## patch, fine-tune and measure a small model, and write a page about it
+# for this machine, into the user's cache; where that does not work, torch's operations do the same
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard hf_linattn/ops/cpp/*)
+	@HF_LINATTN_CPP=1 $(BIN)/python -c 'from hf_linattn.ops.cpp.build import library; library()' >/dev/null 2>&1 || true
+	@touch $@
+
+demo: $(VENV)/.kernels  ## patch, fine-tune and measure a small model, and write a page about it
 	@$(if $(MODEL)$(DATA)$(EVAL_DATA),,$(OFFLINE)) PATH="$(abspath $(BIN)):$$PATH" \
 		$(BIN)/python -m hf_linattn.demo --output-dir '$(OUT)' --jobs $(JOBS) $(DEMO) $(ARGS)
 
 laptop: OUT := $(if $(filter demo-out,$(OUT)),laptop-out,$(OUT))
-laptop: $(VENV)/.installed  ## convert a real language model (a wheel, 93 MB), measure it and chat with it; resumable
+laptop: $(VENV)/.kernels  ## convert a real language model (a wheel, 93 MB), measure it and chat with it; resumable
 	@$(if $(MODEL)$(DATA)$(EVAL_DATA),,$(OFFLINE)) PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m hf_linattn.demo.laptop \
 		--output-dir '$(OUT)' $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') \
 		$(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') $(ARGS)
 
-test: $(VENV)/.installed  ## the whole fast test suite
+test: $(VENV)/.kernels  ## the whole fast test suite
 	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) -q $(ARGS)
 
 test-quantised: $(VENV)/.installed  ## tests on quantised bases; installs torchao and bitsandbytes for them

@@ -6,6 +6,8 @@ import pytest
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# torch's form, whatever libraries this machine has: tests of the others ask for `compiled`
+os.environ.setdefault("HF_LINATTN_CPP", "0")
 
 
 @pytest.fixture(scope="session")

@@ -108,8 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--min-time", type=positive_number, metavar="MS", help="that a sample lasts (default: 5)")
     budget_help = "seconds of one call beyond which it is not run (default: 10)"
     add("--budget", type=positive_number, metavar="S", help=budget_help)
-    cpp_help = "with linear attention in C++, compiled on first use, as HF_LINATTN_CPP=1 has it everywhere"
-    add("--cpp", action="store_true", help=cpp_help)
+    cpp_help = "with kernels in C++, compiled if need be, or without (default: as HF_LINATTN_CPP has it)"
+    add("--cpp", action=argparse.BooleanOptionalAction, help=cpp_help)
     add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
     add("--output-dir", type=Path, help="folder for the results; the same command resumes there")
     add("--explain", action="store_true", help="print which form of linear attention runs for which size")
@@ -166,7 +166,7 @@ def _check_cost(args: argparse.Namespace) -> None:
     """Refuse, of --cost, what belongs to the other ways to measure."""
     if args.model is None:
         raise OptionError("--cost is of a whole model: give --model")
-    others = ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget", "cpp")
+    others = ("shapes", "kinds", "bidirectional", "peers", "min_time", "budget")
     _refuse(args, others, "does not go with --cost")
     for name in ("patches", "dtypes"):
         if len(getattr(args, name) or []) > 1:
@@ -199,15 +199,24 @@ def _work(args: argparse.Namespace, command: str) -> str:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
+    device = run.device_of(args.device)
+    command = _choose_kernels(args, command, torch.device(device).type == "cpu")
     if args.cost:
-        return cost.summary(cost.run(args, command, run.device_of(args.device)), args.output_dir)
-    from hf_linattn.ops.cpp.build import CPP, asked
-
-    if args.cpp:
-        os.environ[CPP] = "1"
-    elif asked():
-        args.cpp, command = True, f"{command} --cpp"
+        return cost.summary(cost.run(args, command, device), args.output_dir)
     return run.text(run.BenchRun(args, command).work(), args.output_dir)
+
+
+def _choose_kernels(args: argparse.Namespace, command: str, used: bool) -> str:
+    """Let the arguments and the command say which kernels are measured, whoever chose them."""
+    from hf_linattn.ops.cpp import build
+    from hf_linattn.ops.dispatch import kernels
+
+    if args.cpp is not None:
+        os.environ[build.CPP] = str(int(args.cpp))
+    if build.asked() == "1" and used:
+        build.library()  # compiled before anything is timed, or refused
+    chosen, args.cpp = args.cpp, used and kernels()["cpu"].startswith("cpp")
+    return command if not used or chosen is not None else f"{command} --{'' if args.cpp else 'no-'}cpp"
 
 
 if __name__ == "__main__":

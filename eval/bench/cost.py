@@ -131,6 +131,7 @@ def run(options: argparse.Namespace, command: str, device: str) -> dict[str, Any
         batch_size=options.batch_size or 1,
         repeats=options.rounds,
         dtype=options.dtypes[0] if options.dtypes else "auto",
+        cpp=options.cpp,
         seed=options.seed,
     )
     session = ResumableRun(options.output_dir, vars(args), FORMAT, command, device=torch.device(device))

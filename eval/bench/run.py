@@ -16,6 +16,7 @@ from transformers import set_seed
 from hf_linattn import describe
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.ops.dispatch import kernels
 from hf_linattn.patching.causality import require_causal
 
 from ..common import pages
@@ -79,6 +80,7 @@ class BenchRun:
             "threads": torch.get_num_threads(),
             "basis": Clock(self.device).basis,
             "memory": memory.METHODS.get(kind, "not known on this device"),
+            "kernels": kernels().get(kind, "not known on this device"),
         }
         if earlier is not None and earlier["run"] != here and not earlier["complete"]:
             changed = ", ".join(key for key, value in here.items() if earlier["run"].get(key) != value)

@@ -18,6 +18,7 @@ import torch
 
 from hf_linattn.cli.files import replacing, writing
 from hf_linattn.errors import DataError
+from hf_linattn.ops.dispatch import kernels
 
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
@@ -100,9 +101,9 @@ class ResumableRun:
             check_writable(folder)
 
     def begin(self, facts: Mapping[str, Any], where: Mapping[str, Any] | None = None) -> None:
-        """Say what stands in results.json besides the rows, and in `where` besides the device and threads."""
-        machine = {"device": str(self.device), "threads": torch.get_num_threads(), **(where or {})}
-        run = {**machine, "seconds": self.seconds}
+        """Say what stands in results.json besides the rows; in `where` beside device, threads and kernels."""
+        here = {"device": str(self.device), "threads": torch.get_num_threads(), "kernels": kernels()}
+        run = {**here, **(where or {}), "seconds": self.seconds}
         self.results = {**self._head, **facts, "rows": self.rows, "run": run}
 
     @contextmanager
@@ -114,6 +115,7 @@ class ResumableRun:
 
     def save(self) -> None:
         """Renew results.json."""
+        self.results["run"]["kernels"] = kernels()  # compiled by now, where that was asked for
         if self.writes:
             save(self.folder, self.results)
 

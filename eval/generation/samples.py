@@ -15,6 +15,7 @@ import torch
 from hf_linattn import describe
 from hf_linattn.cli.files import write_json
 from hf_linattn.errors import DataError, LinattnError
+from hf_linattn.ops.dispatch import kernels
 
 from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
 from ..common.nll import scoring
@@ -138,6 +139,7 @@ def run(args: argparse.Namespace, command: str) -> str:
         "temperature": args.temperature,
         "versions": versions(),
         "device": device,
+        "kernels": kernels(),
         "models": models,
         "prompts": prompts,
         "samples": samples,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_linattn.ops.cpp import delta
+from hf_linattn.ops.cpp import delta, takes
 from hf_linattn.ops.eager import delta_rule
 from hf_linattn.ops.types import DeltaConfig, DeltaInputs, accumulator_dtype
 
@@ -29,7 +29,7 @@ def attention(
         Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
     """
     compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-    if config.decay == "channel" or compiled or not delta.takes(inputs):
+    if config.decay == "channel" or compiled or not takes.delta(inputs):
         output, after = _eager(inputs, config)
     elif torch.is_grad_enabled() and inputs.query is not None:
         output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.cpp import build
-from hf_linattn.ops.cpp import linear as native
+from hf_linattn.ops.cpp import auto, build, takes
+from hf_linattn.ops.cpp.linear import SUMS
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs, OpConfig, State
 
@@ -53,7 +53,7 @@ def choose_backend(
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them
         single = key.shape[2] == 1
-        if not (single and torch.compiler.is_compiling()) and native.takes(query, key, value, state):
+        if not (single and torch.compiler.is_compiling()) and takes.linear(query, key, value, state):
             return "cpp"
         return "vectorised" if single else "eager"
     allowed = query.is_cuda and os.environ.get(TRITON) == "1" and launch.available(query.device)
@@ -68,8 +68,8 @@ def kernel_backend(inputs: Inputs) -> Backend:
         return "triton"
     query, key, value, _, S, z, log_decay, _ = inputs
     state = None if S is None or z is None else State(S, z)
-    decays = log_decay is None or log_decay.dtype == native.SUMS
-    return "cpp" if decays and native.takes(query, key, value, state) else "eager"
+    decays = log_decay is None or log_decay.dtype == SUMS
+    return "cpp" if decays and takes.linear(query, key, value, state) else "eager"
 
 
 def form(inputs: Inputs, config: OpConfig) -> Literal["quadratic", "chunked", "bidirectional"]:
@@ -96,12 +96,24 @@ def chunk(inputs: Inputs) -> int:
     return 2 * CHUNK if few or _small(inputs) else CHUNK
 
 
+def kernels() -> dict[str, str]:
+    """Say who computes and why, by kind of device: `{"cpu": "cpp, prebuilt x86-64-v4"}`.
+
+    Raises:
+        OptionError: as `ops.cpp.build.asked`.
+    """
+    return {"cpu": auto.verdict()}
+
+
 def explain() -> str:
-    """Say the rule as text."""
+    """Say the rule as text, and who computes here."""
+    here = "\n".join(f"  {device:33}{text}" for device, text in kernels().items())
     return f"""\
+kernels here:
+{here}
 causal linear attention, first line that fits (files in hf_linattn/ops):
   torch.export                       vectorised torch operations
-  CPU with {build.CPP}=1, at most 32 bits
+  CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++, in chunks of {CHUNK} tokens (cpp/linear.py); one token
                                      too, unless it is compiled by torch.compile
   CPU, one token                     update of the state and read (eager/linear.py)
@@ -117,7 +129,7 @@ causal linear attention, first line that fits (files in hf_linattn/ops):
                                      Triton kernels (triton/launch.py)
   any other device                   vectorised torch operations (eager/linear.py)
 bidirectional and cross-attention:
-  CPU with {build.CPP}=1, at most 32 bits
+  CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++ (cpp/linear.py)
   CPU, at most {SHORT_BOTH_WAYS} queries and keys
                                      all scores at once (eager/quadratic.py)
@@ -126,10 +138,16 @@ bidirectional and cross-attention:
   CUDA                               as above
   torch.export, any other device     the sum in vectorised torch operations (eager/linear.py)
 windows, with a linear attention for the rest or without:
-  CPU with {build.CPP}=1, at most 32 bits
+  CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++, tile by tile (cpp/window.py); a decoded token
-                                     without sinks in one call (cpp/window_decode.py), unless it is
-                                     compiled by torch.compile
+                                     with sinks and the rest in one call (cpp/window_decode.py), unless
+                                     it is compiled by torch.compile
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
-  any other device                   vectorised torch operations (eager/window.py)"""
+  any other device                   vectorised torch operations (eager/window.py)
+a library of C++ kernels:
+  {build.CPP + " not set":35}one that came with the package, else one that was compiled here for
+                                     this processor and these sources; it must agree with torch on a
+                                     small problem for each kernel
+  {build.CPP + "=1":35}the first of these, else it is compiled now; what hinders is an error
+  {build.CPP + "=0":35}none"""

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linattn.ops.cpp import takes
 from hf_linattn.ops.cpp import window as cpp_window
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as window_blocks
@@ -185,7 +186,7 @@ def _parts(*inputs: Any) -> tuple[Window, ScaledSums | None]:
 
 def _forward(window: Window, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
     """Compute o', and lse' `[B, H, N]`, 0 where nothing is seen."""
-    if cpp_window.takes(window, other):
+    if takes.window(window, other):
         return cpp_window.forward(window, other)
     query, _, value, _, span, scaling = window
     blocks = _Blocks(window)
@@ -249,7 +250,7 @@ def _backward(
         output: o' of the forward.
         lse: lse' of the forward.
     """
-    if cpp_window.takes(window, other):
+    if takes.window(window, other):
         return cpp_window.backward(grad, window, other, output, lse)
     query, blocks = window.query, _Blocks(window)
     outputs, lses, grads = (blocks.over_queries(x) for x in (output, lse, grad))

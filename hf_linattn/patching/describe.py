@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_linattn.attention.site import AttentionSite
+from hf_linattn.ops.dispatch import kernels
 from hf_linattn.patching.discovery import counted, unrouted
 from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
@@ -52,11 +53,13 @@ class Description:
 
     Attributes:
         unrouted: dotted name -> class of attention modules that no patch reaches: their code is their own.
+        kernels: who computes linear attention on the model's device, and why; "" where nothing is known.
     """
 
     model: str
     rows: tuple[ModuleDescription, ...]
     unrouted: dict[str, str] = field(default_factory=dict)
+    kernels: str = ""
 
     def __iter__(self) -> Iterator[ModuleDescription]:
         return iter(self.rows)
@@ -80,8 +83,9 @@ class Description:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = [zip(line, widths, strict=True) for line in lines]
         out = [f"out of reach, with attention code of their own: {counted(self.unrouted)}"]
+        by = [f"computed by {self.kernels}"] if self.kernels and any(row.linear for row in self.rows) else []
         table = ["  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs]
-        return "\n".join([self.model, *table, *(out if self.unrouted else [])])
+        return "\n".join([self.model, *table, *(out if self.unrouted else []), *by])
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
@@ -168,6 +172,7 @@ def describe(model: nn.Module) -> Description:
         model.layers.3.self_attn  softmax           0           O(n^2)  512 B per token
         model.layers.4.self_attn  softmax           0           O(n^2)  512 B per token
         model.layers.5.self_attn  softmax           0           O(n^2)  512 B per token
+        computed by ...
         >>> describe(model).state_bytes
         50688
     """
@@ -175,7 +180,9 @@ def describe(model: nn.Module) -> Description:
     installation = installation_of(inside)
     sites = sites_of(inside)
     rows = tuple(_describe_module(site, installation) for site in sites)
-    return Description(type(inside).__name__, rows, unrouted(inside, sites))
+    parameter = next(inside.parameters(), None)
+    by = "" if parameter is None else kernels().get(parameter.device.type, "")
+    return Description(type(inside).__name__, rows, unrouted(inside, sites), by)
 
 
 def is_linear(model: nn.Module) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
-from hf_linattn.ops.cpp import linear as native
-from hf_linattn.ops.cpp import window_decode
+from hf_linattn.ops.cpp import takes, window_decode
 from hf_linattn.ops.types import State
 
 from . import ring
@@ -15,14 +16,20 @@ from .ring import WindowState
 
 
 def fused_step(
-    rest: LinearAttention | None, tokens: Tokens, state: WindowState
+    rest: LinearAttention | None,
+    tokens: Tokens,
+    state: WindowState,
+    turned: Callable[[Tensor, Tensor], Tensor] | None = None,
+    mix: Tensor | None = None,
 ) -> tuple[Tensor, WindowState] | None:
-    """Compute one token behind a window without sinks, and the rest under one normaliser, in one call of C++.
+    """Compute one token behind a window, its sinks and the rest, in one call of C++.
 
     Args:
         rest: for what has left the window; None for a window alone.
         tokens: one token, as `ring.is_step` has it.
         state: written over where `tokens.in_place`.
+        turned: makes the query that meets the sinks of the query and its rank `[B, 1]`; None for the same.
+        mix: the window's share `[H]` where it and the rest have normalisers of their own; None for one.
 
     Returns:
         Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
@@ -31,14 +38,24 @@ def fused_step(
     assert query is not None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if not native.takes(query, tokens.key, tokens.value, None if rest is None else state.linear):
+    if not takes.linear(query, tokens.key, tokens.value, None if rest is None else state.linear):
         return None
+    sinks = None
+    if state.sink_key.shape[2]:
+        ranks = ring.ranked(tokens, state.sink_key.shape[2], causal=True)[1]
+        assert ranks is not None
+        if int(ranks.min()) < state.sink_key.shape[2]:  # a sink itself, or padding
+            return None
+        met = query if turned is None else turned(upcast(query), ranks)
+        sinks = window_decode.Sinks(met, state.sink_key, state.sink_value)
     if not (tokens.in_place and all(x.is_contiguous() for x in state)):
         state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
     buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
     outside = None if rest is None else _evicting(rest, query, state)
+    if outside is not None and mix is not None:
+        outside = outside._replace(mix=mix.float().contiguous())
     output = window_decode.decode(
-        query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside
+        query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside, sinks
     )
     return output, state
 

@@ -199,9 +199,12 @@ class Window(StatefulAttention):
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
-        alone = self.mix in (None, "shared") and not self.gate_count
-        if not self.sinks and alone and self.branches in (None, "both"):
-            fused = fused_step(self._linear() if self.inner else None, tokens, state)
+        rest = self._linear() if self.inner else None
+        summed = rest is None or (isinstance(rest, LinearAttention) and not self.gate_count)
+        if summed and self.branches in (None, "both"):
+            mix = None if self.mix in (None, "shared") else self._share()
+            turned = None if self.rotary is None else self._turned
+            fused = fused_step(rest, tokens, state, turned, mix)
             if fused is not None:
                 return fused
         pushed = ring.push_one(tokens, state, wants_evicted=bool(self.inner))
@@ -409,9 +412,18 @@ class Window(StatefulAttention):
         if ranks is not None:
             visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
             if self.rotary is not None:
-                query = self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
+                query = self._turned(query, ranks)
         scores = scores_of(query, key, scaling).masked_fill(~visible[:, None], float("-inf"))
         return band.softmax_sums(scores, value)
+
+    def _turned(self, query: Tensor, ranks: Tensor) -> Tensor:
+        """Turn queries `[B, H, N, D]` of these ranks `[B, N]` so that sinks stand inside the cache."""
+        assert self.rotary is not None
+        return self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
+
+    def _share(self) -> Tensor:
+        """Compute the window's share of the output where there is a rest, `[H]`."""
+        return self.gate.sigmoid() if self.mix == "learned" else self.gate
 
     def _mixed(
         self, tokens: Tokens, inside: Callable[[ScaledSums | None], Tensor], numerator: Tensor, total: Tensor
@@ -424,8 +436,7 @@ class Window(StatefulAttention):
         if self.branches == "window":
             return inside(None)
         if self.mix != "shared":
-            gate = self.gate.to(total.dtype)[:, None]
-            gate = gate.sigmoid() if self.mix == "learned" else gate
+            gate = self._share().to(total.dtype)[:, None]
             gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
             return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
         assert tokens.query is not None

@@ -107,7 +107,8 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     assert done.results == again.results
     keys = ("format", "complete", "command", "arguments", "seed", "versions", "models", "rows", "run")
     assert tuple(done.results) == keys
-    assert list(done.results["run"]) == ["device", "threads", "seconds"]
+    assert list(done.results["run"]) == ["device", "threads", "kernels", "seconds"]
+    assert done.results["run"]["kernels"] == {"cpu": "torch: HF_LINATTN_CPP=0"}
     assert (tmp_path / "out" / "results.csv").read_text().split() == ["value", "1", "2"]
     with pytest.raises(DataError, match=r"other arguments \(--a\)"):
         results.ResumableRun(tmp_path / "out", {**arguments, "a": 2}, "x/1", "python -m x")

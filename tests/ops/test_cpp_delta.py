@@ -8,7 +8,7 @@ from helpers.definitions import repeated
 from helpers.random_inputs import relative_error
 
 from hf_linattn.ops import delta_rule
-from hf_linattn.ops.cpp import build, delta
+from hf_linattn.ops.cpp import build, takes
 from hf_linattn.ops.types import DeltaConfig, DeltaInputs
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
@@ -91,7 +91,7 @@ class TestKernels:
     def test_they_are_the_recurrence(self, shape, parts):
         for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
             inputs, scale = inputs_of(SHAPES[shape], parts, dtype), torch.rand(SHAPES[shape][1]) + 0.5
-            assert delta.takes(inputs)
+            assert takes.delta(inputs)
             with torch.no_grad():
                 got = delta_rule.attention(inputs, config_of(parts), scale, keep=True)
             want = recurrence(doubled(inputs), config_of(parts), scale)
@@ -166,6 +166,6 @@ def test_gates_at_their_ends(logit):
 
 def test_what_the_kernels_do_not_take():
     inputs = inputs_of(SHAPES["one token"], "decay, state")
-    assert not delta.takes(doubled(inputs))
-    assert not delta.takes(inputs._replace(state=inputs.state.double()))
-    assert not delta.takes(inputs._replace(value=inputs.value[..., :0]))
+    assert not takes.delta(doubled(inputs))
+    assert not takes.delta(inputs._replace(state=inputs.state.double()))
+    assert not takes.delta(inputs._replace(value=inputs.value[..., :0]))

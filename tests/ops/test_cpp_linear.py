@@ -23,7 +23,7 @@ from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval.bench.timing import Clock, Timed, measure
 from hf_linattn.ops import dispatch, linear_attention
-from hf_linattn.ops.cpp import build, layout, linear
+from hf_linattn.ops.cpp import build, layout, linear, takes
 from hf_linattn.ops.types import OpConfig
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
@@ -121,8 +121,8 @@ def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
 def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
     """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", f"{build._compiler()[0]} -DLINATTN_NO_HALF")
-    without = build.library.__wrapped__()
+    monkeypatch.setenv("CXX", f"{build.compiler()[0]} -DLINATTN_NO_HALF")
+    without = build.compiled.__wrapped__()
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     value = every[every.isfinite()][: 62 * 1024].view(1, 1, -1, 16)
     query, key = torch.randn(2, 1, 1, value.shape[2], 8).half()
@@ -136,7 +136,7 @@ def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monke
 
 @pytest.mark.parametrize("says", ["refuses", "links nothing"])
 def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypatch, tmp_path):
-    name = shutil.which(build._compiler()[0])
+    name = shutil.which(build.compiler()[0])
     script = tmp_path / "compiler"
     missing = tmp_path / "missing.cpp"
     missing.write_text('extern "C" void nowhere(); extern "C" void calls() { nowhere(); }\n')
@@ -146,7 +146,7 @@ def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(script))
     with pytest.warns(UserWarning, match=r"no OpenMP, so the kernels in C\+\+ use one thread.*libomp"):
-        alone = build.library.__wrapped__()
+        alone = build.compiled.__wrapped__()
     monkeypatch.setattr(build, "library", lambda: alone)
     compare(random_inputs(SHAPES["short"], CONFIGS[0]), CONFIGS[0])
 
@@ -155,7 +155,7 @@ def test_what_they_do_not_take_goes_to_torch(compiled):
     double = random_inputs((1, 2, 2, 8, 4, 4), OpConfig("elu1"))
     assert dispatch.kernel_backend(double) == "eager"
     fewer, _ = single(double)
-    assert not linear.takes(fewer.query, fewer.key[:, :, :0], fewer.value)
+    assert not takes.linear(fewer.query, fewer.key[:, :, :0], fewer.value)
 
 
 @torch.no_grad()
@@ -263,7 +263,7 @@ def test_without_a_compiler_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedCallError, match=r"no compiler \(no-such-compiler\).*unset HF_LINATTN_CPP"):
-        build.library.__wrapped__()
+        build.compiled.__wrapped__()
     assert not list(tmp_path.iterdir())
 
 
@@ -271,17 +271,17 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(monkeypatch, tmp_path
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UnsupportedCallError, match=r"cannot be written.*XDG_CACHE_HOME"):
-        build.library.__wrapped__()
+        build.compiled.__wrapped__()
 
 
 def test_a_damaged_library_is_one_clear_error(compiled, folder, monkeypatch, tmp_path):
-    build.library.__wrapped__()
+    build.compiled.__wrapped__()
     (built,) = folder.rglob("*.so")
     (tmp_path / "hf_linattn").mkdir()
     (tmp_path / "hf_linattn" / built.name).write_bytes(built.read_bytes()[:100])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UnsupportedCallError, match=r"cannot be loaded.*delete it"):
-        build.library.__wrapped__()
+        build.compiled.__wrapped__()
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "2"])
@@ -297,12 +297,12 @@ def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'import sys; sys.exit(\"out of order\")'")
     with pytest.raises(UnsupportedCallError, match="out of order"):
-        build.library.__wrapped__()
+        build.compiled.__wrapped__()
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_second_process_finds_the_library_compiled(compiled, folder):
-    build.library.__wrapped__()
+    build.compiled.__wrapped__()
     made = {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")}
     code = "from hf_linattn.ops.cpp.build import library; library()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ from helpers.tiny_models import distance
 from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_first
 
 from hf_linattn.ops import window_attention
-from hf_linattn.ops.cpp import build
+from hf_linattn.ops.cpp import build, takes
 from hf_linattn.ops.cpp import window as native_window
 from hf_linattn.ops.types import ScaledSums, Window
 
@@ -31,7 +31,7 @@ def single(seen, beside, dtype=torch.float32):
 
 def compare(seen, beside, dtype=torch.float32, tolerance=1e-5):
     leaves, fewer, sums = single(seen, beside, dtype)
-    assert native_window.takes(fewer, sums)
+    assert takes.window(fewer, sums)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     want = definition(Window(*exact[:3], *seen[3:]), ScaledSums(*exact[3:]) if sums else None)
     got = window_attention.attention(fewer, sums)

@@ -51,7 +51,7 @@ def given(shape, column, hidden, dtype=torch.float32, seed=0):
     return token, valid, ring, state
 
 
-def definition(token, valid, ring, scaling, tail, log_decay):
+def definition(token, valid, ring, scaling, tail, log_decay, sinks=None):
     """Output `[B, H, 1, Dv]`, S and z, in float64."""
     (query, key, value), heads = (x.double() for x in token), token[0].shape[1]
     rows, column = torch.arange(len(query)), ring.head_index
@@ -79,15 +79,24 @@ def definition(token, valid, ring, scaling, tail, log_decay):
     keys[rows, :, column], values[rows, :, column] = key[rows, :, 0], value[rows, :, 0]
     valid_columns[rows, column] = True
     scores = query @ definitions.repeated(keys, heads).mT * scaling
-    scores = scores.masked_fill(~valid_columns[:, None, None], float("-inf"))
-    return definitions.softmax(scores, values, others), S, z, keys, values, valid_columns
+    scores, seen = scores.masked_fill(~valid_columns[:, None, None], float("-inf")), values
+    if sinks is not None:
+        met, sink_key, sink_value = (x.double() for x in sinks)
+        beside = met @ definitions.repeated(sink_key, heads).mT * scaling
+        scores, seen = torch.cat([scores, beside], -1), torch.cat([values, sink_value], 2)
+    if tail is None or tail.mix is None:
+        return definitions.softmax(scores, seen, others), S, z, keys, values, valid_columns
+    share = torch.where(others[1] > 0, tail.mix.double()[:, None], 1)[..., None]
+    rest = (others[0] / others[1][..., None]).nan_to_num(0)
+    output = share * definitions.softmax(scores, seen, None) + (1 - share) * rest
+    return output, S, z, keys, values, valid_columns
 
 
-def compare(token, valid, ring, tail, log_decay, tolerance=1e-5):
-    want = definition(token, valid, ring, 0.3, tail, log_decay)
+def compare(token, valid, ring, tail, log_decay, tolerance=1e-5, sinks=None):
+    want = definition(token, valid, ring, 0.3, tail, log_decay, sinks)
     step = 1 if valid is None else valid[:, 0].long()
     after = (ring.head_index + step) % ring.key.shape[2]
-    got = window_decode.decode(*token, valid, ring, 0.3, tail)
+    got = window_decode.decode(*token, valid, ring, 0.3, tail, sinks)
     assert got.dtype == token[0].dtype
     assert relative_error(got.double(), want[0]) < tolerance
     if tail is not None:
@@ -120,6 +129,41 @@ def test_a_step_is_the_formula(kind, shape, hidden, compiled):
                 query, evicted, *state, given_decay, None, kind, 0.01, query_log_scale
             )
         compare(token, valid, ring, tail, decay)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("count", [1, 4, 70])
+@pytest.mark.parametrize("kind", [None, "elu1", "elu1, a share", "none, a share"])
+def test_sinks_are_seen_beside_the_window_and_the_rest_may_have_a_share(kind, count, shape, compiled):
+    batch, heads, kv_heads, _, size, wide = shape
+    for hidden, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        token, valid, ring, state = given(shape, shape[3] // 2, hidden, dtype)
+        tail = None
+        if kind is not None:
+            evicted = torch.rand(batch, kv_heads, 1, size), torch.randn(batch, kv_heads, 1, wide)
+            mapped = "none" not in kind
+            tail = window_decode.LinearTail(
+                token[0] if mapped else torch.rand(batch, heads, 1, size),
+                *(None if mapped else evicted, *state),
+                kind=kind.partition(",")[0],
+                mix=torch.randn(heads) if "share" in kind else None,
+            )
+        beside = (heads, 1, size), (kv_heads, count, size), (kv_heads, count, wide)
+        sinks = window_decode.Sinks(*(torch.randn(batch, *sizes).to(dtype) for sizes in beside))
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        compare(token, valid, ring, tail, torch.zeros(batch, kv_heads), tolerance, sinks)
+
+
+def test_a_share_of_nothing_is_all_of_the_window(compiled):
+    token, _, ring, state = given((2, 4, 2, 9, 16, 24), 3, False)
+    ring.valid.fill_(False)
+    tail = window_decode.LinearTail(token[0], None, *map(torch.zeros_like, state), kind="elu1")
+    mixed = tail._replace(mix=torch.full((4,), 0.3))
+    outputs = [
+        window_decode.decode(*token, None, window_decode.RingBuffer(*map(torch.clone, ring)), 0.3, each)
+        for each in (None, mixed)
+    ]
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)], ids=str)
@@ -196,18 +240,29 @@ SPECS = {
     "gated": {},
     "hybrid of gated features": {"gated": {"feature_map": "hedgehog", "half_life": 8.0}},
     "hybrid of taylor": {"taylor2": {}},
+    "window with sinks": {"window": {"sinks": 3}},
+    "window+gated with sinks": {"window": {"sinks": 1}},
+    "window+elu1 with sinks where they are": {"window": {"sinks": 3, "positions": "text"}},
+    "window+hedgehog with sinks and a share": {"window": {"sinks": 3, "mix": "learned"}},
+    "window+elu1 with an interpolated share": {"window": {"mix": "interpolated"}},
     "gated features": {"gated": {"feature_map": "hedgehog", "half_life": 8.0}},
 }
 
 
 def patched(spec, dtype):
     options = {name: dict(part) for name, part in SPECS[spec].items()}
+    spec = spec.partition(" with ")[0]
     if "features" in spec or "taylor" in spec:
         spec = ("window+" if "hybrid" in spec else "") + next(iter(options))
     if "window" in spec:
-        options["window"] = {"size": 5}
+        options["window"] = {"size": 5, **options.get("window", {})}
     torch.manual_seed(0)
-    return patch_model(tiny_models.llama(dtype=dtype), spec, options=options)
+    model = patch_model(tiny_models.llama(dtype=dtype), spec, options=options)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("window.gate"):
+                weight.copy_(torch.linspace(-0.5, 0.8, len(weight)))
+    return model
 
 
 def decoded(model, ids, mask):

@@ -7,21 +7,12 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
 from hf_linattn.ops.cpp.layout import NO_ARRAY, NO_DELTA_GRADS, address, array
-from hf_linattn.ops.cpp.linear import SUMS, reads, rows
+from hf_linattn.ops.cpp.linear import SUMS, rows
 from hf_linattn.ops.types import DeltaConfig, DeltaGrads, DeltaInputs, token_major
 
 CHUNK = 64
 EPS = 1e-12
 """Least length that a key or query is divided by, as in `torch.nn.functional.normalize`."""
-
-
-def takes(inputs: DeltaInputs) -> bool:
-    """Tell whether the kernels were asked for and take these: on a CPU, of at most 32 bits, nothing empty."""
-    query, key, value, gates, state, *_ = inputs
-    query = key if query is None else query
-    if not reads(query, key, value) or gates.dtype != SUMS or (state is not None and state.dtype != SUMS):
-        return False
-    return bool(query.numel() and key.numel() and value.numel())
 
 
 def forward(

@@ -24,6 +24,14 @@ void run_all(const Problem& p, float number) {
 
 extern "C" {
 
+int64_t linattn_threaded() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void linattn_forward(const LinearProblem* p, float eps) {
     p->causal ? run_all<LinearForward>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
 }

@@ -8,6 +8,7 @@ not compile. Tensors go by their address: whoever calls a kernel keeps them aliv
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NewType, get_type_hints
@@ -20,6 +21,11 @@ from hf_linattn.ops.types import FEATURE_MAPS
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What kernels read and write; sums are float32."""
+
+forked: list[bool] = []
+"""Not empty in a process that was forked: threads of OpenMP that the other one had are waited for in vain."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: forked.append(True))
 
 Address = NewType("Address", int)
 """Of the first number of a tensor; 0 where there is none."""
@@ -231,6 +237,7 @@ class DecodeTail(Part):
     gate: Gate  # in place of log_decay
     query_log_scale: Address  # float32 [B, H, 1], dense: log of a divisor of tail_query; 0 for none
     eps: float
+    mix: Address  # float32 [H], dense: the window's share, each part divided by itself; 0 for one normaliser
 
 
 class WindowDecodeProblem(Struct):
@@ -239,12 +246,16 @@ class WindowDecodeProblem(Struct):
     sizes: Sizes
     tail: DecodeTail
     columns: int  # of the ring
+    sinks: int  # tokens beside the ring, all of which count
     query: Array  # of the token
     key: Array
     value: Array
     output: Array
     ring_key: Array  # the window
     ring_value: Array
+    sink_query: Array  # of the token, as it meets them
+    sink_key: Array
+    sink_value: Array
     ring_valid: Address  # bool [B, columns], True at columns that count
     ring_valid_row: int  # its stride
     head_index: Address  # int64 [B]: the oldest column, the same in all rows
@@ -275,7 +286,8 @@ def sizes(heads: int, length: int, key: Tensor, value: Tensor) -> bytes:
         key: `[B, Hkv, S, D]`, or queries of so many rows and of the same size.
         value: `[B, Hkv, S, Dv]`.
     """
-    (batch, kv_heads, _, value_dim), threads = value.shape, torch.get_num_threads()
+    batch, kv_heads, _, value_dim = value.shape
+    threads = 1 if forked else torch.get_num_threads()
     return Sizes.pack(batch, heads, kv_heads, length, key.shape[3], value_dim, threads)
 
 

@@ -6,26 +6,10 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
-from hf_linattn.ops.cpp.layout import DTYPES, address, array
+from hf_linattn.ops.cpp.layout import address, array
 from hf_linattn.ops.types import FEATURE_MAPS, Gate, InputGrads, Inputs, OpConfig, OutputGrads, Outputs, State
 
 SUMS = torch.float32
-
-
-def reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether the kernels were asked for and can read these: on a CPU, of at most 32 bits."""
-    if not build.asked() or not query.is_cpu or type(query) is not Tensor:
-        return False  # a tensor of another class may have no memory to read
-    return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES
-
-
-def takes(query: Tensor, key: Tensor, value: Tensor, state: State | None = None) -> bool:
-    """Tell whether the kernels were asked for and take these: as `reads`, sums in float32, nothing empty."""
-    if not reads(query, key, value):
-        return False
-    if state is not None and not (state.S.dtype == SUMS and state.z.dtype == SUMS):
-        return False
-    return bool(query.numel() and key.numel() and value.numel())
 
 
 def may_overwrite(state: State) -> bool:

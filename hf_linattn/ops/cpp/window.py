@@ -16,11 +16,6 @@ VECTOR = 16
 """Floats in the longest vectors of any processor."""
 
 
-def takes(window: Window, other: ScaledSums | None) -> bool:
-    """Tell whether the kernels were asked for and can read these: as `linear.reads`, sums in float32."""
-    return linear.reads(window.query, window.key, window.value) and all(x.dtype == SUMS for x in other or ())
-
-
 def forward(window: Window, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
     """Compute softmax over the window and the other tokens, under one normaliser.
 

@@ -11,10 +11,10 @@ class WindowDecode : KeyHead<WindowDecodeProblem> {
     static constexpr int TILE = 64;  // columns that are brought to float32 together
 
     const float scaling_;
-    const int columns_, columns_row_, features_, features_row_;
+    const int columns_, sinks_, first_sink_, columns_row_, features_, features_row_;
     const int64_t column_;
     const bool *valid_, token_counts_;
-    float *query_, *scores_, *numerator_, *tile_, *sum_, *top_;
+    float *query_, *sink_query_, *scores_, *numerator_, *tile_, *sum_, *top_;
     float *phi_q_, *phi_k_, *evicted_value_, *tail_numerator_, *tail_total_, *log_scale_, *S_, *z_;
 
 public:
@@ -22,16 +22,19 @@ public:
         : KeyHead(p, batch_head),
           scaling_(scaling),
           columns_(p.columns),
-          columns_row_(padded(columns_)),
+          sinks_(p.sinks),
+          first_sink_(padded(columns_)),
+          columns_row_(first_sink_ + padded(sinks_)),
           features_(p.features),
           features_row_(padded(features_)),
           column_(at<int64_t>(p.head_index)[row_]),
           valid_(at<bool>(p.ring_valid) + row_ * p.ring_valid_row),
           token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]) {
         const int64_t widest = std::max(key_row_, value_row_);
-        reserve(shared_ * (key_row_ + columns_row_ + features_row_ + 2 * value_row_ + 4) + TILE * widest +
+        reserve(shared_ * (2 * key_row_ + columns_row_ + features_row_ + 2 * value_row_ + 4) + TILE * widest +
                 2 * features_row_ + value_row_ + features_ * value_row_);
         query_ = alloc(shared_, key_row_);
+        sink_query_ = alloc(shared_, key_row_);
         scores_ = alloc(shared_, columns_row_);
         numerator_ = alloc(shared_, value_row_);
         tile_ = alloc(TILE, widest);
@@ -48,22 +51,30 @@ public:
     }
 
     void run() {
-        for (int64_t head = first_query(); head < last_query(); ++head) {
-            float* query = query_ + (head - first_query()) * key_row_;
-            read_row(p_.query, head, 0, query, head_dim_, key_row_);
-            scale(query, scaling_, key_row_);
-        }
+        read_query(p_.query, query_);
+        if (sinks_) read_query(p_.sink_query, sink_query_);
         if (p_.S) read_tail();  // before the oldest key is written over
         write_column(p_.key, p_.ring_key, head_dim_);
         write_column(p_.value, p_.ring_value, value_dim_);
         for (int from = 0; from < columns_; from += TILE)
             score_columns(from, std::min(TILE, columns_ - from));
+        for (int from = 0; from < sinks_; from += TILE) score_sinks(from, std::min(TILE, sinks_ - from));
         for (int i = 0; i < shared_; ++i) softmax_row(i);
-        for (int from = 0; from < columns_; from += TILE) add_values(from, std::min(TILE, columns_ - from));
+        for (int from = 0; from < columns_; from += TILE)
+            add_values(p_.ring_value, from, std::min(TILE, columns_ - from), scores_, from > 0);
+        for (int from = 0; from < sinks_; from += TILE)
+            add_values(p_.sink_value, from, std::min(TILE, sinks_ - from), scores_ + first_sink_, true);
         for (int i = 0; i < shared_; ++i) write_row(i);
     }
 
 private:
+    void read_query(const Array& from, float* to) const {
+        for (int64_t head = first_query(); head < last_query(); ++head, to += key_row_) {
+            read_row(from, head, 0, to, head_dim_, key_row_);
+            scale(to, scaling_, key_row_);
+        }
+    }
+
     bool visible(int column) const { return valid_[column] || (column == column_ && token_counts_); }
 
     void write_column(const Array& from, const Array& to, int count) const {
@@ -127,7 +138,7 @@ private:
         int64_t stride;
     };
 
-    // Columns of the ring: where they lie if they are whole vectors of float32 there.
+    // Columns of the ring or the sinks: where they lie if they are whole vectors of float32 there.
     RingRows ring_rows(const Array& ring, int from, int count, int width, int row) const {
         if (ring.dtype == FLOAT32 && width == row)
             return {at<float>(ring.data) + offset(ring, row_, head_, from), ring.token};
@@ -145,10 +156,19 @@ private:
                                       : NEGATIVE_INFINITY;
     }
 
+    void score_sinks(int from, int count) {
+        const RingRows keys = ring_rows(p_.sink_key, from, count, head_dim_, key_row_);
+        for (int i = 0; i < shared_; ++i)
+            for (int j = 0; j < count; ++j)
+                scores_[i * columns_row_ + first_sink_ + from + j] =
+                    dot(sink_query_ + i * key_row_, keys.data + j * keys.stride, key_row_);
+    }
+
     // Scores to exponentials, over that of the largest.
     void softmax_row(int i) {
         float* scores = scores_ + i * columns_row_;
-        for (int j = columns_; j < columns_row_; ++j) scores[j] = NEGATIVE_INFINITY;
+        for (int j = columns_; j < first_sink_; ++j) scores[j] = NEGATIVE_INFINITY;
+        for (int j = first_sink_ + sinks_; j < columns_row_; ++j) scores[j] = NEGATIVE_INFINITY;
         Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
         for (int j = 0; j < columns_row_; j += WIDTH) {
             const Floats values = load(scores + j);
@@ -163,16 +183,21 @@ private:
         sum_[i] = sum(total);
     }
 
-    void add_values(int from, int count) {
-        const RingRows values = ring_rows(p_.ring_value, from, count, value_dim_, value_row_);
-        product({scores_ + from, columns_row_, 1}, shared_, count, values.data, values.stride, numerator_,
-                value_row_, value_row_, from > 0);
+    void add_values(const Array& from, int first, int count, const float* scores, bool add) {
+        const RingRows values = ring_rows(from, first, count, value_dim_, value_row_);
+        product({scores + first, columns_row_, 1}, shared_, count, values.data, values.stride, numerator_,
+                value_row_, value_row_, add);
     }
 
     void write_row(int i) {
-        float* numerator = numerator_ + i * value_row_;
-        join_softmax(numerator, top_[i], sum_[i], tail_numerator_ + i * value_row_, p_.S ? tail_total_[i] : 0,
-                     log_scale_[i], value_row_);
+        float *numerator = numerator_ + i * value_row_, *tail = tail_numerator_ + i * value_row_;
+        const float total = p_.S ? tail_total_[i] : 0;
+        join_softmax(numerator, top_[i], sum_[i], tail, p_.mix ? 0 : total, log_scale_[i], value_row_);
+        if (p_.mix && total > 0) {
+            const float share = at<float>(p_.mix)[first_query() + i], other = (1 - share) / total;
+            for (int e = 0; e < value_row_; e += WIDTH)
+                store(numerator + e, load(numerator + e) * share + load(tail + e) * other);
+        }
         write(p_.output, offset(p_.output, row_, first_query() + i, 0), value_dim_, numerator);
     }
 };

@@ -28,6 +28,20 @@ class RingBuffer(NamedTuple):
     head_index: Tensor
 
 
+class Sinks(NamedTuple):
+    """The first tokens, beside the window.
+
+    Attributes:
+        query: of the token, turned to where it meets them, `[B, H, 1, D]`.
+        key: `[B, Hkv, n, D]`, all of which count.
+        value: `[B, Hkv, n, Dv]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class LinearTail(NamedTuple):
     """What lies behind the window, as a linear attention has it.
 
@@ -43,6 +57,8 @@ class LinearTail(NamedTuple):
         eps: likewise.
         query_log_scale: logarithm of what the query's features were divided by, `[B, H, 1]`; None for 1,
             and where the map is the kernel's.
+        mix: the window's share of the output, `[H]`, float32, dense, where each part has a normaliser of its
+            own and the tail is not empty; None for one normaliser.
     """
 
     query: Tensor
@@ -54,6 +70,7 @@ class LinearTail(NamedTuple):
     kind: str = "none"
     eps: float = 0.0
     query_log_scale: Tensor | None = None
+    mix: Tensor | None = None
 
 
 def decode(
@@ -64,6 +81,7 @@ def decode(
     ring: RingBuffer,
     scaling: float,
     tail: LinearTail | None = None,
+    sinks: Sinks | None = None,
 ) -> Tensor:
     """Put a token into the window and let its query read all: `[B, H, 1, Dv]` in the dtype of the query.
 
@@ -77,6 +95,7 @@ def decode(
         ring: what the window holds, written over.
         scaling: of the scores.
         tail: what lies behind the window; its state is written over.
+        sinks: tokens that are seen with the window; None for none.
 
     Raises:
         UnsupportedCallError: the kernels cannot be compiled.
@@ -85,16 +104,22 @@ def decode(
     (batch, heads), (columns, value_dim) = query.shape[:2], ring.value.shape[2:]
     output = token_major(query, batch, heads, 1, value_dim)
     tail = None if tail is None else _dense(tail)  # held until the kernel is done
+    sinks = None if sinks is None else Sinks(*map(rows, sinks))
+    beside = (layout.NO_ARRAY,) * 3 if sinks is None else tuple(map(array, sinks))
     problem = layout.WindowDecodeProblem.pack(
         sizes=layout.sizes(heads, 1, query, ring.value),
         tail=layout.NO_TAIL if tail is None else _packed(tail),
         columns=columns,
+        sinks=0 if sinks is None else sinks.key.shape[2],
         query=array(query),
         key=array(key),
         value=array(value),
         output=array(output),
         ring_key=array(ring.key),
         ring_value=array(ring.value),
+        sink_query=beside[0],
+        sink_key=beside[1],
+        sink_value=beside[2],
         ring_valid=ring.valid.data_ptr(),
         ring_valid_row=ring.valid.stride(0),
         head_index=ring.head_index.data_ptr(),
@@ -107,11 +132,11 @@ def decode(
 
 def _dense(tail: LinearTail) -> LinearTail:
     """Make the last axes dense, and decay and scale all of them, as the kernel reads them."""
-    query, evicted, S, z, log_decay, gate, kind, eps, scale = tail
+    query, evicted, S, z, log_decay, gate, kind, eps, scale, mix = tail
     if evicted is not None:
         evicted = rows(evicted[0]), rows(evicted[1])
     log_decay, scale = (None if x is None else x.contiguous() for x in (log_decay, scale))
-    return LinearTail(rows(query), evicted, S, z, log_decay, gate, kind, eps, scale)
+    return LinearTail(rows(query), evicted, S, z, log_decay, gate, kind, eps, scale, mix)
 
 
 def _packed(tail: LinearTail) -> bytes:
@@ -128,4 +153,5 @@ def _packed(tail: LinearTail) -> bytes:
         gate=layout.gate(tail.gate),
         query_log_scale=address(tail.query_log_scale),
         eps=tail.eps,
+        mix=address(tail.mix),
     )

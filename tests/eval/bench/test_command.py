@@ -31,7 +31,7 @@ from hf_linattn.eval.bench import peers, series
 from hf_linattn.eval.bench.caches import random_tokens
 from hf_linattn.eval.bench.config import KINDS
 from hf_linattn.eval.bench.model import ModelSeries
-from hf_linattn.ops.cpp import linear
+from hf_linattn.ops.cpp import auto, build, takes
 from hf_linattn.ops.cpp.build import CPP, asked
 
 
@@ -195,14 +195,28 @@ def test_what_is_beyond_the_budget_is_not_run_and_said(tmp_path, capsys):
 def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
     monkeypatch.setenv(CPP, "1" if by == "environment" else "0")
     used = []
-    monkeypatch.setattr(linear, "takes", lambda *inputs: used.append(asked()))  # none is compiled here
+    monkeypatch.setattr(takes, "linear", lambda *inputs: used.append(asked() == "1"))
+    monkeypatch.setattr(build, "library", lambda: None)  # none is compiled here
     extra = ["--cpp"] if by == "option" else []
     assert bench.main(arguments(tmp_path, "--kinds", "prefill", *extra, lengths="16")) == 0
     assert used
     assert all(used)
     results = results_of(tmp_path)
     assert results["arguments"]["cpp"]
+    assert results["run"]["kernels"] == "cpp, compiled at the first call"
     assert results["command"].count("--cpp") == 1
+
+
+def test_what_nobody_asked_for_is_told_too(tmp_path, monkeypatch):
+    monkeypatch.delenv(CPP)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    auto.found.cache_clear()
+    assert bench.main(arguments(tmp_path / "out", "--kinds", "prefill", lengths="16")) == 0
+    results = results_of(tmp_path / "out")
+    assert results["run"]["kernels"].startswith("torch: this installation has no prebuilt library")
+    assert results["command"].endswith(" --no-cpp")
+    assert results["arguments"]["cpp"] is False
+    auto.found.cache_clear()
 
 
 def test_explain_prints_the_rule(monkeypatch, capsys):
