@@ -14,6 +14,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.triton import check
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
 
 
@@ -115,7 +116,9 @@ class LinearAttention(StatefulAttention):
         query, documents = tokens.query, tokens.documents
         assert query is not None
         linked = documents is not None or self.has_decay
-        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked, state)
+        form = check.Form(self.fused, True, divide)
+        given = query, tokens.key, tokens.value
+        backend = choose_backend(*given, self.fused, linked, state, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total, after = linear.causal(
@@ -132,6 +135,8 @@ class LinearAttention(StatefulAttention):
             outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
             inputs = self.kernel_inputs(tokens, divide, state)
+            if backend == "triton":
+                inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
             outputs = linear_attention.attention(inputs, config, tokens.keep, backend)
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
 
@@ -149,12 +154,16 @@ class LinearAttention(StatefulAttention):
         """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
         query, divide = tokens.query, self.sum_normalised
         assert query is not None
-        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked=False)
+        form = check.Form(self.fused, False, divide)
+        given = query, tokens.key, tokens.value
+        backend = choose_backend(*given, self.fused, False, None, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
             return linear.normalised(numerator, total) if divide else numerator, total
         inputs = self.kernel_inputs(tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+        if backend == "triton":
+            inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
         config = OpConfig(self.fused, self.eps, divide, causal=False)
         outputs = linear_attention.attention(inputs, config, keep=False, backend=backend)
         return outputs.output, outputs.total

@@ -78,7 +78,7 @@ def _backward(
 def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> Outputs:
     query, key, value, valid, S, z = inputs[:6]
     run = launch.forward if config.causal else launch.global_forward
-    results = run(query, key, value, valid, S, z, config.kind, config.normalise)
+    results = run(query, key, value, valid, S, z, config.kind, config.normalise, eps=config.eps)
     return Outputs(*results) if keep or not config.causal else Outputs(*results[:2])
 
 
@@ -88,8 +88,8 @@ def _triton_backward(
     query, key, value, valid, S, z = inputs[:6]
     operands, kind = (*output_grads, query, key, value, valid), (config.kind, config.normalise)
     if config.causal:
-        return launch.backward(*operands, S, z, *outputs[:2], *kind)
-    results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind)
+        return launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps)
+    results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind, eps=config.eps)
     return InputGrads(*results[:3])
 
 

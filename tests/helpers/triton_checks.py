@@ -12,7 +12,7 @@ import torch
 from hf_linattn.attention import Tokens, linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention
-from hf_linattn.ops.triton import launch
+from hf_linattn.ops.triton import launch, problem
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig
 from hf_linattn.patches.elu1 import Elu1
@@ -40,6 +40,8 @@ class Case(NamedTuple):
     causal: bool = True
     keys: int = 0
     mean: float = 0.0
+    eps: float = 0.0
+    scale: float = 1.0
     d_after: bool = True
 
 
@@ -65,7 +67,7 @@ def inputs_of(case):
     # features of any sign have totals around 0, where no precision is enough
     signs = (case.feature_map == "none", case.feature_map == "none", False)
     query, key, value = (new(batch, *size, positive=sign) for size, sign in zip(sizes, signs, strict=True))
-    query = query + case.mean
+    query, key, value = query + case.mean, key + case.mean * (case.scale > 1), value * case.scale
     valid = None
     if case.masked:
         valid = torch.rand(batch, keys, generator=generator) > 0.3
@@ -84,8 +86,8 @@ def definition(inputs, case):
     """Output, total, S and z in float64, with the gradients of torch."""
     query, key, value, valid, S0, z0 = inputs
     return definitions.linear(
-        definitions.feature_map(query, case.feature_map, True),
-        definitions.feature_map(key, case.feature_map, False),
+        definitions.feature_map(query, case.feature_map, True, case.eps),
+        definitions.feature_map(key, case.feature_map, False, case.eps),
         value,
         causal=case.causal,
         normalise=case.normalise,
@@ -97,13 +99,14 @@ def definition(inputs, case):
 
 def run(case, inputs, segment=None):
     call = launch.forward if case.causal else launch.global_forward
-    return call(*inputs, case.feature_map, case.normalise, segment=segment or case.segment or None)
+    segment = segment or case.segment or None
+    return call(*inputs, case.feature_map, case.normalise, eps=case.eps, segment=segment)
 
 
 def run_backward(case, inputs, after, gradients, segment=None):
     query, key, value, valid, S0, z0 = inputs
     output, total, S, z = after
-    options = {"segment": segment or case.segment or None}
+    options = {"eps": case.eps, "segment": segment or case.segment or None}
     maps = case.feature_map, case.normalise
     if case.causal:
         return launch.backward(*gradients, query, key, value, valid, S0, z0, output, total, *maps, **options)
@@ -252,15 +255,27 @@ def check_nan_is_not_swallowed():
         assert not output[0, 1].isnan().any()
 
 
+def check_addresses_behind_two_to_the_31():
+    """Tokens so far apart that 32 bits cannot count the numbers between them; pages in between stay unused."""
+    case = Case(heads=1, kv_heads=1, length=4, dtype="bfloat16", tolerance=1e-2)
+    inputs, apart = inputs_of(case), 1 << 30
+    room = torch.empty(3 * apart + case.D, dtype=torch.bfloat16)
+    far = room.as_strided((1, 1, 4, case.D), (0, 0, apart, 1))
+    far.copy_(inputs.key)
+    after, want = (run(case, inputs._replace(key=key)) for key in (far, inputs.key))
+    seeds = [torch.ones_like(x) for x in want]
+    found, wanted = (run_backward(case, inputs._replace(key=key), want, seeds) for key in (far, inputs.key))
+    assert all(torch.equal(a, b) for a, b in zip((*after, *found[:3]), (*want, *wanted[:3]), strict=True))
+
+
 def check_refusals():
-    """What the kernels do not take is said, and `supports` knows it before."""
+    """What the kernels do not take is said."""
     for change in ({"D": 300}, {"Dv": 300}, {"dtype": "float64"}):
         case = Case(**change)
-        inputs = inputs_of(case)
-        assert not launch.supports(*inputs[:3])
         with pytest.raises(UnsupportedCallError, match="Triton"):
-            run(case, inputs)
-    assert launch.supports(*inputs_of(Case())[:3])
+            run(case, inputs_of(case))
+    assert problem.refusal((torch.float32,) * 3, (16, 16), 2**24, 1)
+    assert problem.refusal((torch.float32,) * 3, (16, 256), 1, 2**24)
     assert launch.available("cpu")
     assert launch.available("cuda")
     assert not launch.available("meta")

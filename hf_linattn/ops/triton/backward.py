@@ -38,6 +38,7 @@ def backward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> InputGrads:
     """Compute the gradients of causal linear attention, `launch.forward`.
@@ -57,12 +58,13 @@ def backward(
         total: likewise, `[B, H, N]`.
         feature_map: "elu1", "relu" or "none".
         normalise: the output was divided by the total.
+        eps: added to the features of "relu".
         segment: tokens that one program walks; None chooses.
 
     Returns:
         Gradients of query, key, value, and of S and z where there was a state before.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S0, z0 = call.dense(S0, z0)
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
@@ -94,6 +96,7 @@ def global_backward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> InputGrads:
     """Compute the gradients of linear attention over all keys, `launch.global_forward`.
@@ -113,12 +116,13 @@ def global_backward(
         z: likewise, `[B, Hkv, D]`.
         feature_map: "elu1", "relu" or "none".
         normalise: the output was divided by the total.
+        eps: added to the features of "relu".
         segment: tokens that one program walks; None chooses.
 
     Returns:
         Gradients of query, key, value, and of S and z before, whether there was a state or not.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = S.contiguous(), z.contiguous()
     R, r = _end(call, d_S, d_z)
     run = _Run(call, d_output, total)

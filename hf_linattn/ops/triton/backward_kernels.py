@@ -72,8 +72,8 @@ def gradient_rows(
     Q, D_OUT, OUT, TOTAL, D_TOTAL, T, SHIFT, STATES,
     q_strides, d_out_strides, out_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr,
-    OPERAND: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute t and the queries' shift `[B, H, N]`, and R of one segment.
 
@@ -115,7 +115,7 @@ def gradient_rows(
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
             if STATES is not None:
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
                 small_r += tl.sum(t[:, None] * phi_q, 0)
     if STATES is not None:
@@ -128,8 +128,8 @@ def query_gradients(
     Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, S0, Z0, D_Q,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
     row, block = row_and_block(D, BLOCK)
@@ -157,7 +157,7 @@ def query_gradients(
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, tokens, keep, k_strides[2], rows, D)
             v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
             d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
             d_scores = tl.where(order[:, None] >= order[None, :], d_scores, 0.0)
             d_phi += dot(d_scores, phi_k, OPERAND)
@@ -175,8 +175,8 @@ def key_gradients(
     Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, D_S, D_Z, D_K, D_S0, D_Z0,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_k_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
@@ -211,7 +211,7 @@ def key_gradients(
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
                 shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
                 d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
                 d_phi += dot(d_scores, phi_q, OPERAND)
@@ -232,8 +232,8 @@ def value_gradients(
     Q, K, VALID, D_OUT, TOTAL, STATES, D_S, D_V,
     q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
@@ -251,7 +251,7 @@ def value_gradients(
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
         d_value = dot(phi_k, big_r, OPERAND)
         if CAUSAL:
             for member in range(GROUP):
@@ -263,7 +263,7 @@ def value_gradients(
                     d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
                 )
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, EPS, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
                 scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)
                 d_value += dot(scores, g, OPERAND)

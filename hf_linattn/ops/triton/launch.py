@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
-from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting, supports
+from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting
 
-__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "supports"]
+__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward"]
 
 
 @functools.cache
@@ -47,6 +47,7 @@ def forward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute causal linear attention after the state (S0, z0).
@@ -62,6 +63,7 @@ def forward(
         feature_map: "elu1" (queries scaled per row by a positive factor, which only `total` and unnormalised
             outputs show), "relu" or "none".
         normalise: divide by the total; rows whose total is 0 give 0.
+        eps: added to the features of "relu".
         segment: tokens that one program walks, a multiple of 64; None chooses by device and shape.
 
     Returns:
@@ -71,7 +73,7 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S0, z0 = call.dense(S0, z0)
     if not call.length or not call.batch:
         return _nothing(call, S0, z0)
@@ -90,6 +92,8 @@ def decode(
     z: Tensor | None,
     feature_map: str,
     normalise: bool = True,
+    *,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode one token, N = 1, in one launch: the state takes its key in, then its queries read.
 
@@ -102,11 +106,12 @@ def decode(
         z: float32 `[B, Hkv, D]`, likewise.
         feature_map: as in `forward`.
         normalise: divide by the total.
+        eps: as in `forward`.
 
     Returns:
         Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps)
     output, _, S, z = _step(call, *call.dense(S, z))
     return output, S, z
 
@@ -121,6 +126,7 @@ def global_forward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute linear attention over all keys; there may be more or fewer queries than keys.
@@ -134,12 +140,13 @@ def global_forward(
         z0: float32 `[B, Hkv, D]`, likewise.
         feature_map: as in `forward`.
         normalise: divide by the total.
+        eps: as in `forward`.
         segment: as in `forward`.
 
     Returns:
         Output `[B, H, N, Dv]` in the dtype of the values; total `[B, H, N]`, S and z over all keys, float32.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = call.dense(S0, z0)
     if call.keys and call.batch:
         tokens, slots = call.cut(call.keys, SEGMENT_STATES)

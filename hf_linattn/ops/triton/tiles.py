@@ -49,7 +49,7 @@ class Configuration(NamedTuple):
 WALKS = {
     "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
     "bf16": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-    "tf32": (Tile(32, 64, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    "fp16": (Tile(32, 32, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "tf32x3": (Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
     "ieee": (Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
@@ -57,7 +57,7 @@ WALKS = {
 SUMS = {
     "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
     "bf16": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
-    "tf32": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    "fp16": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 1)),
     "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
@@ -75,7 +75,7 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
         D: width of queries and keys, at most 256.
         Dv: width of values, likewise.
         group: query heads per key head.
-        operand: what the products are computed in, as in `kernels`: "bf16", "tf32", "tf32x3", "ieee".
+        operand: what the products are computed in, as in `kernels`: "bf16", "fp16", "tf32x3", "ieee".
         capability: of the device, as `torch.cuda.get_device_capability` says it.
     """
     head_dim, value_dim = padded(D), padded(Dv)
@@ -95,7 +95,7 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
         rows = total._replace(chunk=min(total.chunk, 32))
     if group > 1 and kind == "bf16, wgmma":
         key = values = WALKS["bf16"][index]
-    elif group > 1 or kind == "tf32" or (kind == "bf16" and index == 0):
+    elif group > 1 or kind == "fp16" or (kind == "bf16" and index == 0):
         key = walk._replace(block=max(walk.block // 2, 16))
 
     def of(tile: Tile, width: int) -> Tile:
