@@ -115,10 +115,9 @@ class LinearAttention(StatefulAttention):
         """
         query, documents = tokens.query, tokens.documents
         assert query is not None
-        linked = documents is not None or self.has_decay
-        form = check.Form(self.fused, True, divide)
+        form = check.Form(self.fused, True, divide, self.has_decay, documents is not None)
         given = query, tokens.key, tokens.value
-        backend = choose_backend(*given, self.fused, linked, state, form, self.features)
+        backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total, after = linear.causal(
@@ -156,7 +155,7 @@ class LinearAttention(StatefulAttention):
         assert query is not None
         form = check.Form(self.fused, False, divide)
         given = query, tokens.key, tokens.value
-        backend = choose_backend(*given, self.fused, False, None, form, self.features)
+        backend = choose_backend(*given, self.fused, None, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))

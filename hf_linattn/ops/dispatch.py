@@ -34,7 +34,6 @@ def choose_backend(
     key: Tensor,
     value: Tensor,
     kind: str,
-    linked: bool,
     state: State | None = None,
     form: check.Form | None = None,
     features: int | None = None,
@@ -46,7 +45,6 @@ def choose_backend(
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
         kind: the map inside the kernel, "none" for features.
-        linked: there are documents or decay.
         state: of the tokens before, None for nothing.
         form: what is computed; None for outputs of `kind`, causal.
         features: number of features with "none"; None for D.
@@ -59,7 +57,7 @@ def choose_backend(
         if not (single and torch.compiler.is_compiling()) and native.takes(query, key, value, state):
             return "cpp"
         return "vectorised" if single else "eager"
-    if query.is_cuda and not linked and check.takes(query, key, value, form or check.Form(kind), features):
+    if query.is_cuda and check.takes(query, key, value, form or check.Form(kind), features):
         return "triton"
     return "vectorised"
 
@@ -115,7 +113,7 @@ causal linear attention, first line that fits (files in hf_linattn/ops):
                                      x their size are below {SMALL}, or with several threads and
                                      fewer than {FEW} rows x key heads
   CUDA or ROCm with triton, where the kernels agree with float64 on that device (triton/check.py;
-  {check.TRITON}=0 turns them off), neither decay nor packed documents
+  {check.TRITON}=0 turns them off)
                                      Triton kernels (triton/launch.py)
   any other device                   vectorised torch operations (eager/linear.py)
 bidirectional and cross-attention:

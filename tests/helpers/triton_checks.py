@@ -12,9 +12,10 @@ import torch
 from hf_linattn.attention import Tokens, linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention
+from hf_linattn.ops.eager.chunked_backward import through_running_sum
 from hf_linattn.ops.triton import launch, problem
 from hf_linattn.ops.types import Inputs as Operands
-from hf_linattn.ops.types import OpConfig
+from hf_linattn.ops.types import OpConfig, OutputGrads, Outputs
 from hf_linattn.patches.elu1 import Elu1
 
 from . import definitions
@@ -42,6 +43,8 @@ class Case(NamedTuple):
     mean: float = 0.0
     eps: float = 0.0
     scale: float = 1.0
+    decay: float = 0.0
+    documents: tuple[int, ...] = ()
     d_after: bool = True
 
 
@@ -52,6 +55,8 @@ class Inputs(NamedTuple):
     valid: torch.Tensor | None
     S0: torch.Tensor | None
     z0: torch.Tensor | None
+    log_decay: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
 
 def inputs_of(case):
@@ -79,12 +84,17 @@ def inputs_of(case):
         query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
     S0 = new(batch, case.kv_heads, case.D, case.Dv) if case.state else None
     z0 = new(batch, case.kv_heads, case.D, positive=True) * 5 if case.state else None
-    return Inputs(query, key, value, valid, S0, z0)
+    log_decay = -case.decay * new(batch, case.kv_heads, keys).abs() if case.decay else None
+    documents = None
+    if case.documents:  # first tokens, those of the second row three later
+        first = torch.tensor(case.documents) + 3 * torch.arange(batch)[:, None]
+        documents = (torch.arange(keys)[:, None] >= first[:, None]).sum(-1) + 1
+    return Inputs(query, key, value, valid, S0, z0, log_decay, documents)
 
 
 def definition(inputs, case):
     """Output, total, S and z in float64, with the gradients of torch."""
-    query, key, value, valid, S0, z0 = inputs
+    query, key, value, valid, S0, z0, log_decay, documents = inputs
     return definitions.linear(
         definitions.feature_map(query, case.feature_map, True, case.eps),
         definitions.feature_map(key, case.feature_map, False, case.eps),
@@ -94,21 +104,26 @@ def definition(inputs, case):
         hidden=None if valid is None else ~valid,
         S=S0,
         z=z0,
+        log_decay=log_decay,
+        documents=documents,
     )
 
 
 def run(case, inputs, segment=None):
     call = launch.forward if case.causal else launch.global_forward
-    segment = segment or case.segment or None
-    return call(*inputs, case.feature_map, case.normalise, eps=case.eps, segment=segment)
+    options = {"eps": case.eps, "segment": segment or case.segment or None}
+    if case.causal:
+        options |= {"log_decay": inputs.log_decay, "documents": inputs.documents}
+    return call(*inputs[:6], case.feature_map, case.normalise, **options)
 
 
 def run_backward(case, inputs, after, gradients, segment=None):
-    query, key, value, valid, S0, z0 = inputs
+    query, key, value, valid, S0, z0, log_decay, documents = inputs
     output, total, S, z = after
     options = {"eps": case.eps, "segment": segment or case.segment or None}
     maps = case.feature_map, case.normalise
     if case.causal:
+        options |= {"log_decay": log_decay, "documents": documents}
         return launch.backward(*gradients, query, key, value, valid, S0, z0, output, total, *maps, **options)
     return launch.global_backward(*gradients, query, key, value, valid, output, total, S, z, *maps, **options)
 
@@ -124,7 +139,7 @@ def check(case):
     """Forward and backward against the definition and its gradient."""
     inputs = inputs_of(case)
     kept = [None if x is None else x.clone() for x in inputs]
-    exact = [x if x is None or x.dtype is torch.bool else x.double().requires_grad_() for x in inputs]
+    exact = [x if x is None or not x.is_floating_point() else x.double().requires_grad_() for x in inputs]
     if case.masked:  # where torch.where cannot keep NaN out of torch's own gradient
         exact[1], exact[2] = (x.detach().nan_to_num(0.0).requires_grad_() for x in exact[1:3])
     want = definition(exact, case)
@@ -138,12 +153,15 @@ def check(case):
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in want]
     used = slice(None) if case.d_after else slice(1)
     loss = sum((x * w).sum() for x, w in zip(want[used], weights[used], strict=True))
-    of = [x for x in exact if x is not None and x.dtype is not torch.bool]
+    of = [x for x in exact if x is not None and x.is_floating_point()]
     expected = torch.autograd.grad(loss, of)
     seeds = [w.float() if case.d_after or i == 0 else None for i, w in enumerate(weights)]
     seeds[0] = seeds[0].to(inputs.value.dtype)
     found = run_backward(case, inputs, got, seeds)
-    for name, a, b in zip(("query", "key", "value", "S0", "z0"), found, expected, strict=False):
+    found = through_running_sum(found, Outputs(*got), OutputGrads(*seeds))
+    names = ("query", "key", "value", "S0", "z0", "log_decay")
+    given = [(name, x) for name, x in zip(names, found, strict=True) if x is not None]
+    for (name, a), b in zip(given, expected, strict=case.causal):
         close(a, b, case.tolerance * 3, f"gradient of {name}")
     for x, of_x in zip(inputs[:3], found[:3], strict=True):
         assert of_x.dtype is x.dtype
@@ -198,19 +216,23 @@ def check_same_bits():
 def check_decode(case):
     """Token by token as at once, from the state of a prefill, which stays as it was."""
     inputs = inputs_of(case)
-    query, key, value, valid, _, _ = inputs
+    query, key, value, valid = inputs[:4]
     want, _, S_end, z_end = run(case, inputs)
 
     def part(first, last):
         own = None if valid is None else valid[:, first:last]
         return *(x[:, :, first:last] for x in (query, key, value)), own
 
+    def links(first, last):
+        decay = inputs.log_decay
+        return {"log_decay": None if decay is None else decay[:, :, first:last]}
+
     options = case.feature_map, case.normalise
-    first, _, S, z = launch.forward(*part(0, 40), None, None, *options)
+    first, _, S, z = launch.forward(*part(0, 40), None, None, *options, **links(0, 40))
     outputs = [first]
     for i in range(40, case.length):
         before = S.clone(), z.clone()
-        output, new_S, new_z = launch.decode(*part(i, i + 1), S, z, *options)
+        output, new_S, new_z = launch.decode(*part(i, i + 1), S, z, *options, **links(i, i + 1))
         assert torch.equal(before[0], S)
         assert torch.equal(before[1], z)
         outputs.append(output)
@@ -256,7 +278,7 @@ def check_nan_is_not_swallowed():
 
 
 def check_addresses_behind_two_to_the_31():
-    """Tokens so far apart that 32 bits cannot count the numbers between them; pages in between stay unused."""
+    """Tokens so far apart that 32 bits cannot count what is between them; pages between stay unused."""
     case = Case(heads=1, kv_heads=1, length=4, dtype="bfloat16", tolerance=1e-2)
     inputs, apart = inputs_of(case), 1 << 30
     room = torch.empty(3 * apart + case.D, dtype=torch.bfloat16)

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 FUNCTIONS = ("forward", "backward", "decode", "global_forward", "global_backward")
 
 
-def key_of(dtype=torch.float32, D=16, Dv=16, grouped=False, kind="elu1", causal=True, normalise=True):
-    return check._key(CPU, dtype, dtype, D, Dv, grouped, kind, causal, normalise)
+def key_of(dtype=torch.float32, D=16, Dv=16, grouped=False, kind="elu1", *form):
+    return check._key(CPU, dtype, dtype, D, Dv, grouped, kind, *form)
 
 
 def backend(**lies):
@@ -66,9 +66,9 @@ class Folder:
         return sorted((self.path / "hf_linattn").glob("*")) if self.path.is_dir() else []
 
 
-def check_true_kernels_pass(path, dtype, kind, causal, normalise):
+def check_true_kernels_pass(path, dtype, kind, *form):
     """Once run, then known: in memory, and by the next process."""
-    key = key_of(getattr(torch, dtype), 16, 24, True, kind, causal, normalise)
+    key = key_of(getattr(torch, dtype), 16, 24, True, kind, *form)
     with Folder(path) as folder, warnings.catch_warnings():
         warnings.simplefilter("error")
         checks = Checks(launch, LENGTH)
@@ -321,12 +321,12 @@ def check_the_choice(path):
     for kind, features, D in (("elu1", None, 16), ("none", 32, 32)):
         asked.clear()
         patch.setattr(check, "Tensor", OnGpu)
-        assert dispatch.choose_backend(gpu, gpu, gpu, kind, False, features=features) == "triton"
-        assert dispatch.choose_backend(x, x, x, kind, False, features=features) == "eager"
+        assert dispatch.choose_backend(gpu, gpu, gpu, kind, features=features) == "triton"
+        assert dispatch.choose_backend(x, x, x, kind, features=features) == "eager"
         [(key, *sizes)] = asked
         assert (key.D, key.Dv, key.form.kind, *sizes) == (D, 16, kind, 8, 2)
     patch.undo()
-    assert dispatch.choose_backend(gpu, gpu, gpu, "elu1", False) == "vectorised"  # not a plain tensor
+    assert dispatch.choose_backend(gpu, gpu, gpu, "elu1") == "vectorised"  # not a plain tensor
 
 
 class OnGpu(torch.Tensor):

@@ -32,6 +32,26 @@ CASES = {
     "float16": Case(dtype="float16", tolerance=1e-3, state=True),
     "float16, tiny and huge": Case(dtype="float16", tolerance=2e-3, mean=-14.0, scale=300.0),
     "bfloat16": Case(dtype="bfloat16", tolerance=1e-2, masked=True),
+    "decay": Case(decay=0.1, length=70, tolerance=1e-5),
+    "decay, state, groups, mask": Case(
+        decay=0.5, heads=4, batch=2, length=70, state=True, masked=True, D=24, Dv=40, tolerance=1e-5
+    ),
+    "decay, segments": Case(decay=0.02, length=290, kv_heads=1, state=True, tolerance=2e-5),
+    "decay that forgets at once": Case(decay=60.0, length=70, state=True, tolerance=1e-4),
+    "features that decay": Case(feature_map="none", decay=0.1, D=72, heads=1, kv_heads=1, tolerance=1e-5),
+    "documents": Case(documents=(5, 6, 31, 32, 50), batch=2, length=70, masked=True),
+    "documents, state, relu": Case(
+        documents=(40, 64), batch=2, length=100, state=True, feature_map="relu", eps=0.1, kv_heads=1
+    ),
+    "documents that decay": Case(
+        documents=(10, 33, 34), decay=0.2, batch=2, length=100, state=True, kv_heads=1, tolerance=1e-5
+    ),
+    "numerators that decay": Case(
+        normalise=False, decay=0.2, feature_map="none", state=True, documents=(45,), tolerance=1e-5
+    ),
+    "one token that decays": Case(length=1, state=True, heads=4, decay=0.5, documents=(0,)),
+    "decay, bfloat16": Case(dtype="bfloat16", tolerance=1.5e-2, decay=0.1, documents=(20,), length=70),
+    "decay, float16": Case(dtype="float16", tolerance=3e-3, decay=0.1, state=True, length=70),
     "global": Case(causal=False, heads=4, masked=True, strided=True),
     "global, more keys, state": Case(causal=False, length=20, keys=50, state=True, D=24),
     "global, fewer keys": Case(causal=False, length=50, keys=20, feature_map="relu", normalise=False),
@@ -44,7 +64,10 @@ def test_forward_and_backward_match_the_definition(interpreted, name):
     interpreted(checks.check, CASES[name])
 
 
-@pytest.mark.parametrize("case", [Case(masked=True, kv_heads=1), Case(feature_map="relu", normalise=False)])
+@pytest.mark.parametrize(
+    "case",
+    [Case(masked=True, kv_heads=1), Case(feature_map="relu", normalise=False, decay=0.2)],
+)
 def test_decode_goes_on_where_prefill_ended(interpreted, case):
     interpreted(checks.check_decode, case._replace(length=45))
 

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "form",
     [
-        ("float32", "elu1", True, True),
+        ("float32", "elu1", True, True, True, True),
         ("bfloat16", "none", True, True),
-        ("float16", "relu", True, True),
+        ("float16", "relu", True, True, False, True),
         ("float16", "none", False, False),
     ],
     ids=str,

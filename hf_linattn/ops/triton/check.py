@@ -45,11 +45,15 @@ class Form(NamedTuple):
         kind: feature map, "none" for features.
         causal: else over all keys.
         normalise: outputs, else numerators.
+        decays: each token scales what came before.
+        packed: of several documents.
     """
 
     kind: str
     causal: bool = True
     normalise: bool = True
+    decays: bool = False
+    packed: bool = False
 
 
 class Key(NamedTuple):
@@ -78,11 +82,14 @@ class Key(NamedTuple):
     @property
     def name(self) -> str:
         """Text without the device."""
-        kind, causal, normalise = self.form
+        kind, causal, *_ = self.form
         dtypes = dict.fromkeys(str(x).removeprefix("torch.") for x in (self.dtype, self.value_dtype))
         words = ["/".join(dtypes), f"{self.D}x{self.Dv}", kind, "causal" if causal else "over all keys"]
-        words += [] if normalise else ["numerators"]
-        return ", ".join([*words, *(["grouped"] if self.group > 1 else []), f"products in {self.operand}"])
+        words += [] if self.form.normalise else ["numerators"]
+        words += ["decay"] if self.form.decays else []
+        words += ["documents"] if self.form.packed else []
+        words += ["grouped"] if self.group > 1 else []
+        return ", ".join([*words, f"products in {self.operand}"])
 
 
 class Verdict(NamedTuple):

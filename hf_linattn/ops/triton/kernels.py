@@ -162,6 +162,47 @@ def query_features(
 
 
 @triton.jit
+def link(DECAY, LABELS, batch_head, batch, start, length, CHUNK: tl.constexpr):
+    """Tell how the tokens of a chunk are linked to each other and to what lies around it.
+
+    DECAY `[B, Hkv, N]` is log g, LABELS `[B, N]` the documents, either None. Returns, for each token, the
+    running sum of log g and the label; the factors of the state before for a query, and of a key for the
+    state after; and that of the state before for the state after. A state belongs to the document of the
+    token before, the first one to that of the first token.
+    """
+    tokens = start + tl.arange(0, CHUNK)
+    inside = tokens < length
+    decay = tl.zeros([CHUNK], tl.float32)
+    label = tl.zeros([CHUNK], tl.int32)
+    before = tl.sum(label, 0)
+    last = before
+    if DECAY is not None:
+        decay += tl.load(DECAY + batch_head * length + tokens, mask=inside, other=0.0)
+    if LABELS is not None:
+        row = LABELS + batch * length
+        label += tl.load(row + tokens, mask=inside, other=-1)
+        before += tl.load(row + tl.maximum(start - 1, 0))
+        last += tl.load(row + tl.minimum(start + CHUNK, length) - 1)
+    running = tl.cumsum(decay, 0)
+    end = tl.sum(decay, 0)
+    of_state = tl.where(label == before, tl.exp(running), 0.0)
+    of_key = tl.where(label == last, tl.exp(end - running), 0.0)
+    left = tl.where(before == last, tl.exp(end), 0.0)
+    return running, label, of_state, of_key, left
+
+
+@triton.jit
+def linked_pairs(pairs, running, label, KEYS_FIRST: tl.constexpr):
+    """Weight numbers of queries and keys, `[queries, keys]` or the other way round, 0 where none is seen."""
+    difference = running[:, None] - running[None, :]
+    if KEYS_FIRST:
+        difference = -difference
+    # pairs that the order of tokens hides are 0 already, and would be large here
+    factor = tl.exp(tl.minimum(difference, 0.0))
+    return tl.where(label[:, None] == label[None, :], pairs * factor, 0.0)
+
+
+@triton.jit
 def load_state(STATES, S0, Z0, batch_head, slot, slots, rows, columns, D: tl.constexpr, DV: tl.constexpr):
     """Load S `[rows, columns]` and z `[rows]` from `slot` of STATES `[batch_heads, slots, D DV + D]`.
 
@@ -196,10 +237,10 @@ def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, AL
 
 @triton.jit
 def segment_states(
-    K, V, VALID, STATES,
+    K, V, VALID, DECAY, LABELS, STATES, FACTORS,
     k_strides, v_strides, valid_strides, kv_heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr,
+    LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block = row_and_block(DV, BLOCK)
@@ -211,6 +252,7 @@ def segment_states(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     s = tl.zeros([BLOCK_D, BLOCK], tl.float32)
     z = tl.zeros([BLOCK_D], tl.float32)
+    factor = 1.0 + tl.sum(z, 0)
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
@@ -218,21 +260,38 @@ def segment_states(
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
         v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
         phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
-        s += dot(tl.trans(phi_k), v, OPERAND)
-        z += tl.sum(phi_k, 0)
+        if LINKED:
+            _, _, _, of_key, left = link(DECAY, LABELS, batch_head, batch, start, length, CHUNK)
+            s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
+            z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            factor *= left
+        else:
+            s += dot(tl.trans(phi_k), v, OPERAND)
+            z += tl.sum(phi_k, 0)
     base = STATES + (batch_head * slots + slot) * (D * DV + D)
     store_state(base, base + D * DV, s, z, rows, columns, D, DV, block == 0)
+    if LINKED:
+        tl.store(FACTORS + batch_head * slots + slot, factor, mask=block == 0)
 
 
 @triton.jit
 def accumulate(
-    STATES, S0, Z0, slots, SIZE_S: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+    STATES,
+    FACTORS,
+    S0,
+    Z0,
+    slots,
+    SIZE_S: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Sum up along the slots, in place, from S0 `[batch_heads, SIZE_S]` and Z0 on.
 
     Grid: batch_heads, blocks of SIZE.
 
-    SLOTS of them at a time, so that their loads are under way together.
+    SLOTS of them at a time, so that their loads are under way together; one at a time where FACTORS
+    `[batch_heads, slots]`, of what comes before in each, is not None.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -242,21 +301,28 @@ def accumulate(
     if Z0 is not None:
         in_z = (element >= SIZE_S) & (element < SIZE)
         carry += tl.load(Z0 + batch_head * (SIZE - SIZE_S) + element - SIZE_S, mask=in_z, other=0.0)
-    for first in range(0, slots, SLOTS):
-        slot = first + tl.arange(0, SLOTS)
-        inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
-        pointers = STATES + (batch_head * slots + slot)[:, None] * SIZE + element[None, :]
-        x = tl.load(pointers, mask=inside, other=0.0)
-        tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
-        carry += tl.sum(x, 0)
+    if FACTORS is not None:
+        for slot in range(slots):
+            pointers = STATES + (batch_head * slots + slot) * SIZE + element
+            x = tl.load(pointers, mask=element < SIZE, other=0.0)
+            carry = carry * tl.load(FACTORS + batch_head * slots + slot) + x
+            tl.store(pointers, carry, mask=element < SIZE)
+    else:
+        for first in range(0, slots, SLOTS):
+            slot = first + tl.arange(0, SLOTS)
+            inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
+            pointers = STATES + (batch_head * slots + slot)[:, None] * SIZE + element[None, :]
+            x = tl.load(pointers, mask=inside, other=0.0)
+            tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
+            carry += tl.sum(x, 0)
 
 
 @triton.jit
 def outputs(
-    Q, K, V, VALID, STATES, S0, Z0, OUT, TOTAL, S, Z,
+    Q, K, V, VALID, DECAY, LABELS, STATES, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
@@ -289,10 +355,21 @@ def outputs(
             phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
             scores = dot(phi_q, tl.trans(phi_k), OPERAND)
             scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
+            if LINKED:
+                running, label, of_state, of_key, left = link(
+                    DECAY, LABELS, batch_head, batch, start, length, CHUNK
+                )
+                scores = linked_pairs(scores, running, label, False)
+                numerator *= of_state[:, None]
+                total *= of_state
             numerator += dot(scores, v, OPERAND)
             total += tl.sum(scores, 1)
-            s += dot(tl.trans(phi_k), v, OPERAND)
-            z += tl.sum(phi_k, 0)
+            if LINKED:
+                s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
+                z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            else:
+                s += dot(tl.trans(phi_k), v, OPERAND)
+                z += tl.sum(phi_k, 0)
         if NORMALISE:
             # no epsilon: a row that sees nothing is 0, and all others are exact
             seen = total != 0
@@ -306,7 +383,7 @@ def outputs(
 
 @triton.jit
 def step(
-    Q, K, V, VALID, S0, Z0, OUT, TOTAL, S, Z,
+    Q, K, V, VALID, DECAY, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, kv_heads,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
@@ -327,6 +404,10 @@ def step(
     v = load_tile(head_pointer(V, v_strides, batch, head), token, keep, 0, columns, DV)
     phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND), 0)
     s, z = load_state(None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV)
+    if DECAY is not None:
+        factor = tl.exp(tl.load(DECAY + batch_head))
+        s *= factor
+        z *= factor
     s += phi_k[:, None] * v.to(tl.float32)
     z += phi_k
     first = block == 0

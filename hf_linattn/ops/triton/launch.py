@@ -48,6 +48,8 @@ def forward(
     normalise: bool,
     *,
     eps: float = 0.0,
+    log_decay: Tensor | None = None,
+    documents: Tensor | None = None,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute causal linear attention after the state (S0, z0).
@@ -64,6 +66,9 @@ def forward(
             outputs show), "relu" or "none".
         normalise: divide by the total; rows whose total is 0 give 0.
         eps: added to the features of "relu".
+        log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
+        documents: integers `[B, N]`, ascending: a query sees its own, and the state before belongs to the
+            first of each row, that after to the last.
         segment: tokens that one program walks, a multiple of 64; None chooses by device and shape.
 
     Returns:
@@ -73,7 +78,7 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
     if not call.length or not call.batch:
         return _nothing(call, S0, z0)
@@ -94,6 +99,7 @@ def decode(
     normalise: bool = True,
     *,
     eps: float = 0.0,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode one token, N = 1, in one launch: the state takes its key in, then its queries read.
 
@@ -107,11 +113,12 @@ def decode(
         feature_map: as in `forward`.
         normalise: divide by the total.
         eps: as in `forward`.
+        log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
 
     Returns:
         Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, eps)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, None, log_decay)
     output, _, S, z = _step(call, *call.dense(S, z))
     return output, S, z
 

@@ -135,6 +135,8 @@ class Problem:
         normalise: bool,
         eps: float = 0.0,
         segment: int | None = None,
+        log_decay: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> None:
         why = refusal(*sizes_of(query, key, value))
         if why is not None:
@@ -142,6 +144,9 @@ class Problem:
         assert feature_map in FEATURE_MAPS, feature_map
         self.query, self.key, self.value = (last_contiguous(x) for x in (query, key, value))
         self.valid = valid
+        self.decay = None if log_decay is None else log_decay.to(torch.float32).contiguous()
+        self.labels = None if documents is None else documents.to(torch.int32).contiguous()
+        self.linked = log_decay is not None or documents is not None
         self.batch, self.heads, self.length, self.D = query.shape
         self.kv_heads, self.keys, self.Dv = *key.shape[1:3], value.shape[3]
         self.group = self.heads // self.kv_heads
@@ -220,6 +225,16 @@ class Problem:
         """Allocate S and z of each segment, `[batch_heads, slots, D Dv + D]`."""
         return self.new(self.batch_heads, slots, self.D * self.Dv + self.D)
 
+    def new_factors(self, slots: int) -> Tensor | None:
+        """Allocate what each segment leaves of the state before it, `[batch_heads, slots]`; None for all."""
+        return self.new(self.batch_heads, slots) if self.linked else None
+
+    def links(self, spec: KernelSpec) -> dict[str, Any]:
+        """Pass decay and documents."""
+        if spec is STEP:  # one token is of one document
+            return {"DECAY": self.decay}
+        return {"DECAY": self.decay, "LABELS": self.labels, "LINKED": self.linked}
+
     def last_slot(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Cut S and z out of the last slot, as tensors of their own."""
         S, z = states[:, -1].split((self.D * self.Dv, self.D), -1)
@@ -240,21 +255,22 @@ class Problem:
 
         if not slots:
             return None
-        states = self.new_slots(slots)
+        states, factors = self.new_slots(slots), self.new_factors(slots)
         self.run(
             kernels.segment_states,
             SEGMENT_STATES,
             slots,
             STATES=states,
+            FACTORS=factors,
             kv_heads=self.kv_heads,
             length=self.keys,
             segment=segment,
             slots=slots,
         )
-        self.accumulate(states, S, z)
+        self.accumulate(states, factors, S, z)
         return states
 
-    def accumulate(self, states: Tensor, S: Tensor | None, z: Tensor | None) -> None:
+    def accumulate(self, states: Tensor, factors: Tensor | None, S: Tensor | None, z: Tensor | None) -> None:
         """Sum up along the slots, in place, from S and z on."""
         from hf_linattn.ops.triton import kernels
 
@@ -264,6 +280,7 @@ class Problem:
             (batch_heads, -(-size // SCAN.block)),
             SCAN,
             STATES=states,
+            FACTORS=factors,
             S0=S,
             Z0=z,
             slots=slots,
@@ -286,6 +303,7 @@ class Problem:
             self.tile(spec),
             **arguments,
             **self.inputs(spec.inputs),
+            **self.links(spec),
             **self.sizes(spec),
             **self.maps,
         )

@@ -34,7 +34,7 @@ EXPONENTIALS = 64
 """Units of 2^-24 for exp of a few units, in hardware."""
 EPS = 1e-3
 RESULTS = ("output", "total", "S", "z")
-GRADIENTS = ("d_query", "d_key", "d_value", "d_S", "d_z")
+GRADIENTS = ("d_query", "d_key", "d_value", "d_S", "d_z", "d_decay")
 
 
 class Trial(NamedTuple):
@@ -50,6 +50,8 @@ class Trial(NamedTuple):
         operand: what products are computed in, as in `kernels`.
         causal: else over all keys.
         normalise: outputs, else numerators.
+        decays: each token scales what came before.
+        packed: of several documents.
     """
 
     dtype: torch.dtype
@@ -61,6 +63,8 @@ class Trial(NamedTuple):
     operand: str
     causal: bool = True
     normalise: bool = True
+    decays: bool = False
+    packed: bool = False
 
 
 class Numbers(NamedTuple):
@@ -76,6 +80,8 @@ class Numbers(NamedTuple):
     d_total: Tensor | None
     d_S: Tensor | None
     d_z: Tensor | None
+    log_decay: Tensor | None
+    documents: Tensor | None
 
 
 def disagreement(trial: Trial, kernels: Any, device: torch.device, length: int = LENGTH) -> str | None:
@@ -126,34 +132,46 @@ def _numbers(trial: Trial, length: int, plain: bool) -> Numbers:
     signs = normal(1, -(-length // 32), kv_heads, trial.Dv).sign().repeat_interleave(32, 1)[:, :length]
     value = (size * signs).to(trial.value_dtype).transpose(1, 2)
     d_output = tokens(heads, trial.Dv, trial.value_dtype)
+    # a head forgets within a few tokens, the other within some segments
+    rates = torch.tensor([0.5, 0.01], device="cpu")[None, :, None]
+    log_decay = -rates * normal(1, kv_heads, length).abs() if trial.decays else None
+    # one begins with a segment, one inside a chunk, one has a single token
+    begin = torch.tensor([SEGMENT, SEGMENT + 1, SEGMENT + 37], device="cpu")
+    documents = (torch.arange(length, device="cpu")[:, None] >= begin).sum(-1)[None] if trial.packed else None
+    links = log_decay, documents
     if plain:
-        return Numbers(query, key, value, None, None, None, d_output, None, None, None)
+        return Numbers(query, key, value, None, None, None, d_output, None, None, None, *links)
     valid = torch.rand(1, length, generator=generator, dtype=torch.float32, device="cpu") > 0.2
     S, z = normal(1, kv_heads, trial.D, trial.Dv), normal(1, kv_heads, trial.D).abs() + 1
     d_total, d_S, d_z = normal(1, heads, length), normal(*S.shape), normal(*z.shape)
-    return Numbers(query, key, value, valid, S, z, d_output, d_total, d_S, d_z)
+    return Numbers(query, key, value, valid, S, z, d_output, d_total, d_S, d_z, *links)
 
 
 def _on(numbers: Numbers, device: torch.device) -> Numbers:
     return Numbers(*(None if x is None else x.to(device) for x in numbers))  # type: ignore[arg-type]
 
 
-def _options(trial: Trial) -> dict[str, Any]:
-    return {"eps": EPS if trial.kind == "relu" else 0.0}
+def _options(trial: Trial, here: Numbers) -> dict[str, Any]:
+    options: dict[str, Any] = {"eps": EPS if trial.kind == "relu" else 0.0}
+    if trial.causal:
+        options |= {"log_decay": here.log_decay, "documents": here.documents}
+    return options
 
 
 def _forward(trial: Trial, here: Numbers, kernels: Any) -> tuple[Tensor, ...]:
     run = kernels.forward if trial.causal else kernels.global_forward
     given = (*here[:4], here.S, here.z)
-    results: tuple[Tensor, ...] = run(*given, trial.kind, trial.normalise, segment=SEGMENT, **_options(trial))
+    results: tuple[Tensor, ...] = run(
+        *given, trial.kind, trial.normalise, segment=SEGMENT, **_options(trial, here)
+    )
     return results
 
 
 def _backward(
     trial: Trial, here: Numbers, after: tuple[Tensor, ...], kernels: Any
 ) -> tuple[Tensor | None, ...]:
-    how, options = (trial.kind, trial.normalise), {"segment": SEGMENT, **_options(trial)}
-    grads = here[6:]
+    how, options = (trial.kind, trial.normalise), {"segment": SEGMENT, **_options(trial, here)}
+    grads = here[6:10]
     found: tuple[Tensor | None, ...]
     if trial.causal:
         found = kernels.backward(*grads, *here[:4], here.S, here.z, *after[:2], *how, **options)
@@ -163,7 +181,9 @@ def _backward(
 
 
 def _decode(trial: Trial, here: Numbers, kernels: Any) -> dict[str, Tensor | None]:
-    step = kernels.decode(*here[:4], here.S, here.z, trial.kind, trial.normalise, **_options(trial))
+    options = _options(trial, here)
+    options.pop("documents")
+    step = kernels.decode(*here[:4], here.S, here.z, trial.kind, trial.normalise, **options)
     return dict(zip(("output", "S", "z"), step, strict=True))
 
 
@@ -197,6 +217,25 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
     phi_q, slope_q = by_group(phi_q), by_group(slope_q)
     weight = torch.ones(length, length, dtype=torch.float64, device="cpu")
     weight = weight.tril() if trial.causal else weight
+    # of a query's keys, of the state before for it, of a key and of the state before for that after
+    factors = weight.expand(1, 2, -1, -1), torch.ones(1, 2, length, dtype=torch.float64, device="cpu")
+    pairs_of, of_state = factors
+    of_key = of_state
+    if numbers.log_decay is not None:
+        running = numbers.log_decay.double().cumsum(-1)
+        pairs_of = pairs_of * (running[..., None] - running[..., None, :]).clamp(max=0).exp()
+        of_state, of_key = running.exp(), (running[..., -1:] - running).exp()
+    if numbers.documents is not None:
+        label = numbers.documents[:, None]
+        pairs_of = pairs_of * (label[..., None] == label[..., None, :])
+        of_state, of_key = of_state * (label == label[..., :1]), of_key * (label == label[..., -1:])
+    left = of_state[..., -1] if trial.causal else torch.ones_like(of_state[..., -1])
+    weight, read_q, kept_k = (
+        pairs_of[:, :, None],
+        phi_q * of_state[:, :, None, :, None],
+        phi_k * of_key[..., None],
+    )
+    left, left_S = left[..., None], left[..., None, None]
     scores = torch.einsum("bhgid,bhjd->bhgij", phi_q, phi_k) * weight
     nothing = phi_k.new_zeros(1, 2, trial.D, trial.Dv)
     S0 = nothing if numbers.S is None else numbers.S.double()
@@ -204,22 +243,25 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
 
     def summed(v: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
         """Numerators and the state after."""
-        read = torch.einsum("bhgid,bhde->bhgie", phi_q, S)
-        return scores @ v[:, :, None] + read, S + phi_k.mT @ v
+        read = torch.einsum("bhgid,bhde->bhgie", read_q, S)
+        return scores @ v[:, :, None] + read, S * left_S + kept_k.mT @ v
 
     def gradients(
-        g: Tensor, t: Tensor, v: Tensor, S: Tensor, d_S: Tensor, d_z: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys, values, S and z before."""
+        sign: int, g: Tensor, t: Tensor, v: Tensor, S: Tensor, d_S: Tensor, d_z: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of queries, keys, values, S and z before, and the running sums of the decay."""
         pairs = (g @ v[:, :, None].mT + t[..., None]) * weight
-        R, r = (torch.einsum("bhgid,bhgie->bhde", phi_q, g), torch.einsum("bhgid,bhgi->bhd", phi_q, t))
+        R, r = (torch.einsum("bhgid,bhgie->bhde", read_q, g), torch.einsum("bhgid,bhgi->bhd", read_q, t))
         d_q = torch.einsum("bhgij,bhjd->bhgid", pairs, phi_k)
-        d_q = d_q + torch.einsum("bhgie,bhde->bhgid", g, S) + t[..., None] * z0[:, :, None, None]
-        d_k = torch.einsum("bhgij,bhgid->bhjd", pairs, phi_q) + v @ d_S.mT + d_z[:, :, None]
-        d_v = torch.einsum("bhgij,bhgie->bhje", scores, g) + phi_k @ d_S
-        return (d_q * slope_q).flatten(1, 2), d_k * slope_k, d_v, R + d_S, r + d_z
+        through = torch.einsum("bhgie,bhde->bhgid", g, S) + t[..., None] * z0[:, :, None, None]
+        d_q = d_q + through * of_state[:, :, None, :, None]
+        d_k = torch.einsum("bhgij,bhgid->bhjd", pairs, phi_q)
+        d_k = d_k + (v @ d_S.mT + d_z[:, :, None]) * of_key[..., None]
+        d_v = torch.einsum("bhgij,bhgie->bhje", scores, g) + kept_k @ d_S
+        along = sign * (d_k * phi_k).sum(-1) + (d_q * phi_q).sum((2, 4))
+        return (d_q * slope_q).flatten(1, 2), d_k * slope_k, d_v, R + d_S * left_S, r + d_z * left, along
 
-    total = scores.sum(-1) + torch.einsum("bhgid,bhd->bhgi", phi_q, z0)
+    total = scores.sum(-1) + torch.einsum("bhgid,bhd->bhgi", read_q, z0)
     (numerator, S), (size, S_size) = summed(value, S0), summed(value.abs(), S0.abs())
     divisor = total if trial.normalise else torch.ones_like(total)
     output, size = numerator / divisor[..., None], size / divisor[..., None]
@@ -230,10 +272,10 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
         t, t_size = t - (g * output).sum(-1), t_size + (g.abs() * size).sum(-1)
     d_S = nothing if numbers.d_S is None else numbers.d_S.double()
     d_z = nothing[..., 0] if numbers.d_z is None else numbers.d_z.double()
-    z = z0 + phi_k.sum(2)
+    z = z0 * left + kept_k.sum(2)
     names = RESULTS + GRADIENTS
-    want = (output.flatten(1, 2), total.flatten(1, 2), S, z, *gradients(g, t, value, S0, d_S, d_z))
-    positive = gradients(g.abs(), t_size, value.abs(), S0.abs(), d_S.abs(), d_z.abs())
+    want = (output.flatten(1, 2), total.flatten(1, 2), S, z, *gradients(-1, g, t, value, S0, d_S, d_z))
+    positive = gradients(1, g.abs(), t_size, value.abs(), S0.abs(), d_S.abs(), d_z.abs())
     scale = (size.flatten(1, 2), total.flatten(1, 2), S_size, z, *positive)
     return dict(zip(names, want, strict=True)), dict(zip(names, scale, strict=True))
 
