@@ -9,16 +9,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hf_linattn.attention import Tokens, linear
+from hf_linattn import patch_model
+from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention
 from hf_linattn.ops.eager.chunked_backward import through_running_sum
 from hf_linattn.ops.triton import launch, problem
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig, OutputGrads, Outputs
-from hf_linattn.patches.elu1 import Elu1
 
-from . import definitions
+from . import definitions, tiny_models
 
 
 class Case(NamedTuple):
@@ -333,24 +333,43 @@ def check_the_operator_over_all_keys():
     assert_near(*runs)
 
 
-def check_one_token_of_a_patch():
-    """Prefill and decode of a patch through Triton, beside the CPU's own forms."""
+def check_a_model(spec, dtype, tolerance, packed=False):
+    """Logits, gradients and a decoded token of a patched model through Triton, beside the CPU's own forms."""
     runs = []
     for triton in (True, False):
-        given = inputs_of(Case(kv_heads=1, heads=2, length=20))
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        model = patch_model(tiny_models.llama(), spec).to(getattr(torch, dtype))
+        torch.manual_seed(0)
+        ids = torch.randint(0, model.config.vocab_size, (2, 41))
+        mask, positions = torch.ones_like(ids), None
+        if packed:
+            mask, positions = None, torch.cat([torch.arange(17), torch.arange(23)]).expand(2, -1)
+        else:
+            mask[0, :9] = 0
+        forms = []
+
+        def choose(query, key, value, kind, state=None, form=None, features=None, forms=forms):
+            forms.append(form)
+            return "triton"
+
+        with pytest.MonkeyPatch.context() as patch:
             if triton:
-                patch.setattr(linear, "choose_backend", lambda *inputs: "triton")
-            elu1, state, outputs = Elu1(None), None, []
-            for start, stop in ((0, 18), (18, 19), (19, 20)):
-                tokens = Tokens(*given[:3], 1.0).slice(start, stop)
-                output, state = elu1.causal(tokens, state)
-                outputs.append(output)
-            runs.append((torch.cat(outputs, 2), *state))
-    assert_near(*runs)
+                patch.setattr(linear, "choose_backend", choose)
+            given = {"attention_mask": None if mask is None else mask[:, :40], "position_ids": positions}
+            logits = model(ids[:, :40], **given, use_cache=False).logits
+            seen = slice(9, None)
+            logits[:, seen].float().square().mean().backward()
+            results = [logits[:, seen], *(x.grad for x in model.parameters() if x.grad is not None)]
+            if not packed:
+                with torch.no_grad():
+                    cache = model(ids[:, :40], attention_mask=mask[:, :40], use_cache=True).past_key_values
+                    results.append(model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits)
+        assert bool(forms) == triton
+        assert all(form.packed == packed for form in forms)
+        runs.append([x.detach().float() for x in results])
+    assert_near(*runs, tolerance)
 
 
-def assert_near(found, wanted):
+def assert_near(found, wanted, tolerance=1e-5):
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape
-        assert float(((got - want).norm() / want.norm()).detach()) < 1e-5
+        assert float(((got - want).norm() / want.norm().clamp_min(1e-6)).detach()) < tolerance

@@ -83,12 +83,27 @@ def test_decode_goes_on_where_prefill_ended(interpreted, case):
         checks.check_refusals,
         checks.check_the_operator,
         checks.check_the_operator_over_all_keys,
-        checks.check_one_token_of_a_patch,
     ],
     ids=lambda check: check.__name__,
 )
 def test_property(interpreted, check):
     interpreted(check)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "tolerance", "packed"),
+    [
+        ("relu", "float32", 1e-4, False),
+        ("hedgehog", "float32", 1e-4, False),
+        ("gated", "float32", 1e-4, True),
+        ("window+elu1", "float32", 1e-4, False),
+        ("taylor2", "bfloat16", 0.05, False),
+        ("decay", "bfloat16", 0.05, False),
+        ("performer", "float16", 0.02, True),
+    ],
+)
+def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed):
+    interpreted(checks.check_a_model, spec, dtype, tolerance, packed)
 
 
 def test_triton_is_not_imported_before_it_is_needed():

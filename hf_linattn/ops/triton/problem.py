@@ -163,7 +163,7 @@ class Problem:
         self.about = device_of(self.device)
         # the interpreter has no registers to run out of, and takes its time for every step
         kind = "fp16" if interpreting() else operand
-        self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability)
+        self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability, self.linked)
 
     def tile(self, spec: KernelSpec) -> Tile:
         """Look up the tile of a kernel."""

@@ -68,7 +68,9 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[int, int]) -> Configuration:
+def configuration(
+    D: int, Dv: int, group: int, operand: str, capability: tuple[int, int], linked: bool = False
+) -> Configuration:
     """Choose the tiles for one kind of head.
 
     Args:
@@ -77,13 +79,17 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
         group: query heads per key head.
         operand: what the products are computed in, as in `kernels`: "bf16", "fp16", "tf32x3", "ieee".
         capability: of the device, as `torch.cuda.get_device_capability` says it.
+        linked: there is decay, or there are documents, whose factors take registers.
     """
     head_dim, value_dim = padded(D), padded(Dv)
     index = 0 if max(head_dim, value_dim) <= 64 else 1 if max(head_dim, value_dim) <= 128 else 2
     kind = operand
-    if operand == "bf16" and capability[0] == 9:
+    if operand == "bf16" and capability[0] == 9 and not linked:
         kind = "bf16, wgmma"  # which takes no fewer than 64 rows
     walk, total = WALKS[kind][index], SUMS[kind][index]
+    if linked:
+        walk = walk._replace(block=max(walk.block // 2, 16))
+        total = total._replace(chunk=min(total.chunk, 32))
     outputs = query = key = values = walk
     rows = total
     if index == 2 and kind == "bf16, wgmma":
