@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -119,10 +119,7 @@ class LinearAttention(StatefulAttention):
         given = query, tokens.key, tokens.value
         backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
-            phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
-            numerator, total, after = linear.causal(
-                phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
-            )
+            numerator, total, after = self._vectorised(tokens, state)
             return linear.normalised(numerator, total) if divide else numerator, total, after
         config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -138,6 +135,25 @@ class LinearAttention(StatefulAttention):
                 inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
             outputs = linear_attention.attention(inputs, config, tokens.keep, backend)
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
+
+    def _vectorised(self, tokens: Tokens, state: State | None) -> linear.Sums:
+        """Compute `sums` by torch operations, the maps too by spans: in float32 they are large."""
+        documents, key, value = tokens.documents, tokens.key, tokens.value
+        more: dict[str, Any] = {}
+        if key.device.type != "cpu" and key.dtype == torch.bfloat16 and tokens.length > 1:
+            more["products"] = key.dtype  # where those are many times as fast
+
+        def run(part: slice | None, before: State | None) -> linear.Sums:
+            cut = tokens if part is None else tokens.slice(part.start, min(part.stop, tokens.length))
+            assert cut.query is not None
+            labels = documents if part is None or documents is None else documents[:, part]
+            phi_q, (phi_k, values, decay) = self.query_map(upcast(cut.query)), self.mapped(cut)
+            return linear.causal(phi_q, phi_k, values, before, labels, decay, in_place=cut.in_place, **more)
+
+        most = linear.span(key.shape[0] * key.shape[1], self.features or key.shape[3], value.shape[3])
+        if tokens.length <= most or torch.compiler.is_compiling():
+            return run(None, state)
+        return linear.in_spans(run, tokens.length, most, state, documents)
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
         """Compute the causal form in chunks."""

@@ -88,8 +88,8 @@ def configuration(
         kind = "bf16, wgmma"  # which takes no fewer than 64 rows
     walk, total = WALKS[kind][index], SUMS[kind][index]
     if linked:
-        walk = walk._replace(block=max(walk.block // 2, 16))
-        total = total._replace(chunk=min(total.chunk, 32))
+        walk = walk._replace(block=max(walk.block // 2, 16), chunk=16 if index else walk.chunk)
+        total = total._replace(chunk=16 if group > 1 and not index else min(total.chunk, 32))
     outputs = query = key = values = walk
     rows = total
     if index == 2 and kind == "bf16, wgmma":
