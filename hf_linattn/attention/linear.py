@@ -14,7 +14,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.triton import check
+from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
 
 
@@ -133,6 +133,9 @@ class LinearAttention(StatefulAttention):
             inputs = self.kernel_inputs(tokens, divide, state)
             if backend == "triton":
                 inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
+                if _may_step(tokens, state):
+                    output, total = launch.step(inputs, config)
+                    return output, total, state  # type: ignore[return-value]  # written over
             outputs = linear_attention.attention(inputs, config, tokens.keep, backend)
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
 
@@ -235,3 +238,10 @@ class LinearAttention(StatefulAttention):
         if site.kv_heads is None or features is None or site.value_dim is None:
             return None
         return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)
+
+
+def _may_step(tokens: Tokens, state: State | None) -> bool:
+    """Tell whether one token may be written over the state before, as `StateLayer.may_overwrite` says."""
+    if state is None or not tokens.in_place or tokens.length != 1 or torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() and native.may_overwrite(state)

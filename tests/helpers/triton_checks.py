@@ -235,6 +235,11 @@ def check_decode(case):
         output, new_S, new_z = launch.decode(*part(i, i + 1), S, z, *options, **links(i, i + 1))
         assert torch.equal(before[0], S)
         assert torch.equal(before[1], z)
+        over = S.clone(), z.clone()
+        again = launch.decode(*part(i, i + 1), *over, *options, in_place=True, **links(i, i + 1))
+        assert again[1] is over[0]
+        assert again[2] is over[1]
+        assert all(torch.equal(a, b) for a, b in zip(again, (output, new_S, new_z), strict=True))
         outputs.append(output)
         S, z = new_S, new_z
     close(torch.cat(outputs, 2), want.double(), case.tolerance, "outputs")
@@ -333,11 +338,11 @@ def check_the_operator_over_all_keys():
     assert_near(*runs)
 
 
-def check_a_model(spec, dtype, tolerance, packed=False):
+def check_a_model(spec, dtype, tolerance, packed=False, options=None):
     """Logits, gradients and a decoded token of a patched model through Triton, beside the CPU's own forms."""
     runs = []
     for triton in (True, False):
-        model = patch_model(tiny_models.llama(), spec).to(getattr(torch, dtype))
+        model = patch_model(tiny_models.llama(1), spec, options=options).to(getattr(torch, dtype))
         torch.manual_seed(0)
         ids = torch.randint(0, model.config.vocab_size, (2, 41))
         mask, positions = torch.ones_like(ids), None
@@ -362,7 +367,10 @@ def check_a_model(spec, dtype, tolerance, packed=False):
             if not packed:
                 with torch.no_grad():
                     cache = model(ids[:, :40], attention_mask=mask[:, :40], use_cache=True).past_key_values
+                    before = [x.data_ptr() for x in cache.layers[0].state] if triton else []
                     results.append(model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits)
+                    if before and spec != "window+elu1":
+                        assert before == [x.data_ptr() for x in cache.layers[0].state], "written over"
         assert bool(forms) == triton
         assert all(form.packed == packed for form in forms)
         runs.append([x.detach().float() for x in results])

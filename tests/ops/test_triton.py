@@ -91,19 +91,18 @@ def test_property(interpreted, check):
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "tolerance", "packed"),
+    ("spec", "dtype", "tolerance", "packed", "options"),
     [
-        ("relu", "float32", 1e-4, False),
-        ("hedgehog", "float32", 1e-4, False),
-        ("gated", "float32", 1e-4, True),
-        ("window+elu1", "float32", 1e-4, False),
-        ("taylor2", "bfloat16", 0.05, False),
-        ("decay", "bfloat16", 0.05, False),
-        ("performer", "float16", 0.02, True),
+        ("relu", "float32", 1e-4, False, None),
+        ("gated", "float32", 1e-4, True, None),
+        ("window+elu1", "float32", 1e-4, False, {"size": 8}),
+        ("hedgehog", "bfloat16", 0.05, False, None),
+        ("decay", "bfloat16", 0.05, False, None),
+        ("performer", "float16", 0.02, True, None),
     ],
 )
-def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed):
-    interpreted(checks.check_a_model, spec, dtype, tolerance, packed)
+def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed, options):
+    interpreted(checks.check_a_model, spec, dtype, tolerance, packed, options)
 
 
 def test_triton_is_not_imported_before_it_is_needed():

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
 from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting
+from hf_linattn.ops.types import Inputs, OpConfig
 
-__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward"]
+__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "step"]
 
 
 @functools.cache
@@ -100,6 +101,7 @@ def decode(
     *,
     eps: float = 0.0,
     log_decay: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode one token, N = 1, in one launch: the state takes its key in, then its queries read.
 
@@ -114,13 +116,29 @@ def decode(
         normalise: divide by the total.
         eps: as in `forward`.
         log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
+        in_place: write the new state over the old one, which is dense and not None.
 
     Returns:
-        Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were.
+        Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were, unless written over.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, eps, None, log_decay)
-    output, _, S, z = _step(call, *call.dense(S, z))
+    output, _, S, z = _step(call, *call.dense(S, z), in_place)
     return output, S, z
+
+
+def step(inputs: Inputs, config: OpConfig) -> tuple[Tensor, Tensor]:
+    """Decode one token and write its state over the one before.
+
+    Args:
+        inputs: of one token; S and z dense.
+        config: as in `forward`.
+
+    Returns:
+        Output `[B, H, 1, Dv]` and total `[B, H, 1]`.
+    """
+    *given, log_decay, _ = inputs
+    call = Problem(*given[:4], config.kind, config.normalise, config.eps, None, log_decay)  # type: ignore[arg-type]
+    return _step(call, *given[4:], in_place=True)[:2]
 
 
 def global_forward(
@@ -212,12 +230,14 @@ def _outputs(
     return output, total
 
 
-def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _step(
+    call: Problem, S0: Tensor | None, z0: Tensor | None, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from hf_linattn.ops.triton import kernels
 
     assert call.length == call.keys == 1, (call.length, call.keys)
     output, total = call.new_output()
-    S, z = call.new_state()
+    S, z = call.new_state(S0 if in_place else None)
     call.run(
         kernels.step,
         STEP,
@@ -232,4 +252,6 @@ def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, 
         GROUP=call.group,
         NORMALISE=call.normalise,
     )
+    if in_place and z0 is not None:  # programs share z: it is written when all have read it
+        z = z0.copy_(z)
     return output, total, S, z

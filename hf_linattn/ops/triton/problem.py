@@ -216,10 +216,10 @@ class Problem:
         output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=self.value.dtype)
         return output.transpose(1, 2), self.new(self.batch, self.heads, self.length)
 
-    def new_state(self) -> tuple[Tensor, Tensor]:
-        """Allocate S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`."""
+    def new_state(self, over: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Allocate S `[B, Hkv, D, Dv]`, unless it is written `over` one, and z `[B, Hkv, D]`."""
         shape = (self.batch, self.kv_heads, self.D)
-        return self.new(*shape, self.Dv), self.new(*shape)
+        return self.new(*shape, self.Dv) if over is None else over, self.new(*shape)
 
     def new_slots(self, slots: int) -> Tensor:
         """Allocate S and z of each segment, `[batch_heads, slots, D Dv + D]`."""

@@ -183,7 +183,9 @@ def _backward(
 def _decode(trial: Trial, here: Numbers, kernels: Any) -> dict[str, Tensor | None]:
     options = _options(trial, here)
     options.pop("documents")
-    step = kernels.decode(*here[:4], here.S, here.z, trial.kind, trial.normalise, **options)
+    over = None if here.S is None or here.z is None else (here.S.clone(), here.z.clone())
+    given = *here[:4], *(over or (None, None)), trial.kind, trial.normalise
+    step = kernels.decode(*given, in_place=over is not None, **options)
     return dict(zip(("output", "S", "z"), step, strict=True))
 
 

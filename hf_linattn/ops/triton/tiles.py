@@ -110,7 +110,7 @@ def configuration(
     return Configuration(
         segment_states=of(total, value_dim),
         outputs=of(outputs, value_dim),
-        step=Tile(1, min(value_dim, 4096 // head_dim), 4, 1),
+        step=Tile(1, min(value_dim, (2048 if linked else 4096) // head_dim), 4, 1),
         gradient_rows=of(rows, head_dim),
         query_gradients=of(query, head_dim),
         key_gradients=of(key, head_dim),
