@@ -76,10 +76,10 @@ def _backward(
 
 
 def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> Outputs:
-    *given, log_decay, documents = inputs
-    how = config.kind, config.normalise
+    query, key, value, valid, S, z, log_decay, documents = inputs
+    given, how = (query, key, value, valid, S, z), (config.kind, config.normalise)
     if not config.causal:
-        return Outputs(*launch.global_forward(*given, *how, eps=config.eps))  # type: ignore[arg-type]
+        return Outputs(*launch.global_forward(*given, *how, eps=config.eps))
     links = {"log_decay": log_decay, "documents": documents}
     results = launch.forward(*given, *how, eps=config.eps, **links)  # type: ignore[arg-type]
     return Outputs(*results) if keep else Outputs(*results[:2])

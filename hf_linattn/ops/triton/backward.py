@@ -75,19 +75,20 @@ def backward(
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
         d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        states = (None, None) if S0 is None else _zeros(call, R, r)
-        return InputGrads(d_query, d_key, d_value, *states, None if log_decay is None else log_decay * 0)
+        S, z = (None, None) if S0 is None else _zeros(call, R, r)
+        d_decay = None if log_decay is None else torch.zeros_like(log_decay)
+        return InputGrads(d_query, d_key, d_value, S, z, d_decay)
     run = _Run(call, d_output, total)
     tokens, segments = call.cut(call.length, KEY_GRADIENTS)
     later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
     before = call.states(S0, z0, tokens, segments - 1)
     d_query, of_query = run.query_gradients(before, S0, z0, tokens, causal=True)
     d_value = run.value_gradients(later, R, tokens, causal=True)
-    d_key, of_key, *d_state = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
+    d_key, of_key, d_S0, d_z0 = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
     along = None
     if of_query is not None and of_key is not None:
         along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
-    return InputGrads(d_query, d_key, d_value, *d_state, along)
+    return InputGrads(d_query, d_key, d_value, d_S0, d_z0, along)
 
 
 def global_backward(

@@ -375,12 +375,13 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
     width = query.shape[-1] if features is None else features
     grouped = query.shape[1] != key.shape[1]
     dtypes = query.dtype, value.dtype if form.normalise else torch.promote_types(value.dtype, torch.float32)
-    sizes = width, value.shape[-1], grouped
+    wide = value.shape[-1]
     if torch.compiler.is_compiling():
-        return _takes_in_a_graph(query.device, *dtypes, *sizes, *form)
+        known: bool = _takes_in_a_graph(query.device, *dtypes, width, wide, grouped, *form)
+        return known
     if not (type(query) is type(key) is type(value) is Tensor) or query.dtype != key.dtype:
         return False  # a fake or distributed tensor has no memory to read
-    about = _key(query.device, *dtypes, *sizes, *form)
+    about = _key(query.device, *dtypes, width, wide, grouped, *form)
     return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
 
 
@@ -397,11 +398,12 @@ def _key(
     how = Form(*form)
     if how.kind == "none":
         dtype = features_dtype(dtype)
-    operand = problem.operand_of((dtype, value_dtype)) if launch.available(device) else ""
+    usable = launch.available(device) and _triton_too_old() is None
+    operand = problem.operand_of((dtype, value_dtype)) if usable else ""
     return Key(device, dtype, value_dtype, D, Dv, 1 + grouped, operand, how)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _takes_in_a_graph(*about: Any) -> bool:
     """Answer what is known while a graph is traced: it asks once."""
     return CHECKS.takes(_key(*about), compiling=True)

@@ -136,9 +136,9 @@ def step(inputs: Inputs, config: OpConfig) -> tuple[Tensor, Tensor]:
     Returns:
         Output `[B, H, 1, Dv]` and total `[B, H, 1]`.
     """
-    *given, log_decay, _ = inputs
-    call = Problem(*given[:4], config.kind, config.normalise, config.eps, None, log_decay)  # type: ignore[arg-type]
-    return _step(call, *given[4:], in_place=True)[:2]
+    query, key, value, valid, S, z, log_decay, _ = inputs
+    call = Problem(query, key, value, valid, config.kind, config.normalise, config.eps, None, log_decay)
+    return _step(call, S, z, in_place=True)[:2]
 
 
 def global_forward(

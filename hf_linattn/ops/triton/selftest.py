@@ -203,10 +203,9 @@ def _features(trial: Trial, x: Tensor, query: bool) -> tuple[Tensor, Tensor]:
 
 def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute every result, and the same sums with all terms positive."""
-    shape = (1, 2, trial.group)
 
     def by_group(x: Tensor) -> Tensor:
-        return x.double().unflatten(1, shape[1:])
+        return x.double().reshape(1, 2, trial.group, *x.shape[2:])
 
     (phi_q, slope_q), (phi_k, slope_k) = (
         _features(trial, numbers.query, True),
