@@ -143,7 +143,7 @@ class LinearAttention(StatefulAttention):
         """Compute `sums` by torch operations, the maps too by spans: in float32 they are large."""
         documents, key, value = tokens.documents, tokens.key, tokens.value
         more: dict[str, Any] = {}
-        if key.device.type != "cpu" and key.dtype == torch.bfloat16 and tokens.length > 1:
+        if key.device.type != "cpu" and key.dtype == torch.bfloat16:
             more["products"] = key.dtype  # where those are many times as fast
 
         def run(part: slice | None, before: State | None) -> linear.Sums:
@@ -153,10 +153,12 @@ class LinearAttention(StatefulAttention):
             phi_q, (phi_k, values, decay) = self.query_map(upcast(cut.query)), self.mapped(cut)
             return linear.causal(phi_q, phi_k, values, before, labels, decay, in_place=cut.in_place, **more)
 
-        most = linear.span(key.shape[0] * key.shape[1], self.features or key.shape[3], value.shape[3])
-        if tokens.length <= most or torch.compiler.is_compiling():
-            return run(None, state)
-        return linear.in_spans(run, tokens.length, most, state, documents)
+        if not torch.compiler.is_compiling():  # a graph would be bound to these sizes
+            features = self.features or key.shape[3]
+            most = linear.span(key.shape[0] * key.shape[1], features, value.shape[3])
+            if tokens.length > most:
+                return linear.in_spans(run, tokens.length, most, state, documents)
+        return run(None, state)
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
         """Compute the causal form in chunks."""

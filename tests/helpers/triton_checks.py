@@ -344,10 +344,10 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
     for triton in (True, False):
         model = patch_model(tiny_models.llama(1), spec, options=options).to(getattr(torch, dtype))
         torch.manual_seed(0)
-        ids = torch.randint(0, model.config.vocab_size, (2, 41))
+        ids = torch.randint(0, model.config.vocab_size, (2, 25))
         mask, positions = torch.ones_like(ids), None
         if packed:
-            mask, positions = None, torch.cat([torch.arange(17), torch.arange(23)]).expand(2, -1)
+            mask, positions = None, torch.cat([torch.arange(11), torch.arange(13)]).expand(2, -1)
         else:
             mask[0, :9] = 0
         forms = []
@@ -359,16 +359,16 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
         with pytest.MonkeyPatch.context() as patch:
             if triton:
                 patch.setattr(linear, "choose_backend", choose)
-            given = {"attention_mask": None if mask is None else mask[:, :40], "position_ids": positions}
-            logits = model(ids[:, :40], **given, use_cache=False).logits
+            given = {"attention_mask": None if mask is None else mask[:, :24], "position_ids": positions}
+            logits = model(ids[:, :24], **given, use_cache=False).logits
             seen = slice(9, None)
             logits[:, seen].float().square().mean().backward()
             results = [logits[:, seen], *(x.grad for x in model.parameters() if x.grad is not None)]
             if not packed:
                 with torch.no_grad():
-                    cache = model(ids[:, :40], attention_mask=mask[:, :40], use_cache=True).past_key_values
+                    cache = model(ids[:, :24], attention_mask=mask[:, :24], use_cache=True).past_key_values
                     before = [x.data_ptr() for x in cache.layers[0].state] if triton else []
-                    results.append(model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits)
+                    results.append(model(ids[:, 24:], attention_mask=mask, past_key_values=cache).logits)
                     if before and spec != "window+elu1":
                         assert before == [x.data_ptr() for x in cache.layers[0].state], "written over"
         assert bool(forms) == triton

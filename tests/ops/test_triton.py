@@ -34,17 +34,17 @@ CASES = {
     "bfloat16": Case(dtype="bfloat16", tolerance=1e-2, masked=True),
     "decay": Case(decay=0.1, length=70, tolerance=1e-5),
     "decay, state, groups, mask": Case(
-        decay=0.5, heads=4, batch=2, length=70, state=True, masked=True, D=24, Dv=40, tolerance=1e-5
+        decay=0.5, heads=4, length=40, state=True, masked=True, D=16, Dv=24, tolerance=1e-5
     ),
     "decay, segments": Case(decay=0.02, length=290, kv_heads=1, state=True, tolerance=2e-5),
     "decay that forgets at once": Case(decay=60.0, length=70, state=True, tolerance=1e-4),
     "features that decay": Case(feature_map="none", decay=0.1, D=72, heads=1, kv_heads=1, tolerance=1e-5),
     "documents": Case(documents=(5, 6, 31, 32, 50), batch=2, length=70, masked=True),
     "documents, state, relu": Case(
-        documents=(40, 64), batch=2, length=100, state=True, feature_map="relu", eps=0.1, kv_heads=1
+        documents=(40, 64), batch=2, length=70, state=True, feature_map="relu", eps=0.1, kv_heads=1
     ),
     "documents that decay": Case(
-        documents=(10, 33, 34), decay=0.2, batch=2, length=100, state=True, kv_heads=1, tolerance=1e-5
+        documents=(10, 33, 34), decay=0.2, batch=2, length=70, state=True, kv_heads=1, tolerance=1e-5
     ),
     "numerators that decay": Case(
         normalise=False, decay=0.2, feature_map="none", state=True, documents=(45,), tolerance=1e-5

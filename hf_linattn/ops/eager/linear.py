@@ -157,10 +157,11 @@ def causal(
         cut = phi_q[:, :, part], phi_k[:, :, part], value[:, :, part]
         return _block(*cut, before, labels, decay, products)
 
-    most = span(phi_k.shape[0] * phi_k.shape[1], phi_k.shape[3], value.shape[3])
-    if length <= most or torch.compiler.is_compiling():
-        return _block(phi_q, phi_k, value, state, documents, log_decay, products)
-    return in_spans(run, length, most, state, documents)
+    if not torch.compiler.is_compiling():  # a graph would be bound to these sizes
+        most = span(phi_k.shape[0] * phi_k.shape[1], phi_k.shape[3], value.shape[3])
+        if length > most:
+            return in_spans(run, length, most, state, documents)
+    return _block(phi_q, phi_k, value, state, documents, log_decay, products)
 
 
 def span(batch_heads: int, features: int, value_dim: int) -> int:
