@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
 
 
@@ -114,13 +115,11 @@ class LinearAttention(StatefulAttention):
         """
         query, documents = tokens.query, tokens.documents
         assert query is not None
-        linked = documents is not None or self.has_decay
-        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked, state)
+        form = check.Form(self.fused, True, divide, self.has_decay, documents is not None)
+        given = query, tokens.key, tokens.value
+        backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
-            phi_q, (phi_k, value, decay) = self.query_map(upcast(query)), self.mapped(tokens)
-            numerator, total, after = linear.causal(
-                phi_q, phi_k, value, state, documents, decay, in_place=tokens.in_place
-            )
+            numerator, total, after = self._vectorised(tokens, state)
             return linear.normalised(numerator, total) if divide else numerator, total, after
         config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -132,8 +131,34 @@ class LinearAttention(StatefulAttention):
             outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
             inputs = self.kernel_inputs(tokens, divide, state)
+            if backend == "triton":
+                inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
+                if _may_step(tokens, state):
+                    output, total = launch.step(inputs, config)
+                    return output, total, state  # type: ignore[return-value]  # written over
             outputs = linear_attention.attention(inputs, config, tokens.keep, backend)
         return outputs.output, outputs.total, State(outputs.S, outputs.z)  # type: ignore[arg-type]
+
+    def _vectorised(self, tokens: Tokens, state: State | None) -> linear.Sums:
+        """Compute `sums` by torch operations, the maps too by spans: in float32 they are large."""
+        documents, key, value = tokens.documents, tokens.key, tokens.value
+        more: dict[str, Any] = {}
+        if key.device.type != "cpu" and key.dtype == torch.bfloat16:
+            more["products"] = key.dtype  # where those are many times as fast
+
+        def run(part: slice | None, before: State | None) -> linear.Sums:
+            cut = tokens if part is None else tokens.slice(part.start, min(part.stop, tokens.length))
+            assert cut.query is not None
+            labels = documents if part is None or documents is None else documents[:, part]
+            phi_q, (phi_k, values, decay) = self.query_map(upcast(cut.query)), self.mapped(cut)
+            return linear.causal(phi_q, phi_k, values, before, labels, decay, in_place=cut.in_place, **more)
+
+        if not torch.compiler.is_compiling():  # a graph would be bound to these sizes
+            features = self.features or key.shape[3]
+            most = linear.span(key.shape[0] * key.shape[1], features, value.shape[3])
+            if tokens.length > most:
+                return linear.in_spans(run, tokens.length, most, state, documents)
+        return run(None, state)
 
     def causal(self, tokens: Tokens, state: State | None) -> tuple[Tensor, State]:
         """Compute the causal form in chunks."""
@@ -149,12 +174,16 @@ class LinearAttention(StatefulAttention):
         """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
         query, divide = tokens.query, self.sum_normalised
         assert query is not None
-        backend = choose_backend(query, tokens.key, tokens.value, self.fused, linked=False)
+        form = check.Form(self.fused, False, divide)
+        given = query, tokens.key, tokens.value
+        backend = choose_backend(*given, self.fused, None, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
             return linear.normalised(numerator, total) if divide else numerator, total
         inputs = self.kernel_inputs(tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+        if backend == "triton":
+            inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
         config = OpConfig(self.fused, self.eps, divide, causal=False)
         outputs = linear_attention.attention(inputs, config, keep=False, backend=backend)
         return outputs.output, outputs.total
@@ -211,3 +240,10 @@ class LinearAttention(StatefulAttention):
         if site.kv_heads is None or features is None or site.value_dim is None:
             return None
         return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)
+
+
+def _may_step(tokens: Tokens, state: State | None) -> bool:
+    """Tell whether one token may be written over the state before, as `StateLayer.may_overwrite` says."""
+    if state is None or not tokens.in_place or tokens.length != 1 or torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() and native.may_overwrite(state)

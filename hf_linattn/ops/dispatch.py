@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import auto, build, takes
 from hf_linattn.ops.cpp.linear import SUMS
-from hf_linattn.ops.triton import launch
+from hf_linattn.ops.triton import check
 from hf_linattn.ops.types import Inputs, OpConfig, State
 
 SHORT = 192
@@ -25,18 +24,19 @@ NUMBERS = 1 << 18
 """In a buffer of the form over all keys: some of them together stay in a cache of a core."""
 FEW = 16
 """Rows times key heads below which several threads want larger chunks."""
-TRITON = "HF_LINATTN_TRITON"
-"""Environment variable that allows the Triton kernels: compiled and interpreted in the tests, they have not
-run on a GPU yet."""
-
-
 Backend = Literal["vectorised", "eager", "cpp", "triton"]
 """Who computes a call: torch operations alone, the forms in `ops/eager` with a backward of their own, the
 kernels in C++, or those in Triton. Decided once, for the backward too."""
 
 
 def choose_backend(
-    query: Tensor, key: Tensor, value: Tensor, kind: str, linked: bool, state: State | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kind: str,
+    state: State | None = None,
+    form: check.Form | None = None,
+    features: int | None = None,
 ) -> Backend:
     """Decide who computes a call of linear attention.
 
@@ -45,8 +45,9 @@ def choose_backend(
         key: `[B, Hkv, N, D]`.
         value: `[B, Hkv, N, Dv]`.
         kind: the map inside the kernel, "none" for features.
-        linked: there are documents or decay.
         state: of the tokens before, None for nothing.
+        form: what is computed; None for outputs of `kind`, causal.
+        features: number of features with "none"; None for D.
     """
     if torch.compiler.is_exporting():  # an exported program runs without this package
         return "vectorised"
@@ -56,8 +57,7 @@ def choose_backend(
         if not (single and torch.compiler.is_compiling()) and takes.linear(query, key, value, state):
             return "cpp"
         return "vectorised" if single else "eager"
-    allowed = query.is_cuda and os.environ.get(TRITON) == "1" and launch.available(query.device)
-    if allowed and kind == "elu1" and not linked and launch.supports(query, key, value):
+    if query.is_cuda and check.takes(query, key, value, form or check.Form(kind), features):
         return "triton"
     return "vectorised"
 
@@ -102,7 +102,11 @@ def kernels() -> dict[str, str]:
     Raises:
         OptionError: as `ops.cpp.build.asked`.
     """
-    return {"cpu": auto.verdict()}
+    found = {"cpu": auto.verdict()}
+    if torch.cuda.is_available():
+        calls = "; ".join(check.summary())
+        found["cuda"] = calls or "triton where it agrees with float64, else torch: nothing was computed yet"
+    return found
 
 
 def explain() -> str:
@@ -124,8 +128,8 @@ causal linear attention, first line that fits (files in hf_linattn/ops):
                                      (eager/chunked.py); of {2 * CHUNK} if that is all, if rows x key heads
                                      x their size are below {SMALL}, or with several threads and
                                      fewer than {FEW} rows x key heads
-  CUDA with {TRITON}=1 and triton, elu1, neither decay nor packed
-  documents
+  CUDA or ROCm with triton, where the kernels agree with float64 on that device (triton/check.py;
+  {check.TRITON}=0 turns them off)
                                      Triton kernels (triton/launch.py)
   any other device                   vectorised torch operations (eager/linear.py)
 bidirectional and cross-attention:

@@ -76,20 +76,25 @@ def _backward(
 
 
 def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> Outputs:
-    query, key, value, valid, S, z = inputs[:6]
-    run = launch.forward if config.causal else launch.global_forward
-    results = run(query, key, value, valid, S, z, config.kind, config.normalise)
-    return Outputs(*results) if keep or not config.causal else Outputs(*results[:2])
+    query, key, value, valid, S, z, log_decay, documents = inputs
+    given, how = (query, key, value, valid, S, z), (config.kind, config.normalise)
+    if not config.causal:
+        return Outputs(*launch.global_forward(*given, *how, eps=config.eps))
+    links = {"log_decay": log_decay, "documents": documents}
+    results = launch.forward(*given, *how, eps=config.eps, **links)  # type: ignore[arg-type]
+    return Outputs(*results) if keep else Outputs(*results[:2])
 
 
 def _triton_backward(
     inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig
 ) -> InputGrads:
-    query, key, value, valid, S, z = inputs[:6]
+    query, key, value, valid, S, z, log_decay, documents = inputs
     operands, kind = (*output_grads, query, key, value, valid), (config.kind, config.normalise)
     if config.causal:
-        return launch.backward(*operands, S, z, *outputs[:2], *kind)
-    results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind)
+        links = {"log_decay": log_decay, "documents": documents}
+        results = launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps, **links)  # type: ignore[arg-type]
+        return chunked_backward.through_running_sum(results, outputs, output_grads)
+    results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind, eps=config.eps)
     return InputGrads(*results[:3])
 
 

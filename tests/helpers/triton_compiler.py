@@ -64,7 +64,7 @@ def compiled(case, capability, segments=4, only=None):
     """What every kernel of forward, backward and one step comes to.
 
     Args:
-        case: D, Dv, dtype as a name, H, Hkv, feature map.
+        case: D, Dv, dtype as a name, H, Hkv, feature map, and whether there are decay and documents.
         capability: such as (9, 0).
         segments: more than one gives the form with states between them.
         only: names of kernels; None for all.
@@ -74,7 +74,7 @@ def compiled(case, capability, segments=4, only=None):
     from hf_linattn.ops.triton import launch as triton_linear
     from hf_linattn.ops.triton import problem
 
-    D, Dv, name, heads, kv_heads, feature_map = case
+    D, Dv, name, heads, kv_heads, feature_map, linked = case
     dtype = getattr(torch, name)
     found = {}
 
@@ -101,12 +101,15 @@ def compiled(case, capability, segments=4, only=None):
         )
         state = torch.empty(2, kv_heads, D, Dv, device="meta"), torch.empty(2, kv_heads, D, device="meta")
         options = feature_map, True
-        output, total, *after = triton_linear.forward(query, key, value, None, *state, *options, segment=256)
-        triton_linear.backward(
-            output, None, *after, query, key, value, None, *state, output, total, *options, segment=256
-        )
+        decay = torch.empty(2, kv_heads, length, device="meta") if linked else None
+        documents = torch.empty(2, length, device="meta", dtype=torch.int32) if linked else None
+        links = {"log_decay": decay, "documents": documents}
+        given = query, key, value, None, *state
+        output, total, *after = triton_linear.forward(*given, *options, segment=256, **links)
+        triton_linear.backward(output, None, *after, *given, output, total, *options, segment=256, **links)
         one = (x[:, :, :1] for x in (query, key, value))
-        triton_linear.decode(*one, None, *state, feature_map)
+        decay = None if decay is None else decay[:, :, :1]
+        triton_linear.decode(*one, None, *state, feature_map, log_decay=decay)
     finally:
         problem.device_of, problem.Problem.launch = before
     return list(found.values())

@@ -1,10 +1,7 @@
 """The Triton kernels, interpreted: no GPU is needed. `test_triton_compiled.py` compiles them for GPUs."""
 
-import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 from helpers import triton_checks as checks
@@ -22,6 +19,7 @@ CASES = {
         batch=2, heads=4, D=24, Dv=40, state=True, masked=True, strided=True, length=50
     ),
     "relu, output alone": Case(feature_map="relu", batch=2, kv_heads=1, masked=True, d_after=False),
+    "relu and eps": Case(feature_map="relu", eps=0.25, masked=True, state=True, kv_heads=1),
     "relu, numerators": Case(feature_map="relu", normalise=False, D=48, state=True, kv_heads=1, segment=0),
     "features": Case(feature_map="none", Dv=24, state=True),
     "features, numerators": Case(feature_map="none", normalise=False, heads=1, kv_heads=1),
@@ -31,8 +29,29 @@ CASES = {
     "a whole chunk": Case(length=32, state=True),
     "more segments than one step of the scan": Case(length=290, heads=1, kv_heads=1, state=True),
     "queries far below zero": Case(mean=-120.0),
-    "float16": Case(dtype="float16", tolerance=2e-3, state=True),
+    "float16": Case(dtype="float16", tolerance=1e-3, state=True),
+    "float16, tiny and huge": Case(dtype="float16", tolerance=2e-3, mean=-14.0, scale=300.0),
     "bfloat16": Case(dtype="bfloat16", tolerance=1e-2, masked=True),
+    "decay": Case(decay=0.1, length=70, tolerance=1e-5),
+    "decay, state, groups, mask": Case(
+        decay=0.5, heads=4, length=40, state=True, masked=True, D=16, Dv=24, tolerance=1e-5
+    ),
+    "decay, segments": Case(decay=0.02, length=290, kv_heads=1, state=True, tolerance=2e-5),
+    "decay that forgets at once": Case(decay=60.0, length=70, state=True, tolerance=1e-4),
+    "features that decay": Case(feature_map="none", decay=0.1, D=72, heads=1, kv_heads=1, tolerance=1e-5),
+    "documents": Case(documents=(5, 6, 31, 32, 50), batch=2, length=70, masked=True),
+    "documents, state, relu": Case(
+        documents=(40, 64), batch=2, length=70, state=True, feature_map="relu", eps=0.1, kv_heads=1
+    ),
+    "documents that decay": Case(
+        documents=(10, 33, 34), decay=0.2, batch=2, length=70, state=True, kv_heads=1, tolerance=1e-5
+    ),
+    "numerators that decay": Case(
+        normalise=False, decay=0.2, feature_map="none", state=True, documents=(45,), tolerance=1e-5
+    ),
+    "one token that decays": Case(length=1, state=True, heads=4, decay=0.5, documents=(0,)),
+    "decay, bfloat16": Case(dtype="bfloat16", tolerance=1.5e-2, decay=0.1, documents=(20,), length=70),
+    "decay, float16": Case(dtype="float16", tolerance=3e-3, decay=0.1, state=True, length=70),
     "global": Case(causal=False, heads=4, masked=True, strided=True),
     "global, more keys, state": Case(causal=False, length=20, keys=50, state=True, D=24),
     "global, fewer keys": Case(causal=False, length=50, keys=20, feature_map="relu", normalise=False),
@@ -40,22 +59,15 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """Calls a check in a process whose triton interprets; what it raises is raised here."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # the process starts here, with the variable
-        yield lambda check, *arguments: pool.submit(check, *arguments).result()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward_match_the_definition(interpreted, name):
     interpreted(checks.check, CASES[name])
 
 
-@pytest.mark.parametrize("case", [Case(masked=True, kv_heads=1), Case(feature_map="relu", normalise=False)])
+@pytest.mark.parametrize(
+    "case",
+    [Case(masked=True, kv_heads=1), Case(feature_map="relu", normalise=False, decay=0.2)],
+)
 def test_decode_goes_on_where_prefill_ended(interpreted, case):
     interpreted(checks.check_decode, case._replace(length=45))
 
@@ -67,15 +79,30 @@ def test_decode_goes_on_where_prefill_ended(interpreted, case):
         checks.check_same_bits,
         checks.check_no_tokens,
         checks.check_nan_is_not_swallowed,
+        checks.check_addresses_behind_two_to_the_31,
         checks.check_refusals,
         checks.check_the_operator,
         checks.check_the_operator_over_all_keys,
-        checks.check_one_token_of_a_patch,
     ],
     ids=lambda check: check.__name__,
 )
 def test_property(interpreted, check):
     interpreted(check)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "tolerance", "packed", "options"),
+    [
+        ("relu", "float32", 1e-4, False, None),
+        ("gated", "float32", 1e-4, True, None),
+        ("window+elu1", "float32", 1e-4, False, {"size": 8}),
+        ("hedgehog", "bfloat16", 0.05, False, None),
+        ("decay", "bfloat16", 0.05, False, None),
+        ("performer", "float16", 0.02, True, None),
+    ],
+)
+def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed, options):
+    interpreted(checks.check_a_model, spec, dtype, tolerance, packed, options)
 
 
 def test_triton_is_not_imported_before_it_is_needed():

@@ -29,11 +29,14 @@ KERNELS = {
 # KiB that one program may ask for: CUDA C++ Programming Guide, specifications per compute capability
 SHARED = {(8, 0): 163, (9, 0): 227}
 CASES = {
-    "A100, 64": ((8, 0), (64, 64, "bfloat16", 2, 2, "elu1")),
-    "A100, 96, grouped heads": ((8, 0), (96, 96, "bfloat16", 4, 1, "elu1")),
-    "H100, 64, grouped heads": ((9, 0), (64, 64, "bfloat16", 4, 1, "elu1")),
-    "H100, 128": ((9, 0), (128, 128, "bfloat16", 2, 2, "elu1")),
-    "H100, 256": ((9, 0), (256, 256, "bfloat16", 2, 2, "elu1")),
+    "A100, 64": ((8, 0), (64, 64, "bfloat16", 2, 2, "elu1", False)),
+    "A100, 96, grouped heads": ((8, 0), (96, 96, "bfloat16", 4, 1, "elu1", False)),
+    "H100, 64, grouped heads": ((9, 0), (64, 64, "bfloat16", 4, 1, "elu1", False)),
+    "H100, 128": ((9, 0), (128, 128, "bfloat16", 2, 2, "elu1", False)),
+    "H100, 256": ((9, 0), (256, 256, "bfloat16", 2, 2, "elu1", False)),
+    "A100, 128, float16": ((8, 0), (128, 128, "float16", 2, 2, "relu", False)),
+    "A100, 64, features, decay, grouped heads": ((8, 0), (64, 64, "bfloat16", 4, 1, "none", True)),
+    "H100, 128, decay": ((9, 0), (128, 128, "bfloat16", 2, 2, "elu1", True)),
 }
 
 

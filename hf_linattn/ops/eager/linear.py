@@ -10,15 +10,22 @@ normaliser and denominators are never kept in half precision.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_linattn.ops.types import State
 
 CHUNK = 64
 SPAN = 64 * CHUNK
-"""Tokens within which chunks look at each other pair by pair, where they cannot simply be added up."""
+"""Tokens, at most, that are computed at once: their chunks look at each other pair by pair."""
+STATES = 1 << 26
+"""Numbers, about, of the states before the chunks of a span, of which there is one each: 256 MiB."""
+Sums = tuple[Tensor, Tensor, State]
+"""Numerator, total, and the state after."""
 
 
 def state_of(phi_k: Tensor, value: Tensor) -> State:
@@ -122,7 +129,8 @@ def causal(
     documents: Tensor | None = None,
     log_decay: Tensor | None = None,
     in_place: bool = False,
-) -> tuple[Tensor, Tensor, State]:
+    products: torch.dtype | None = None,
+) -> Sums:
     """Compute causal attention, quadratic inside chunks of 64 tokens and through the state between them.
 
     Args:
@@ -134,6 +142,7 @@ def causal(
             one.
         log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
         in_place: a single token may write its state over the one before.
+        products: dtype to which their operands are rounded, sums stay in that of the features; None for that.
 
     Returns:
         Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
@@ -141,21 +150,57 @@ def causal(
     length = phi_k.shape[2]
     if length == 1:
         return step(phi_q, phi_k, value, state, log_decay, in_place)
-    has_factors = documents is not None or log_decay is not None
-    if not has_factors or length <= SPAN or torch.compiler.is_compiling():
-        return _block(phi_q, phi_k, value, state, documents, log_decay)
+
+    def run(part: slice, before: State | None) -> Sums:
+        labels = None if documents is None else documents[:, part]
+        decay = None if log_decay is None else log_decay[:, :, part]
+        cut = phi_q[:, :, part], phi_k[:, :, part], value[:, :, part]
+        return _block(*cut, before, labels, decay, products)
+
+    if not torch.compiler.is_compiling():  # a graph would be bound to these sizes
+        most = span(phi_k.shape[0] * phi_k.shape[1], phi_k.shape[3], value.shape[3])
+        if length > most:
+            return in_spans(run, length, most, state, documents)
+    return _block(phi_q, phi_k, value, state, documents, log_decay, products)
+
+
+def span(batch_heads: int, features: int, value_dim: int) -> int:
+    """Choose the tokens that are computed at once, by the size of their states."""
+    chunks = STATES // max(1, batch_heads * features * value_dim)
+    return min(SPAN, max(1, chunks) * CHUNK)
+
+
+def in_spans(
+    run: Callable[[slice, State | None], Sums],
+    length: int,
+    most: int,
+    state: State | None,
+    documents: Tensor | None,
+) -> Sums:
+    """Compute spans of tokens one after the other, each from the state of those before.
+
+    Where there are gradients, spans are computed again in the backward: only states between them are kept.
+
+    Args:
+        run: computes a slice of tokens after a state.
+        length: tokens in all.
+        most: tokens of a span.
+        state: before all.
+        documents: `[B, N]`, or None.
+    """
     numerators, totals = [], []
-    for start in range(0, length, SPAN):
-        span = slice(start, start + SPAN)
-        labels = None if documents is None else documents[:, span]
+    for start in range(0, length, most):
+        part = slice(start, start + most)
         if state is not None and documents is not None and start:
             continues = documents[:, start - 1 : start] == documents[:, start : start + 1]
-            state = _scaled(state, continues.to(phi_k.dtype))
-        decay = None if log_decay is None else log_decay[:, :, span]
-        parts = _block(phi_q[:, :, span], phi_k[:, :, span], value[:, :, span], state, labels, decay)
-        numerators.append(parts[0])
-        totals.append(parts[1])
-        state = parts[2]
+            state = _scaled(state, continues.to(state.S.dtype))
+        if torch.is_grad_enabled():
+            sums = checkpoint(run, part, state, use_reentrant=False, preserve_rng_state=False)
+        else:
+            sums = run(part, state)
+        numerators.append(sums[0])
+        totals.append(sums[1])
+        state = sums[2]
     assert state is not None
     return torch.cat(numerators, 2), torch.cat(totals, 2), state
 
@@ -167,8 +212,16 @@ def _block(
     state: State | None,
     documents: Tensor | None,
     log_decay: Tensor | None,
-) -> tuple[Tensor, Tensor, State]:
+    products: torch.dtype | None = None,
+) -> Sums:
+    def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+        if products is None:
+            return torch.einsum(equation, a, b)
+        return torch.einsum(equation, a.to(products), b.to(products)).to(a.dtype)
+
     length = phi_k.shape[2]
+    if products is not None:  # numerator and total see the same features
+        phi_q, phi_k = (x.to(products).to(x.dtype) for x in (phi_q, phi_k))
     query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
     intra: Tensor = lower.to(key.dtype)
@@ -197,29 +250,28 @@ def _block(
         between = follows if between is None else between * follows
         same_document = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
         from_state = same_document if from_state is None else from_state * same_document
-    states, final = _states_before(key_out, values, state, between, from_state)
-    scores = torch.einsum("bhgncd,bhnkd->bhgnck", query, key) * intra
-    numerator = torch.einsum("bhgnck,bhnke->bhgnce", scores, values)
-    numerator = numerator + torch.einsum("bhgncd,bhnde->bhgnce", query_in, states.S)
+    added = product("bhncd,bhnce->bhnde", key_out, values)
+    states, final = _states_before(added, key_out.sum(3), state, between, from_state)
+    scores = product("bhgncd,bhnkd->bhgnck", query, key) * intra
+    numerator = product("bhgnck,bhnke->bhgnce", scores, values)
+    numerator = numerator + product("bhgncd,bhnde->bhgnce", query_in, states.S)
     total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
     numerator, total = (leading(x.flatten(3, 4), 3, length).flatten(1, 2) for x in (numerator, total))
     return numerator, total, final
 
 
 def _states_before(
-    key: Tensor, value: Tensor, state: State | None, between: Tensor | None, from_state: Tensor | None
+    S: Tensor, z: Tensor, state: State | None, between: Tensor | None, from_state: Tensor | None
 ) -> tuple[State, State]:
     """Compute the state before each chunk, `[B, Hkv, chunks, D, Dv]`, and the one after the last.
 
     Args:
-        key: `[B, Hkv, chunks, CHUNK, D]`.
-        value: `[B, Hkv, chunks, CHUNK, Dv]`.
+        S: what each chunk adds, `[B, Hkv, chunks, D, Dv]`.
+        z: likewise, `[B, Hkv, chunks, D]`.
         state: before the first chunk.
         between: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
         from_state: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
     """
-    S = torch.einsum("bhncd,bhnce->bhnde", key, value)
-    z = key.sum(3)
     if between is None:
         # shifted, not total minus own: a large chunk would cancel small keys before it
         S, z = F.pad(S, (0, 0, 0, 0, 1, 0)).cumsum(2), F.pad(z, (0, 0, 1, 0)).cumsum(2)

@@ -38,6 +38,9 @@ def backward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
+    log_decay: Tensor | None = None,
+    documents: Tensor | None = None,
     segment: int | None = None,
 ) -> InputGrads:
     """Compute the gradients of causal linear attention, `launch.forward`.
@@ -57,25 +60,35 @@ def backward(
         total: likewise, `[B, H, N]`.
         feature_map: "elu1", "relu" or "none".
         normalise: the output was divided by the total.
+        eps: added to the features of "relu".
+        log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
+        documents: integers `[B, N]`, ascending: a query sees its own, and the state before belongs to the
+            first of each row, that after to the last.
         segment: tokens that one program walks; None chooses.
 
     Returns:
-        Gradients of query, key, value, and of S and z where there was a state before.
+        Gradients of query, key, value, of S and z where there was a state before, and of the running sums of
+        `log_decay` where there is one, but for what the state after adds to the last.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
     R, r = _end(call, d_S, d_z)
     if not call.length or not call.batch:
         d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
-        return InputGrads(d_query, d_key, d_value, *(() if S0 is None else _zeros(call, R, r)))
+        S, z = (None, None) if S0 is None else _zeros(call, R, r)
+        d_decay = None if log_decay is None else torch.zeros_like(log_decay)
+        return InputGrads(d_query, d_key, d_value, S, z, d_decay)
     run = _Run(call, d_output, total)
     tokens, segments = call.cut(call.length, KEY_GRADIENTS)
     later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
     before = call.states(S0, z0, tokens, segments - 1)
-    d_query = run.query_gradients(before, S0, z0, tokens, causal=True)
+    d_query, of_query = run.query_gradients(before, S0, z0, tokens, causal=True)
     d_value = run.value_gradients(later, R, tokens, causal=True)
-    d_key, *d_state = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
-    return InputGrads(d_query, d_key, d_value, *d_state)
+    d_key, of_key, d_S0, d_z0 = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
+    along = None
+    if of_query is not None and of_key is not None:
+        along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
+    return InputGrads(d_query, d_key, d_value, d_S0, d_z0, along)
 
 
 def global_backward(
@@ -94,6 +107,7 @@ def global_backward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> InputGrads:
     """Compute the gradients of linear attention over all keys, `launch.global_forward`.
@@ -113,12 +127,13 @@ def global_backward(
         z: likewise, `[B, Hkv, D]`.
         feature_map: "elu1", "relu" or "none".
         normalise: the output was divided by the total.
+        eps: added to the features of "relu".
         segment: tokens that one program walks; None chooses.
 
     Returns:
         Gradients of query, key, value, and of S and z before, whether there was a state or not.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = S.contiguous(), z.contiguous()
     R, r = _end(call, d_S, d_z)
     run = _Run(call, d_output, total)
@@ -128,11 +143,11 @@ def global_backward(
         states = run.rows(d_total, output, R, r, tokens, slots)
         assert states is not None
         R, r = call.last_slot(states)
-        d_query = run.query_gradients(None, S, z, tokens, causal=False)
+        d_query, _ = run.query_gradients(None, S, z, tokens, causal=False)
     if call.keys and call.batch:
         tokens, _ = call.cut(call.keys, KEY_GRADIENTS)
         d_value = run.value_gradients(None, R, tokens, causal=False)
-        d_key, _, _ = run.key_gradients(None, R, r, tokens, causal=False, state=False)
+        d_key, _, _, _ = run.key_gradients(None, R, r, tokens, causal=False, state=False)
     return InputGrads(d_query, d_key, d_value, *_zeros(call, R, r))
 
 
@@ -198,6 +213,7 @@ class _Run:
         """
         call, output = self.call, last_contiguous(output)
         states = call.new_slots(slots) if slots else None
+        factors = call.new_factors(slots) if slots else None
         self.launch(
             self.kernels.gradient_rows,
             GRADIENT_ROWS,
@@ -210,16 +226,21 @@ class _Run:
             D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
             T=self.t,
             SHIFT=self.shift,
+            FACTORS=factors,
         )
         if states is not None:
-            call.accumulate(states, R, r)
+            call.accumulate(states, factors, R, r)
         return states
 
     def query_gradients(
         self, states: Tensor | None, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
-    ) -> Tensor:
-        """Compute dq; `states` are before each segment but the first, S0 and z0 before it or of all keys."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute dq and, where there is decay, phi_q . dphi_q `[B, H, N]`.
+
+        `states` are before each segment but the first, S0 and z0 before it or of all keys.
+        """
         d_query = torch.empty_like(self.call.query)
+        along = self.along(QUERY_GRADIENTS, self.call.heads)
         self.launch(
             self.kernels.query_gradients,
             QUERY_GRADIENTS,
@@ -232,9 +253,17 @@ class _Run:
             Z0=z0,
             D_Q=d_query,
             d_q_strides=d_query.stride()[:3],
+            ALONG=along,
             CAUSAL=causal,
         )
-        return d_query
+        return d_query, None if along is None else along.sum(0)
+
+    def along(self, spec: KernelSpec, heads: int) -> Tensor | None:
+        """Allocate products of features and their gradients, `[blocks of columns, B, heads, N]`."""
+        if self.call.decay is None:
+            return None
+        blocks = -(-self.call.D // self.call.tile(spec).block)
+        return self.call.new(blocks, self.call.batch, heads, self.call.length)
 
     def key_gradients(
         self,
@@ -245,13 +274,14 @@ class _Run:
         *,
         causal: bool,
         state: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Compute dk and, where there was a state, dS0 and dz0.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Compute dk; phi_k . dphi_k `[B, Hkv, N]` where there is decay; dS0 and dz0 where there was a state.
 
         `later` is what `rows` returned; R and r are behind the last token, or of all queries.
         """
         d_key = torch.empty_like(self.call.key)
         d_S0, d_z0 = self.call.new_state() if state else (None, None)
+        along = self.along(KEY_GRADIENTS, self.call.kv_heads)
         self.launch(
             self.kernels.key_gradients,
             KEY_GRADIENTS,
@@ -266,9 +296,10 @@ class _Run:
             d_k_strides=d_key.stride()[:3],
             D_S0=d_S0,
             D_Z0=d_z0,
+            ALONG=along,
             CAUSAL=causal,
         )
-        return d_key, d_S0, d_z0
+        return d_key, None if along is None else along.sum(0), d_S0, d_z0
 
     def value_gradients(
         self, later: Tensor | None, R: Tensor | None, segment: int, *, causal: bool

@@ -21,6 +21,8 @@ from hf_linattn.ops.triton.kernels import (
     dot,
     head_pointer,
     key_features,
+    link,
+    linked_pairs,
     load_state,
     load_tile,
     locate_program,
@@ -69,11 +71,11 @@ def derivative(x, shift, FEATURE_MAP: tl.constexpr):
 
 @triton.jit
 def gradient_rows(
-    Q, D_OUT, OUT, TOTAL, D_TOTAL, T, SHIFT, STATES,
+    Q, D_OUT, OUT, TOTAL, D_TOTAL, DECAY, LABELS, T, SHIFT, STATES, FACTORS,
     q_strides, d_out_strides, out_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr,
-    OPERAND: tl.constexpr,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute t and the queries' shift `[B, H, N]`, and R of one segment.
 
@@ -89,9 +91,15 @@ def gradient_rows(
     big_r = tl.zeros([BLOCK, BLOCK_V], tl.float32)
     small_r = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(1) * segment
+    factor = 1.0 + tl.sum(small_r, 0)
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
         inside = tokens < length
+        of_state = tl.zeros([CHUNK], tl.float32) + 1.0
+        if LINKED:
+            _, _, of_state, _, left = link(DECAY, LABELS, batch_head, batch, start, length, CHUNK)
+            of_state *= factor  # of the state before the segment
+            factor *= left
         for member in range(GROUP):
             head = kv_head * GROUP + member
             row = (batch_head * GROUP + member) * length
@@ -115,21 +123,27 @@ def gradient_rows(
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
             if STATES is not None:
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+                if LINKED:
+                    g *= of_state[:, None]
+                    t *= of_state
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
                 small_r += tl.sum(t[:, None] * phi_q, 0)
     if STATES is not None:
         base = STATES + (batch_head * slots + slots - 1 - tl.program_id(1)) * (D * DV + D)
         store_state(base, base + D * DV, big_r, small_r, rows, columns, D, DV, True)
+        if LINKED:
+            slot = slots - 1 - tl.program_id(1)
+            tl.store(FACTORS + batch_head * slots + slot, factor, mask=block == 0)
 
 
 @triton.jit
 def query_gradients(
-    Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, S0, Z0, D_Q,
+    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, S0, Z0, D_Q, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
     row, block = row_and_block(D, BLOCK)
@@ -157,26 +171,40 @@ def query_gradients(
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, tokens, keep, k_strides[2], rows, D)
             v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
             d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
             d_scores = tl.where(order[:, None] >= order[None, :], d_scores, 0.0)
+            if LINKED:
+                running, label, of_state, of_key, left = link(
+                    DECAY, LABELS, batch_head, batch, start, length, CHUNK
+                )
+                d_scores = linked_pairs(d_scores, running, label, False)
+                d_phi *= of_state[:, None]
+                s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
+                z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            else:
+                s += dot(tl.trans(phi_k), v, OPERAND)
+                z += tl.sum(phi_k, 0)
             d_phi += dot(d_scores, phi_k, OPERAND)
-            s += dot(tl.trans(phi_k), v, OPERAND)
-            z += tl.sum(phi_k, 0)
-        if FEATURE_MAP != "none":
+        if (FEATURE_MAP != "none") or (ALONG is not None):
             q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
+        if ALONG is not None:
+            phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+            place = (block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + row) * length + tokens
+            tl.store(ALONG + place, tl.sum(phi_q * d_phi, 1), mask=inside)
+        if FEATURE_MAP != "none":
             d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
         store_tile(D_Q, d_phi, tokens, inside, d_q_strides[2], rows, D)
 
 
 @triton.jit
 def key_gradients(
-    Q, K, V, VALID, D_OUT, TOTAL, T, SHIFT, STATES, D_S, D_Z, D_K, D_S0, D_Z0,
+    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, D_S, D_Z, D_K, D_S0, D_Z0, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_k_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
@@ -199,6 +227,13 @@ def key_gradients(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
         d_phi = dot(v, tl.trans(big_r), OPERAND) + small_r[None, :]
+        if LINKED:
+            running, label, of_state, of_key, left = link(
+                DECAY, LABELS, batch_head, batch, first + (chunks - 1 - index) * CHUNK, length, CHUNK
+            )
+            d_phi *= of_key[:, None]
+            big_r *= left
+            small_r *= left
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
@@ -211,14 +246,26 @@ def key_gradients(
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
                 shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
                 d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
+                if LINKED:
+                    d_scores = linked_pairs(d_scores, running, label, True)
+                    g *= of_state[:, None]
+                    t *= of_state
                 d_phi += dot(d_scores, phi_q, OPERAND)
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
                 small_r += tl.sum(t[:, None] * phi_q, 0)
+        if (FEATURE_MAP != "none") or (ALONG is not None):
+            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+        if ALONG is not None:
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
+            place = (
+                block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + batch_head
+            ) * length + tokens
+            tl.store(ALONG + place, tl.sum(phi_k * d_phi, 1), mask=inside)
         if FEATURE_MAP != "none":
-            d_phi *= derivative(load_tile(K, tokens, keep, k_strides[2], rows, D), 0.0, FEATURE_MAP)
+            d_phi *= derivative(k, 0.0, FEATURE_MAP)
         store_tile(D_K, tl.where(keep[:, None], d_phi, 0.0), tokens, inside, d_k_strides[2], rows, D)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
@@ -229,11 +276,11 @@ def key_gradients(
 
 @triton.jit
 def value_gradients(
-    Q, K, VALID, D_OUT, TOTAL, STATES, D_S, D_V,
+    Q, K, VALID, DECAY, LABELS, D_OUT, TOTAL, STATES, D_S, D_V,
     q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
@@ -251,8 +298,14 @@ def value_gradients(
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
         d_value = dot(phi_k, big_r, OPERAND)
+        if LINKED:
+            running, label, of_state, of_key, left = link(
+                DECAY, LABELS, batch_head, batch, first + (chunks - 1 - index) * CHUNK, length, CHUNK
+            )
+            d_value *= of_key[:, None]
+            big_r *= left
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
@@ -263,9 +316,13 @@ def value_gradients(
                     d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
                 )
                 q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, OPERAND)
+                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, EPS, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
                 scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)
+                if LINKED:
+                    scores = linked_pairs(scores, running, label, True)
                 d_value += dot(scores, g, OPERAND)
+                if LINKED:
+                    g *= of_state[:, None]
                 big_r += dot(tl.trans(phi_q), g, OPERAND)
         store_tile(D_V, d_value, tokens, inside, d_v_strides[2], columns, DV)

@@ -12,8 +12,9 @@ three, so each of q, k, v is read from memory at most twice and nothing but the 
 
 Numbers. Sums, S, z and totals are float32. A tensor core takes operands of fewer bits; `OPERAND` says which:
 
-    "bf16"    for bfloat16 inputs
-    "tf32"    for float16 inputs: as many bits as they have, and a range that no score and no S can leave
+    "bf16"    for bfloat16 inputs; "bf16 by bits" in the interpreter, which cannot multiply those
+    "fp16"    for float16 inputs: rows and columns are brought to a largest number of 1 to 2 by powers of two,
+              so that scores, S and tiny features stay in its range
     "tf32x3"  float32 in three products, nearly exact;  "ieee": float32 without tensor cores
 
 A feature is rounded once, before its first use, so that numerator and total see the same one.
@@ -32,11 +33,23 @@ def rounded(x, OPERAND: tl.constexpr):
     """Round float32 x to the bits that an operand keeps, still float32."""
     if OPERAND == "bf16":
         x = x.to(tl.bfloat16).to(tl.float32)
-    elif OPERAND == "tf32":
-        # to nearest: the tensor core would cut the bits off, which biases every sum towards zero
+    elif OPERAND == "bf16 by bits":
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    elif OPERAND == "fp16":
+        # in float32's range: `dot` brings it into float16's
         bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     return x
+
+
+@triton.jit
+def power_of_two(x, AXIS: tl.constexpr):
+    """Find the power of two at or below the largest |x| along an axis, and its reciprocal, exactly."""
+    bits = tl.max(tl.abs(x), AXIS).to(tl.uint32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -44,10 +57,20 @@ def dot(a, b, OPERAND: tl.constexpr):
     """Multiply `[M, K]` by `[K, N]` to float32 `[M, N]`."""
     if OPERAND == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
+    elif OPERAND == "fp16":
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+        of_row, row = power_of_two(a, 1)
+        of_column, column = power_of_two(b, 0)
+        a = (a * row[:, None]).to(tl.float16)
+        b = (b * column[None, :]).to(tl.float16)
+        return tl.dot(a, b) * of_row[:, None] * of_column[None, :]
+    elif OPERAND == "bf16 by bits":
         a = rounded(a.to(tl.float32), OPERAND)
         b = rounded(b.to(tl.float32), OPERAND)
-        return tl.dot(a, b, input_precision=OPERAND)
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=OPERAND)
 
 
 @triton.jit
@@ -98,14 +121,16 @@ def visible(VALID, batch, tokens, strides, length):
 
 
 @triton.jit
-def key_features(x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr):
+def key_features(
+    x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr
+):
     """Compute phi_k of a tile, float32; 0 where not `keep` and behind WIDTH."""
     x = x.to(tl.float32)
     # where, not minimum and maximum: those lose a NaN
     if FEATURE_MAP == "elu1":
         x = tl.where(x > 0, x + 1, tl.exp(x))
     elif FEATURE_MAP == "relu":
-        x = tl.where(x < 0, 0.0, x)
+        x = tl.where(x < 0, 0.0, x) + EPS
     return rounded(tl.where(keep[:, None] & (columns < WIDTH)[None, :], x, 0.0), OPERAND)
 
 
@@ -118,15 +143,63 @@ def row_shift(x, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def query_features(
-    x, shift, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr
+    x,
+    shift,
+    keep,
+    columns,
+    WIDTH: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):
     """Compute phi_q of a tile, float32; `shift` `[rows]` is for elu1."""
     if FEATURE_MAP == "elu1":
         x = x.to(tl.float32)
         x = tl.where(x > 0, x + 1, tl.exp(x - shift[:, None]))
-        return key_features(x, keep, columns, WIDTH, "none", OPERAND)
+        return key_features(x, keep, columns, WIDTH, "none", EPS, OPERAND)
     else:
-        return key_features(x, keep, columns, WIDTH, FEATURE_MAP, OPERAND)
+        return key_features(x, keep, columns, WIDTH, FEATURE_MAP, EPS, OPERAND)
+
+
+@triton.jit
+def link(DECAY, LABELS, batch_head, batch, start, length, CHUNK: tl.constexpr):
+    """Tell how the tokens of a chunk are linked to each other and to what lies around it.
+
+    DECAY `[B, Hkv, N]` is log g, LABELS `[B, N]` the documents, either None. Returns, for each token, the
+    running sum of log g and the label; the factors of the state before for a query, and of a key for the
+    state after; and that of the state before for the state after. A state belongs to the document of the
+    token before, the first one to that of the first token.
+    """
+    tokens = start + tl.arange(0, CHUNK)
+    inside = tokens < length
+    decay = tl.zeros([CHUNK], tl.float32)
+    label = tl.zeros([CHUNK], tl.int32)
+    before = tl.sum(label, 0)
+    last = before
+    if DECAY is not None:
+        decay += tl.load(DECAY + batch_head * length + tokens, mask=inside, other=0.0)
+    if LABELS is not None:
+        row = LABELS + batch * length
+        label += tl.load(row + tokens, mask=inside, other=-1)
+        before += tl.load(row + tl.maximum(start - 1, 0))
+        last += tl.load(row + tl.minimum(start + CHUNK, length) - 1)
+    running = tl.cumsum(decay, 0)
+    end = tl.sum(decay, 0)
+    of_state = tl.where(label == before, tl.exp(running), 0.0)
+    of_key = tl.where(label == last, tl.exp(end - running), 0.0)
+    left = tl.where(before == last, tl.exp(end), 0.0)
+    return running, label, of_state, of_key, left
+
+
+@triton.jit
+def linked_pairs(pairs, running, label, KEYS_FIRST: tl.constexpr):
+    """Weight numbers of queries and keys, `[queries, keys]` or the other way round, 0 where none is seen."""
+    difference = running[:, None] - running[None, :]
+    if KEYS_FIRST:
+        difference = -difference
+    # pairs that the order of tokens hides are 0 already, and would be large here
+    factor = tl.exp(tl.minimum(difference, 0.0))
+    return tl.where(label[:, None] == label[None, :], pairs * factor, 0.0)
 
 
 @triton.jit
@@ -164,10 +237,10 @@ def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, AL
 
 @triton.jit
 def segment_states(
-    K, V, VALID, STATES,
+    K, V, VALID, DECAY, LABELS, STATES, FACTORS,
     k_strides, v_strides, valid_strides, kv_heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, OPERAND: tl.constexpr,
+    LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block = row_and_block(DV, BLOCK)
@@ -179,28 +252,46 @@ def segment_states(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     s = tl.zeros([BLOCK_D, BLOCK], tl.float32)
     z = tl.zeros([BLOCK_D], tl.float32)
+    factor = 1.0 + tl.sum(z, 0)
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, tokens, keep, k_strides[2], rows, D)
         v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
-        s += dot(tl.trans(phi_k), v, OPERAND)
-        z += tl.sum(phi_k, 0)
+        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
+        if LINKED:
+            _, _, _, of_key, left = link(DECAY, LABELS, batch_head, batch, start, length, CHUNK)
+            s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
+            z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            factor *= left
+        else:
+            s += dot(tl.trans(phi_k), v, OPERAND)
+            z += tl.sum(phi_k, 0)
     base = STATES + (batch_head * slots + slot) * (D * DV + D)
     store_state(base, base + D * DV, s, z, rows, columns, D, DV, block == 0)
+    if LINKED:
+        tl.store(FACTORS + batch_head * slots + slot, factor, mask=block == 0)
 
 
 @triton.jit
 def accumulate(
-    STATES, S0, Z0, slots, SIZE_S: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
+    STATES,
+    FACTORS,
+    S0,
+    Z0,
+    slots,
+    SIZE_S: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Sum up along the slots, in place, from S0 `[batch_heads, SIZE_S]` and Z0 on.
 
     Grid: batch_heads, blocks of SIZE.
 
-    SLOTS of them at a time, so that their loads are under way together.
+    SLOTS of them at a time, so that their loads are under way together; one at a time where FACTORS
+    `[batch_heads, slots]`, of what comes before in each, is not None.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -210,22 +301,29 @@ def accumulate(
     if Z0 is not None:
         in_z = (element >= SIZE_S) & (element < SIZE)
         carry += tl.load(Z0 + batch_head * (SIZE - SIZE_S) + element - SIZE_S, mask=in_z, other=0.0)
-    for first in range(0, slots, SLOTS):
-        slot = first + tl.arange(0, SLOTS)
-        inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
-        pointers = STATES + (batch_head * slots + slot)[:, None] * SIZE + element[None, :]
-        x = tl.load(pointers, mask=inside, other=0.0)
-        tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
-        carry += tl.sum(x, 0)
+    if FACTORS is not None:
+        for slot in range(slots):
+            pointers = STATES + (batch_head * slots + slot) * SIZE + element
+            x = tl.load(pointers, mask=element < SIZE, other=0.0)
+            carry = carry * tl.load(FACTORS + batch_head * slots + slot) + x
+            tl.store(pointers, carry, mask=element < SIZE)
+    else:
+        for first in range(0, slots, SLOTS):
+            slot = first + tl.arange(0, SLOTS)
+            inside = (slot < slots)[:, None] & (element < SIZE)[None, :]
+            pointers = STATES + (batch_head * slots + slot)[:, None] * SIZE + element[None, :]
+            x = tl.load(pointers, mask=inside, other=0.0)
+            tl.store(pointers, carry[None, :] + tl.cumsum(x, 0), mask=inside)
+            carry += tl.sum(x, 0)
 
 
 @triton.jit
 def outputs(
-    Q, K, V, VALID, STATES, S0, Z0, OUT, TOTAL, S, Z,
+    Q, K, V, VALID, DECAY, LABELS, STATES, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, CAUSAL: tl.constexpr,
-    OPERAND: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
 
@@ -247,20 +345,31 @@ def outputs(
         tokens = start + order
         inside = tokens < length
         q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
-        phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, OPERAND)
+        phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, EPS, OPERAND)
         numerator = dot(phi_q, s, OPERAND)
         total = tl.sum(phi_q * z[None, :], 1)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, tokens, keep, k_strides[2], rows, D)
             v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, OPERAND)
+            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
             scores = dot(phi_q, tl.trans(phi_k), OPERAND)
             scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
+            if LINKED:
+                running, label, of_state, of_key, left = link(
+                    DECAY, LABELS, batch_head, batch, start, length, CHUNK
+                )
+                scores = linked_pairs(scores, running, label, False)
+                numerator *= of_state[:, None]
+                total *= of_state
             numerator += dot(scores, v, OPERAND)
             total += tl.sum(scores, 1)
-            s += dot(tl.trans(phi_k), v, OPERAND)
-            z += tl.sum(phi_k, 0)
+            if LINKED:
+                s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
+                z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            else:
+                s += dot(tl.trans(phi_k), v, OPERAND)
+                z += tl.sum(phi_k, 0)
         if NORMALISE:
             # no epsilon: a row that sees nothing is 0, and all others are exact
             seen = total != 0
@@ -274,10 +383,10 @@ def outputs(
 
 @triton.jit
 def step(
-    Q, K, V, VALID, S0, Z0, OUT, TOTAL, S, Z,
+    Q, K, V, VALID, DECAY, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, kv_heads,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Decode one token: the state takes its key in, then its queries read. Grid: batch_heads x blocks of DV.
 
@@ -293,8 +402,12 @@ def step(
     token = tl.arange(0, 1)
     k = load_tile(head_pointer(K, k_strides, batch, head), token, keep, 0, rows, D)
     v = load_tile(head_pointer(V, v_strides, batch, head), token, keep, 0, columns, DV)
-    phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, OPERAND), 0)
+    phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND), 0)
     s, z = load_state(None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV)
+    if DECAY is not None:
+        factor = tl.exp(tl.load(DECAY + batch_head))
+        s *= factor
+        z *= factor
     s += phi_k[:, None] * v.to(tl.float32)
     z += phi_k
     first = block == 0
@@ -303,7 +416,7 @@ def step(
         query_head = head * GROUP + member
         row = batch_head * GROUP + member
         q = load_tile(head_pointer(Q, q_strides, batch, query_head), token, token == 0, 0, rows, D)
-        phi_q = query_features(q, row_shift(q, rows, D), token == 0, rows, D, FEATURE_MAP, OPERAND)
+        phi_q = query_features(q, row_shift(q, rows, D), token == 0, rows, D, FEATURE_MAP, EPS, OPERAND)
         phi_q = tl.sum(phi_q, 0)
         output = tl.sum(phi_q[:, None] * s, 0)
         total = tl.sum(phi_q * z, 0)

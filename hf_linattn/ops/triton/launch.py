@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
-from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting, supports
+from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting
+from hf_linattn.ops.types import Inputs, OpConfig
 
-__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "supports"]
+__all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "step"]
 
 
 @functools.cache
@@ -47,6 +48,9 @@ def forward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
+    log_decay: Tensor | None = None,
+    documents: Tensor | None = None,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute causal linear attention after the state (S0, z0).
@@ -62,6 +66,10 @@ def forward(
         feature_map: "elu1" (queries scaled per row by a positive factor, which only `total` and unnormalised
             outputs show), "relu" or "none".
         normalise: divide by the total; rows whose total is 0 give 0.
+        eps: added to the features of "relu".
+        log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
+        documents: integers `[B, N]`, ascending: a query sees its own, and the state before belongs to the
+            first of each row, that after to the last.
         segment: tokens that one program walks, a multiple of 64; None chooses by device and shape.
 
     Returns:
@@ -71,7 +79,7 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
     if not call.length or not call.batch:
         return _nothing(call, S0, z0)
@@ -90,6 +98,10 @@ def decode(
     z: Tensor | None,
     feature_map: str,
     normalise: bool = True,
+    *,
+    eps: float = 0.0,
+    log_decay: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Decode one token, N = 1, in one launch: the state takes its key in, then its queries read.
 
@@ -102,13 +114,31 @@ def decode(
         z: float32 `[B, Hkv, D]`, likewise.
         feature_map: as in `forward`.
         normalise: divide by the total.
+        eps: as in `forward`.
+        log_decay: `[B, Hkv, N]`, at most 0, float32: each token scales all before it by its exponential.
+        in_place: write the new state over the old one, which is dense and not None.
 
     Returns:
-        Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were.
+        Output `[B, H, 1, Dv]`, and the new S and z; the old ones stay as they were, unless written over.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise)
-    output, _, S, z = _step(call, *call.dense(S, z))
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, None, log_decay)
+    output, _, S, z = _step(call, *call.dense(S, z), in_place)
     return output, S, z
+
+
+def step(inputs: Inputs, config: OpConfig) -> tuple[Tensor, Tensor]:
+    """Decode one token and write its state over the one before.
+
+    Args:
+        inputs: of one token; S and z dense.
+        config: as in `forward`.
+
+    Returns:
+        Output `[B, H, 1, Dv]` and total `[B, H, 1]`.
+    """
+    query, key, value, valid, S, z, log_decay, _ = inputs
+    call = Problem(query, key, value, valid, config.kind, config.normalise, config.eps, None, log_decay)
+    return _step(call, S, z, in_place=True)[:2]
 
 
 def global_forward(
@@ -121,6 +151,7 @@ def global_forward(
     feature_map: str,
     normalise: bool,
     *,
+    eps: float = 0.0,
     segment: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute linear attention over all keys; there may be more or fewer queries than keys.
@@ -134,12 +165,13 @@ def global_forward(
         z0: float32 `[B, Hkv, D]`, likewise.
         feature_map: as in `forward`.
         normalise: divide by the total.
+        eps: as in `forward`.
         segment: as in `forward`.
 
     Returns:
         Output `[B, H, N, Dv]` in the dtype of the values; total `[B, H, N]`, S and z over all keys, float32.
     """
-    call = Problem(query, key, value, valid, feature_map, normalise, segment)
+    call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = call.dense(S0, z0)
     if call.keys and call.batch:
         tokens, slots = call.cut(call.keys, SEGMENT_STATES)
@@ -198,12 +230,14 @@ def _outputs(
     return output, total
 
 
-def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _step(
+    call: Problem, S0: Tensor | None, z0: Tensor | None, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from hf_linattn.ops.triton import kernels
 
     assert call.length == call.keys == 1, (call.length, call.keys)
     output, total = call.new_output()
-    S, z = call.new_state()
+    S, z = call.new_state(S0 if in_place else None)
     call.run(
         kernels.step,
         STEP,
@@ -218,4 +252,6 @@ def _step(call: Problem, S0: Tensor | None, z0: Tensor | None) -> tuple[Tensor, 
         GROUP=call.group,
         NORMALISE=call.normalise,
     )
+    if in_place and z0 is not None:  # programs share z: it is written when all have read it
+        z = z0.copy_(z)
     return output, total, S, z

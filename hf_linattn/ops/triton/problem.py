@@ -14,6 +14,10 @@ from hf_linattn.ops.triton.tiles import Tile, configuration, padded, segment_len
 from hf_linattn.ops.types import FEATURE_MAPS
 
 WIDEST = 256
+LONGEST = 65535 * 256
+"""Tokens: a grid has at most 65535 segments, and some kernels cut theirs to 256 tokens."""
+MOST_PROGRAMS = 2**31 - 1
+"""Along the first axis of a grid, where a program answers for one column at the least."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
@@ -70,27 +74,47 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether the kernels take these: 16 or 32 bits, heads of at most 256."""
-    widths = (query.shape[-1], value.shape[-1])
-    return all(x.dtype in DTYPES for x in (query, key, value)) and max(widths) <= WIDEST
+def refusal(dtypes: tuple[torch.dtype, ...], widths: tuple[int, int], tokens: int, rows: int) -> str | None:
+    """Say why the kernels do not take a call; None where they do.
+
+    Addresses are 64 bits wide, so tensors of more than 2^31 numbers are taken; a grid has limits.
+
+    Args:
+        dtypes: of queries, keys and values.
+        widths: of queries and of values.
+        tokens: queries or keys, the larger number.
+        rows: batch times query heads.
+    """
+    wrong = next((x for x in dtypes if x not in DTYPES), None)
+    if wrong is not None:
+        return f"they take float32, bfloat16 and float16, not {wrong}"
+    if max(widths) > WIDEST:
+        return f"they take heads of at most {WIDEST}, not {widths[0]} and {widths[1]}"
+    if tokens > LONGEST:
+        return f"they take at most {LONGEST:,} tokens, not {tokens:,}"
+    if rows * max(widths) > MOST_PROGRAMS:
+        return f"they take at most {MOST_PROGRAMS:,} rows times heads times their size"
+    return None
 
 
-def operand_of(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Choose what the products are computed in; the names are explained in `kernels`."""
-    dtypes = {query.dtype, key.dtype, value.dtype}
-    if interpreting():
-        # the interpreter holds bfloat16 as integers, and would multiply those
-        return "tf32" if dtypes == {torch.float16} else "ieee"
-    if dtypes == {torch.bfloat16}:
-        return "bf16"
-    if torch.version.hip is not None:
-        return "ieee"
-    if dtypes == {torch.float16}:
-        # scores, S and totals of float16 inputs pass 65504; tf32 keeps their bits and has the range
-        return "tf32"
+def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[torch.dtype, ...], Any, int, int]:
+    """Collect what `refusal` reads."""
+    dtypes, widths = (query.dtype, key.dtype, value.dtype), (query.shape[-1], value.shape[-1])
+    return dtypes, widths, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1]
+
+
+def operand_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Choose what products are computed in, by the dtypes of queries, keys and values: the fewest bits.
+
+    So features in float32 are rounded like the values beside them. The names are explained in `kernels`.
+    """
+    if torch.bfloat16 in dtypes:
+        return "bf16 by bits" if interpreting() else "bf16"
+    if torch.float16 in dtypes:
+        return "fp16"
     # who lets torch take tensor cores for float32 gets them here, at nearly float32's accuracy
-    return "tf32x3" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    cores = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32x3" if cores and not interpreting() else "ieee"
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -109,29 +133,37 @@ class Problem:
         valid: Tensor | None,
         feature_map: str,
         normalise: bool,
+        eps: float = 0.0,
         segment: int | None = None,
+        log_decay: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> None:
-        if not supports(query, key, value):
-            raise UnsupportedCallError(
-                f"the Triton kernels take float32, bfloat16 and float16, and heads of at most {WIDEST}; got "
-                f"{query.dtype}, {key.dtype}, {value.dtype} and widths {query.shape[-1]}, {value.shape[-1]}"
-            )
+        why = refusal(*sizes_of(query, key, value))
+        if why is not None:
+            raise UnsupportedCallError(f"the Triton kernels cannot compute this: {why}")
         assert feature_map in FEATURE_MAPS, feature_map
         self.query, self.key, self.value = (last_contiguous(x) for x in (query, key, value))
         self.valid = valid
+        self.decay = None if log_decay is None else log_decay.to(torch.float32).contiguous()
+        self.labels = None if documents is None else documents.to(torch.int32).contiguous()
+        self.linked = log_decay is not None or documents is not None
         self.batch, self.heads, self.length, self.D = query.shape
         self.kv_heads, self.keys, self.Dv = *key.shape[1:3], value.shape[3]
         self.group = self.heads // self.kv_heads
         self.batch_heads = self.batch * self.kv_heads
         self.device = query.device
-        operand = operand_of(query, key, value)
-        self.maps = {"FEATURE_MAP": feature_map, "OPERAND": operand}
+        operand = operand_of((query.dtype, key.dtype, value.dtype))
+        self.maps = {
+            "FEATURE_MAP": feature_map,
+            "EPS": eps if feature_map == "relu" else 0.0,
+            "OPERAND": operand,
+        }
         self.normalise = normalise
         self.segment = segment
         self.about = device_of(self.device)
         # the interpreter has no registers to run out of, and takes its time for every step
-        kind = "tf32" if interpreting() else operand
-        self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability)
+        kind = "fp16" if interpreting() else operand
+        self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability, self.linked)
 
     def tile(self, spec: KernelSpec) -> Tile:
         """Look up the tile of a kernel."""
@@ -184,14 +216,24 @@ class Problem:
         output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=self.value.dtype)
         return output.transpose(1, 2), self.new(self.batch, self.heads, self.length)
 
-    def new_state(self) -> tuple[Tensor, Tensor]:
-        """Allocate S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`."""
+    def new_state(self, over: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Allocate S `[B, Hkv, D, Dv]`, unless it is written `over` one, and z `[B, Hkv, D]`."""
         shape = (self.batch, self.kv_heads, self.D)
-        return self.new(*shape, self.Dv), self.new(*shape)
+        return self.new(*shape, self.Dv) if over is None else over, self.new(*shape)
 
     def new_slots(self, slots: int) -> Tensor:
         """Allocate S and z of each segment, `[batch_heads, slots, D Dv + D]`."""
         return self.new(self.batch_heads, slots, self.D * self.Dv + self.D)
+
+    def new_factors(self, slots: int) -> Tensor | None:
+        """Allocate what each segment leaves of the state before it, `[batch_heads, slots]`; None for all."""
+        return self.new(self.batch_heads, slots) if self.linked else None
+
+    def links(self, spec: KernelSpec) -> dict[str, Any]:
+        """Pass decay and documents."""
+        if spec is STEP:  # one token is of one document
+            return {"DECAY": self.decay}
+        return {"DECAY": self.decay, "LABELS": self.labels, "LINKED": self.linked}
 
     def last_slot(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Cut S and z out of the last slot, as tensors of their own."""
@@ -213,21 +255,22 @@ class Problem:
 
         if not slots:
             return None
-        states = self.new_slots(slots)
+        states, factors = self.new_slots(slots), self.new_factors(slots)
         self.run(
             kernels.segment_states,
             SEGMENT_STATES,
             slots,
             STATES=states,
+            FACTORS=factors,
             kv_heads=self.kv_heads,
             length=self.keys,
             segment=segment,
             slots=slots,
         )
-        self.accumulate(states, S, z)
+        self.accumulate(states, factors, S, z)
         return states
 
-    def accumulate(self, states: Tensor, S: Tensor | None, z: Tensor | None) -> None:
+    def accumulate(self, states: Tensor, factors: Tensor | None, S: Tensor | None, z: Tensor | None) -> None:
         """Sum up along the slots, in place, from S and z on."""
         from hf_linattn.ops.triton import kernels
 
@@ -237,6 +280,7 @@ class Problem:
             (batch_heads, -(-size // SCAN.block)),
             SCAN,
             STATES=states,
+            FACTORS=factors,
             S0=S,
             Z0=z,
             slots=slots,
@@ -259,6 +303,7 @@ class Problem:
             self.tile(spec),
             **arguments,
             **self.inputs(spec.inputs),
+            **self.links(spec),
             **self.sizes(spec),
             **self.maps,
         )

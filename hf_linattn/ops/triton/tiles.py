@@ -49,7 +49,7 @@ class Configuration(NamedTuple):
 WALKS = {
     "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
     "bf16": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-    "tf32": (Tile(32, 64, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
+    "fp16": (Tile(32, 32, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "tf32x3": (Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
     "ieee": (Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
@@ -57,7 +57,7 @@ WALKS = {
 SUMS = {
     "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
     "bf16": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
-    "tf32": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    "fp16": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 1)),
     "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
 }
@@ -68,22 +68,28 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[int, int]) -> Configuration:
+def configuration(
+    D: int, Dv: int, group: int, operand: str, capability: tuple[int, int], linked: bool = False
+) -> Configuration:
     """Choose the tiles for one kind of head.
 
     Args:
         D: width of queries and keys, at most 256.
         Dv: width of values, likewise.
         group: query heads per key head.
-        operand: what the products are computed in, as in `kernels`: "bf16", "tf32", "tf32x3", "ieee".
+        operand: what the products are computed in, as in `kernels`: "bf16", "fp16", "tf32x3", "ieee".
         capability: of the device, as `torch.cuda.get_device_capability` says it.
+        linked: there is decay, or there are documents, whose factors take registers.
     """
     head_dim, value_dim = padded(D), padded(Dv)
     index = 0 if max(head_dim, value_dim) <= 64 else 1 if max(head_dim, value_dim) <= 128 else 2
     kind = operand
-    if operand == "bf16" and capability[0] == 9:
+    if operand == "bf16" and capability[0] == 9 and not linked:
         kind = "bf16, wgmma"  # which takes no fewer than 64 rows
     walk, total = WALKS[kind][index], SUMS[kind][index]
+    if linked:
+        walk = walk._replace(block=max(walk.block // 2, 16), chunk=16 if index else walk.chunk)
+        total = total._replace(chunk=16 if group > 1 and not index else min(total.chunk, 32))
     outputs = query = key = values = walk
     rows = total
     if index == 2 and kind == "bf16, wgmma":
@@ -95,7 +101,7 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
         rows = total._replace(chunk=min(total.chunk, 32))
     if group > 1 and kind == "bf16, wgmma":
         key = values = WALKS["bf16"][index]
-    elif group > 1 or kind == "tf32" or (kind == "bf16" and index == 0):
+    elif group > 1 or kind == "fp16" or (kind == "bf16" and index == 0):
         key = walk._replace(block=max(walk.block // 2, 16))
 
     def of(tile: Tile, width: int) -> Tile:
@@ -104,7 +110,7 @@ def configuration(D: int, Dv: int, group: int, operand: str, capability: tuple[i
     return Configuration(
         segment_states=of(total, value_dim),
         outputs=of(outputs, value_dim),
-        step=Tile(1, min(value_dim, 4096 // head_dim), 4, 1),
+        step=Tile(1, min(value_dim, (2048 if linked else 4096) // head_dim), 4, 1),
         gradient_rows=of(rows, head_dim),
         query_gradients=of(query, head_dim),
         key_gradients=of(key, head_dim),

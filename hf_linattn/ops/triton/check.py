@@ -1,0 +1,439 @@
+"""Whether the Triton kernels may be used: they are held to float64 on the very device that would run them.
+
+The first use of a (device, dtypes, widths, form) runs `selftest`. What it found is kept in memory and in
+the cache folder, under a name made of all that could change it. Where the kernels do not compile, run or
+agree, torch operations compute the same, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.ops.triton import launch, problem, selftest
+from hf_linattn.ops.types import Inputs
+
+TRITON = "HF_LINATTN_TRITON"
+"""Environment variable: unset, kernels where they pass their check; 1, an error where they cannot run; 0,
+torch operations."""
+OLDEST = (3, 5)
+"""Of triton: what torch 2.9 comes with."""
+SAFE_ROWS = problem.MOST_PROGRAMS // problem.WIDEST
+"""Batch times heads below which no grid is too long."""
+REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
+T = TypeVar("T")
+
+
+class Form(NamedTuple):
+    """What is computed, apart from numbers.
+
+    Attributes:
+        kind: feature map, "none" for features.
+        causal: else over all keys.
+        normalise: outputs, else numerators.
+        decays: each token scales what came before.
+        packed: of several documents.
+    """
+
+    kind: str
+    causal: bool = True
+    normalise: bool = True
+    decays: bool = False
+    packed: bool = False
+
+
+class Key(NamedTuple):
+    """What is checked once: all that a kernel is compiled for, apart from numbers.
+
+    Attributes:
+        device: with its number.
+        dtype: of queries and keys, of features what these become.
+        value_dtype: of values.
+        D: width of queries and keys, or number of features.
+        Dv: width of values.
+        group: query heads per key head, 2 for any number above 1.
+        operand: what products are computed in, as in `kernels`.
+        form: what is computed.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    value_dtype: torch.dtype
+    D: int
+    Dv: int
+    group: int
+    operand: str
+    form: Form
+
+    @property
+    def name(self) -> str:
+        """Text without the device."""
+        kind, causal, *_ = self.form
+        dtypes = dict.fromkeys(str(x).removeprefix("torch.") for x in (self.dtype, self.value_dtype))
+        words = ["/".join(dtypes), f"{self.D}x{self.Dv}", kind, "causal" if causal else "over all keys"]
+        words += [] if self.form.normalise else ["numerators"]
+        words += ["decay"] if self.form.decays else []
+        words += ["documents"] if self.form.packed else []
+        words += ["grouped"] if self.group > 1 else []
+        return ", ".join([*words, f"products in {self.operand}"])
+
+
+class Verdict(NamedTuple):
+    """What a check found: None in `why` where the kernels may be used."""
+
+    why: str | None
+    device: str
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        return f"triton, checked on {self.device}" if self.why is None else f"torch: {self.why}"
+
+
+def asked() -> str:
+    """Tell what the user wants: "auto", "strict" or "off".
+
+    Raises:
+        OptionError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(TRITON, "")
+    if value not in ("", "0", "1"):
+        raise OptionError(
+            f"{TRITON}={value!r}: 1 insists on Triton kernels, 0 turns them off, unset they are used where "
+            "they pass their check"
+        )
+    return {"": "auto", "0": "off", "1": "strict"}[value]
+
+
+class Checks:
+    """Verdicts on one set of kernels.
+
+    Args:
+        kernels: has the functions of `launch`.
+        length: tokens of the trial.
+    """
+
+    def __init__(self, kernels: Any = launch, length: int = selftest.LENGTH) -> None:
+        self.kernels, self.length = kernels, length
+        self.verdicts: dict[Key, Verdict] = {}
+        self.refused: dict[str, None] = {}
+        self._lock = threading.RLock()
+        self._running = threading.local()
+
+    def takes(self, key: Key, tokens: int = 0, rows: int = 0, *, compiling: bool = False) -> bool:
+        """Tell whether the kernels compute a call; check them if nobody has.
+
+        Args:
+            key: what is to be computed.
+            tokens: queries or keys, the larger number.
+            rows: batch times query heads.
+            compiling: nothing can be run now: what is known counts.
+
+        Raises:
+            OptionError: `HF_LINATTN_TRITON` is neither 0 nor 1.
+            UnsupportedCallError: it is 1, and they cannot.
+        """
+        wish = asked()
+        if wish == "off" or getattr(self._running, "now", False):
+            return False
+        verdict = self.verdicts.get(key)
+        if verdict is None or tokens > problem.LONGEST or rows > SAFE_ROWS:
+            dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (key.D, key.Dv)
+            why = None if launch.available(key.device) else "triton is not installed"
+            why = why or _triton_too_old() or problem.refusal(dtypes, widths, tokens, rows)
+            why = why or _device_refusal(key.device, key.operand)
+            if why is not None:
+                return self._without(wish, why, compiling)
+            still = compiling or _capturing(key.device)
+            verdict = self._known(key) if still else self._checked(key)
+        if wish == "strict":
+            _insist(key, verdict)
+        return verdict is not None and verdict.why is None
+
+    def _without(self, wish: str, why: str, compiling: bool) -> bool:
+        """Go on without kernels, said once, or raise."""
+        if wish == "strict":
+            raise UnsupportedCallError(f"{TRITON}=1 insists on Triton kernels: {why}")
+        if why not in self.refused:
+            self.refused[why] = None
+            if not compiling and "float64" not in why:  # nobody expects those to be fast
+                warnings.warn(
+                    f"Triton kernels of linear attention are not used: {why}. Torch operations compute the "
+                    "same, more slowly.",
+                    stacklevel=2,
+                )
+        return False
+
+    def _known(self, key: Key) -> Verdict | None:
+        """Look a verdict up, on the disk too."""
+        with self._lock:
+            if key not in self.verdicts:
+                told = _read(_file(key.device)).get(key.name, "")
+                if told != "":
+                    self.verdicts[key] = Verdict(told, device_name(key.device))
+            return self.verdicts.get(key)
+
+    def _checked(self, key: Key) -> Verdict:
+        with self._lock:
+            verdict = self._known(key)
+            if verdict is not None:
+                return verdict
+            why, lasting = self._run(key)
+            verdict = self.verdicts[key] = Verdict(why, device_name(key.device))
+            if lasting:
+                _write(_file(key.device), key.name, why)
+        if why is not None:
+            warnings.warn(
+                f"Triton kernels of linear attention ({key.name}) on {verdict.device}: {why}. Torch "
+                f"operations compute the same from now on, more slowly; {TRITON}=0 silences this. {REPORT}",
+                stacklevel=2,
+            )
+        return verdict
+
+    def _run(self, key: Key) -> tuple[str | None, bool]:
+        """Run the trial; return what is wrong, and whether that will last."""
+        form = key.form
+        trial = selftest.Trial(
+            key.dtype, key.value_dtype, key.D, key.Dv, key.group, form.kind, key.operand, *form[1:]
+        )
+
+        def run() -> str | None:
+            self._running.now = True
+            return selftest.disagreement(trial, self.kernels, key.device, self.length)
+
+        try:
+            why = _apart(run, key.device)
+        except Exception as error:  # whatever a compiler, a driver or a device raises
+            line = next((x.strip() for x in str(error).splitlines() if x.strip()), "")
+            return f"they did not run ({type(error).__name__}: {line[:300]})", not _passing(error)
+        return (None if why is None else f"they disagree with float64: {why}"), True
+
+    def summary(self) -> list[str]:
+        """Say which form runs, a line for each kind of call so far."""
+        if asked() == "off":
+            return [f"torch: {TRITON}=0"]
+        lines = [f"{key.name}: {verdict.text}" for key, verdict in self.verdicts.items()]
+        return lines + [f"torch: {why}" for why in self.refused]
+
+
+def _insist(key: Key, verdict: Verdict | None) -> None:
+    """Raise where kernels were insisted on and cannot be used."""
+    if verdict is None:
+        raise UnsupportedCallError(
+            f"{TRITON}=1 insists on Triton kernels, and they have not been checked for {key.name}: run the "
+            "model once before it is compiled or captured"
+        )
+    if verdict.why is not None:
+        raise UnsupportedCallError(
+            f"{TRITON}=1 insists on Triton kernels ({key.name}) on {verdict.device}, and {verdict.why}. "
+            f"Unset it: torch operations compute the same. {REPORT}"
+        )
+
+
+def _apart(run: Callable[[], T], device: torch.device) -> T:
+    """Run something in a thread of its own, on a stream of its own.
+
+    Gradient mode, autocast, inference mode, hooks on saved tensors (of checkpointing and offloading), modes
+    of dispatch, the current device and stream all belong to a thread: nothing of the caller's is seen or
+    changed.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                if device.type != "cuda":
+                    results.append(run())
+                    return
+                with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                    results.append(run())
+        except BaseException as error:  # raised again where it is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="hf_linattn triton check", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _passing(error: Exception) -> bool:
+    """Tell whether a failure may be gone next time: memory, a compiler not installed, a folder in the way."""
+    texts = ("out of memory", "c compiler")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, OSError, subprocess.SubprocessError)):
+        return True
+    return any(text in str(error).lower() for text in texts)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _triton_too_old() -> str | None:
+    try:
+        version = str(importlib.import_module("triton").__version__)
+        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except (ImportError, AttributeError, ValueError, OSError, RuntimeError) as error:
+        return f"triton cannot be imported ({type(error).__name__}: {error})"
+    wanted = ".".join(map(str, OLDEST))
+    return f"triton {version} is older than {wanted}" if found < OLDEST else None
+
+
+def _device_refusal(device: torch.device, operand: str) -> str | None:
+    """Say what a device lacks; None for nothing that is known before it is tried."""
+    capability = problem.device_of(device).capability
+    if operand == "bf16" and (0, 0) < capability < (8, 0):
+        return f"{device_name(device)} multiplies no bfloat16 (compute capability {capability[0]})"
+    return None
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """Name a device for people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, interpreted"
+
+
+def _file(device: torch.device) -> Path | None:
+    """Name the file of verdicts after all that could change them; None where no folder can be found."""
+    folder = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = folder or str(Path.home() / ".cache")
+    except RuntimeError:  # nobody's home
+        return None
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)() if device.type == "cuda" else 0
+    parts = [
+        importlib.import_module("triton").__version__,
+        *(torch.__version__, torch.version.cuda, torch.version.hip, driver),
+        *(device_name(device), problem.device_of(device)),
+        *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
+    ]
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
+    return Path(folder) / "hf_linattn" / f"triton-{digest}.json"
+
+
+def _read(path: Path | None) -> dict[str, str | None]:
+    """Read verdicts, name -> what is wrong; nothing from a file that is missing or broken."""
+    try:
+        found = json.loads(path.read_text()) if path is not None else {}
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): why for name, why in found.items() if why is None or (isinstance(why, str) and why)}
+
+
+def _write(path: Path | None, name: str, why: str | None) -> None:
+    """Add a verdict to those that any process has written; not where the folder cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # whole or not at all: another process may read it now
+        handle, new = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(_read(path) | {name: why}, file, indent=1)
+            Path(new).replace(path)
+        except BaseException:
+            Path(new).unlink(missing_ok=True)
+            raise
+    except OSError:  # the next process checks again
+        return
+
+
+CHECKS = Checks()
+"""Of the kernels that are used."""
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int | None = None) -> bool:
+    """Tell whether the Triton kernels compute a call, see `Checks.takes`.
+
+    Args:
+        query: `[B, H, N, D]`, as the model gives it.
+        key: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        form: what is computed.
+        features: number of features, where the map is not in the kernel; None for D.
+    """
+    width = query.shape[-1] if features is None else features
+    grouped = query.shape[1] != key.shape[1]
+    dtypes = query.dtype, value.dtype if form.normalise else torch.promote_types(value.dtype, torch.float32)
+    wide = value.shape[-1]
+    if torch.compiler.is_compiling():
+        known: bool = _takes_in_a_graph(query.device, *dtypes, width, wide, grouped, *form)
+        return known
+    if not (type(query) is type(key) is type(value) is Tensor) or query.dtype != key.dtype:
+        return False  # a fake or distributed tensor has no memory to read
+    about = _key(query.device, *dtypes, width, wide, grouped, *form)
+    return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
+
+
+def _key(
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    D: int,
+    Dv: int,
+    grouped: bool,
+    *form: Any,
+) -> Key:
+    """Make a key of what a call is, features in the dtype that they are handed over in."""
+    how = Form(*form)
+    if how.kind == "none":
+        dtype = features_dtype(dtype)
+    usable = launch.available(device) and _triton_too_old() is None
+    operand = problem.operand_of((dtype, value_dtype)) if usable else ""
+    return Key(device, dtype, value_dtype, D, Dv, 1 + grouped, operand, how)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_in_a_graph(*about: Any) -> bool:
+    """Answer what is known while a graph is traced: it asks once."""
+    return CHECKS.takes(_key(*about), compiling=True)
+
+
+def features_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype in which features of a model's queries are handed to the kernels.
+
+    Those of float16 stay in float32: many maps leave float16's range.
+    """
+    return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
+
+
+def narrowed(inputs: Inputs, query_dtype: torch.dtype, value_dtype: torch.dtype, form: Form) -> Inputs:
+    """Bring features to the dtype that `features_dtype` says, and values to the model's, as they came.
+
+    Args:
+        inputs: features and values in float32 where the map is not in the kernel.
+        query_dtype: of the model's queries.
+        value_dtype: of its values.
+        form: numerators keep their values in float32: they are not rounded to 16 bits.
+    """
+    if form.kind != "none":
+        return inputs
+    query, key = (x.to(features_dtype(query_dtype)) for x in inputs[:2])
+    return inputs._replace(
+        query=query, key=key, value=inputs.value.to(value_dtype) if form.normalise else inputs.value
+    )
+
+
+def summary() -> list[str]:
+    """Say which form computes linear attention on GPUs, a line for each kind of call so far."""
+    return CHECKS.summary()

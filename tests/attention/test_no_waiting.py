@@ -1,0 +1,50 @@
+"""Off the CPU nothing waits for the device: a number that Python must see would stop the stream there.
+
+The meta device holds no numbers, so whatever asks for one raises.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from helpers import tiny_models
+
+from hf_linattn import patch_model
+from hf_linattn.attention import Tokens
+from hf_linattn.patches.elu1 import Elu1
+
+SPECS = {
+    "elu1": {},
+    "hedgehog": {},
+    "gated": {},
+    "decay": {},
+    "taylor2": {},
+    "window+elu1": {"size": 8, "sinks": 2},
+    "delta": {},
+}
+
+
+@pytest.fixture
+def meta(monkeypatch):
+    """Autocast, which torch does not know on that device, is off."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
+    return torch.device("meta")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.no_grad()
+def test_prefill_and_decode_do_not_wait(meta, spec):
+    model = patch_model(tiny_models.llama(), spec, options=SPECS[spec]).eval().to(meta)
+    ids = torch.zeros(2, 20, dtype=torch.long, device=meta)
+    cache = model(ids, use_cache=True).past_key_values
+    for _ in range(2):
+        logits = model(ids[:, :1], past_key_values=cache).logits
+    assert logits.device == meta
+
+
+def test_the_device_tells():
+    waiting = type("Waiting", (Elu1,), {"feature_map": lambda self, x: x.relu() if bool(x.any()) else x})
+    given = (torch.zeros(1, 2, 5, 8, device="meta") for _ in "qkv")
+    with pytest.raises(RuntimeError, match="meta"):
+        waiting(None).sums(Tokens(*given, 1.0), None)

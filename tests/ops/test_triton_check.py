@@ -1,0 +1,42 @@
+"""The check that lets the Triton kernels run by default, by interpreted kernels and by kernels that lie."""
+
+import pytest
+from helpers import triton_selftest_checks as checks
+
+from hf_linattn.ops.triton import launch
+
+pytestmark = pytest.mark.skipif(
+    not launch.available("cuda"), reason="triton is not installed: pip install triton"
+)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("float32", "elu1", True, True, True, True),
+        ("bfloat16", "none", True, True),
+        ("float16", "relu", False, False),
+    ],
+    ids=str,
+)
+def test_true_kernels_pass(interpreted, tmp_path, form):
+    interpreted(checks.check_true_kernels_pass, tmp_path, *form)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.check_lies_are_found,
+        checks.check_bf16_lies_are_found,
+        checks.check_failures,
+        checks.check_folders_that_fail,
+        checks.check_two_at_once,
+        checks.check_nothing_of_the_caller_changes,
+        checks.check_what_is_refused,
+        checks.check_graphs,
+        checks.check_the_choice,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_property(interpreted, tmp_path, check):
+    interpreted(check, tmp_path)
