@@ -83,7 +83,8 @@ def _recall(content: Json) -> Json:
 def _cost(content: Json) -> Json:
     names = ("cache_bytes", "prefill_tokens_per_second", "decode_tokens_per_second")
     names += ("prefill_ratio", "decode_ratio", "bytes_ratio")
-    row = [row for row in content["rows"] if row["measured"]][-1]
+    rows = [row for row in content["rows"] if row["measured"]]
+    row = next((row for row in rows if row["model"] != "unpatched"), rows[-1])
     return {name: row[name] for name in names}
 
 

@@ -107,8 +107,12 @@ def table(rows: Iterable[Figures], columns: dict[str, Callable[[Figures], str]])
         cells = [column(row) for column in columns.values()]
         if any(cells):
             lines.append(f"| {row.row.name} | {' | '.join(cells)} |")
-    head = f"| | {' | '.join(name.strip() for name in columns)} |\n|---{'|---:' * len(columns)}|\n"
-    return head + "\n".join(lines) + "\n"
+    return _table([name.strip() for name in columns], lines)
+
+
+def _table(columns: list[str], lines: list[str]) -> str:
+    head = f"| | {' | '.join(columns)} |\n|---{'|---:' * len(columns)}|\n"
+    return head + "\n".join(lines) + "\n" if lines else "Not measured yet.\n"
 
 
 def single_tasks(rows: Iterable[Figures]) -> str:
@@ -123,8 +127,7 @@ def curves(figures: dict[str, Json], measure: str) -> str:
     lines = [
         f"| `{name}` | {' | '.join(number(row.get(n)) for n in lengths)} |" for name, row in found.items()
     ]
-    head = f"| | {' | '.join(f'{int(n):,}' for n in lengths)} |\n|---{'|---:' * len(lengths)}|\n"
-    return head + "\n".join(lines) + "\n"
+    return _table([f"{int(n):,}" for n in lengths], lines)
 
 
 def answers(rows: Iterable[Figures]) -> str:
