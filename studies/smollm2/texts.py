@@ -28,7 +28,7 @@ def prepare(data: Path, work: Path, tokenizer: Any) -> dict[str, Path]:
     books, peps = data / "text" / "books", data / "text" / "peps"
     made = {name: work / "text" / f"{name}.jsonl" for name in ("train", "held_out")}
     made["chat"] = work / "text" / "chat.txt"
-    made["tasks"] = work / "tasks"
+    made["tasks"] = work / "text" / "tasks"
     made["novel"], made["peps"] = books / "eval" / "Emma.md", peps / "eval"
     made["tasks"].mkdir(parents=True, exist_ok=True)
     for path in TASKS.glob("*.yaml"):
