@@ -46,7 +46,7 @@ def collect(figures: dict[str, Json], work: Path) -> dict[str, Json]:
     """Add what lies complete in a work folder, and return the figures."""
     for key in _keys(work):
         if (content := _complete(work, key)) is not None:
-            figures[key] = _rounded(KINDS[_kind(key)][1](content))
+            figures[key] = rounded(KINDS[_kind(key)][1](content))
     return figures
 
 
@@ -76,11 +76,12 @@ def _keys(work: Path) -> Iterator[str]:
             yield folder.relative_to(work).as_posix()
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Round all numbers in it to six digits."""
     if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

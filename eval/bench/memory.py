@@ -7,6 +7,7 @@ neither. Other devices: not known.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -38,6 +39,7 @@ def peak(call: Callable[[], Any], device: str = "cpu") -> int | None:
 def _recorded(call: Callable[[], Any]) -> int:
     # two lines on stderr per profile otherwise; read when the first profile starts
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    gc.collect()  # what others left would count as given back by this call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         output = call()
     del output

@@ -15,6 +15,7 @@ from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.triton import check, launch
+from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
 
 
@@ -115,7 +116,7 @@ class LinearAttention(StatefulAttention):
         """
         query, documents = tokens.query, tokens.documents
         assert query is not None
-        form = check.Form(self.fused, True, divide, self.has_decay, documents is not None)
+        form = Form(self.fused, True, divide, self.has_decay, documents is not None)
         given = query, tokens.key, tokens.value
         backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
@@ -174,7 +175,7 @@ class LinearAttention(StatefulAttention):
         """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
         query, divide = tokens.query, self.sum_normalised
         assert query is not None
-        form = check.Form(self.fused, False, divide)
+        form = Form(self.fused, False, divide)
         given = query, tokens.key, tokens.value
         backend = choose_backend(*given, self.fused, None, form, self.features)
         if backend == "vectorised":

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_linattn.ops.cpp import auto, build, takes
 from hf_linattn.ops.cpp.linear import SUMS
 from hf_linattn.ops.triton import check
+from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Inputs, OpConfig, State
 
 SHORT = 192
@@ -35,7 +36,7 @@ def choose_backend(
     value: Tensor,
     kind: str,
     state: State | None = None,
-    form: check.Form | None = None,
+    form: Form | None = None,
     features: int | None = None,
 ) -> Backend:
     """Decide who computes a call of linear attention.
@@ -57,7 +58,7 @@ def choose_backend(
         if not (single and torch.compiler.is_compiling()) and takes.linear(query, key, value, state):
             return "cpp"
         return "vectorised" if single else "eager"
-    if query.is_cuda and check.takes(query, key, value, form or check.Form(kind), features):
+    if query.is_cuda and check.takes(query, key, value, form or Form(kind), features):
         return "triton"
     return "vectorised"
 

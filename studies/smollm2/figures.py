@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.files import replacing
+from studies import figures
 
 Json = dict[str, Any]
 STORED = Path(__file__).with_name("results.json")
@@ -26,7 +26,7 @@ TASKS = {
 
 def load() -> dict[str, Json]:
     """Read the stored figures."""
-    return dict(json.loads(STORED.read_text(encoding="utf-8"))) if STORED.exists() else {}
+    return figures.load(STORED)
 
 
 def collect(work: Path) -> dict[str, Json]:
@@ -36,17 +36,9 @@ def collect(work: Path) -> dict[str, Json]:
         for path in sorted(work.glob(f"{measure}/*/results.json")):
             content = json.loads(path.read_text(encoding="utf-8"))
             if content.get("complete", True):
-                found[f"{measure}/{path.parent.name}"] = _rounded(read(content))
-    lines = [f"{json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found)]
-    with replacing(STORED) as partial:
-        partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+                found[f"{measure}/{path.parent.name}"] = figures.rounded(read(content))
+    figures.write(STORED, found)
     return found
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _perplexity(content: Json) -> Json:

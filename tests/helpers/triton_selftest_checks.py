@@ -11,7 +11,8 @@ import torch
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import dispatch
 from hf_linattn.ops.triton import check, launch, problem
-from hf_linattn.ops.triton.check import Checks, Form
+from hf_linattn.ops.triton.check import Checks
+from hf_linattn.ops.triton.selftest import Form
 
 LENGTH = 70
 CPU = torch.device("cpu")

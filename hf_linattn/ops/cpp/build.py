@@ -25,7 +25,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
 
-from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import switches
 from hf_linattn.ops.cpp import layout
 
 CPP = "HF_LINATTN_CPP"
@@ -56,12 +57,8 @@ def asked() -> Literal["auto", "0", "1"]:
     Raises:
         OptionError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(CPP, "")
-    if value not in ("", "0", "1"):
-        raise OptionError(
-            f"{CPP}={value!r}: 1 asks for kernels in C++, 0 does not; unset they run where a library fits"
-        )
-    return value or "auto"  # type: ignore[return-value]
+    meaning = "1 asks for kernels in C++, 0 does not; unset they run where a library fits"
+    return switches.switch(CPP, meaning)
 
 
 def library() -> ctypes.CDLL:
@@ -162,10 +159,9 @@ def cache_folder() -> Path:
         UnsupportedCallError: there is no home directory.
     """
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return switches.cache_folder()
     except RuntimeError as error:
         raise UnsupportedCallError(f"no folder for compiled kernels ({error}): set XDG_CACHE_HOME") from error
-    return cache / "hf_linattn"
 
 
 def digest(content: bytes) -> str:

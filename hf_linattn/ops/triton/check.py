@@ -18,13 +18,15 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import switches
 from hf_linattn.ops.triton import launch, problem, selftest
+from hf_linattn.ops.triton.selftest import Form, Key
 from hf_linattn.ops.types import Inputs
 
 TRITON = "HF_LINATTN_TRITON"
@@ -36,60 +38,6 @@ SAFE_ROWS = problem.MOST_PROGRAMS // problem.WIDEST
 """Batch times heads below which no grid is too long."""
 REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
 T = TypeVar("T")
-
-
-class Form(NamedTuple):
-    """What is computed, apart from numbers.
-
-    Attributes:
-        kind: feature map, "none" for features.
-        causal: else over all keys.
-        normalise: outputs, else numerators.
-        decays: each token scales what came before.
-        packed: of several documents.
-    """
-
-    kind: str
-    causal: bool = True
-    normalise: bool = True
-    decays: bool = False
-    packed: bool = False
-
-
-class Key(NamedTuple):
-    """What is checked once: all that a kernel is compiled for, apart from numbers.
-
-    Attributes:
-        device: with its number.
-        dtype: of queries and keys, of features what these become.
-        value_dtype: of values.
-        D: width of queries and keys, or number of features.
-        Dv: width of values.
-        group: query heads per key head, 2 for any number above 1.
-        operand: what products are computed in, as in `kernels`.
-        form: what is computed.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    value_dtype: torch.dtype
-    D: int
-    Dv: int
-    group: int
-    operand: str
-    form: Form
-
-    @property
-    def name(self) -> str:
-        """Text without the device."""
-        kind, causal, *_ = self.form
-        dtypes = dict.fromkeys(str(x).removeprefix("torch.") for x in (self.dtype, self.value_dtype))
-        words = ["/".join(dtypes), f"{self.D}x{self.Dv}", kind, "causal" if causal else "over all keys"]
-        words += [] if self.form.normalise else ["numerators"]
-        words += ["decay"] if self.form.decays else []
-        words += ["documents"] if self.form.packed else []
-        words += ["grouped"] if self.group > 1 else []
-        return ", ".join([*words, f"products in {self.operand}"])
 
 
 class Verdict(NamedTuple):
@@ -104,19 +52,14 @@ class Verdict(NamedTuple):
         return f"triton, checked on {self.device}" if self.why is None else f"torch: {self.why}"
 
 
-def asked() -> str:
-    """Tell what the user wants: "auto", "strict" or "off".
+def asked() -> Literal["auto", "0", "1"]:
+    """Tell what the user wants: the kernels or an error, torch's operations, or what works.
 
     Raises:
         OptionError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(TRITON, "")
-    if value not in ("", "0", "1"):
-        raise OptionError(
-            f"{TRITON}={value!r}: 1 insists on Triton kernels, 0 turns them off, unset they are used where "
-            "they pass their check"
-        )
-    return {"": "auto", "0": "off", "1": "strict"}[value]
+    meaning = "1 insists on Triton kernels, 0 turns them off, unset they are used where they pass their check"
+    return switches.switch(TRITON, meaning)
 
 
 class Checks:
@@ -148,7 +91,7 @@ class Checks:
             UnsupportedCallError: it is 1, and they cannot.
         """
         wish = asked()
-        if wish == "off" or getattr(self._running, "now", False):
+        if wish == "0" or getattr(self._running, "now", False):
             return False
         verdict = self.verdicts.get(key)
         if verdict is None or tokens > problem.LONGEST or rows > SAFE_ROWS:
@@ -160,13 +103,13 @@ class Checks:
                 return self._without(wish, why, compiling)
             still = compiling or _capturing(key.device)
             verdict = self._known(key) if still else self._checked(key)
-        if wish == "strict":
+        if wish == "1":
             _insist(key, verdict)
         return verdict is not None and verdict.why is None
 
     def _without(self, wish: str, why: str, compiling: bool) -> bool:
         """Go on without kernels, said once, or raise."""
-        if wish == "strict":
+        if wish == "1":
             raise UnsupportedCallError(f"{TRITON}=1 insists on Triton kernels: {why}")
         if why not in self.refused:
             self.refused[why] = None
@@ -206,14 +149,10 @@ class Checks:
 
     def _run(self, key: Key) -> tuple[str | None, bool]:
         """Run the trial; return what is wrong, and whether that will last."""
-        form = key.form
-        trial = selftest.Trial(
-            key.dtype, key.value_dtype, key.D, key.Dv, key.group, form.kind, key.operand, *form[1:]
-        )
 
         def run() -> str | None:
             self._running.now = True
-            return selftest.disagreement(trial, self.kernels, key.device, self.length)
+            return selftest.disagreement(key, self.kernels, self.length)
 
         try:
             why = _apart(run, key.device)
@@ -224,7 +163,7 @@ class Checks:
 
     def summary(self) -> list[str]:
         """Say which form runs, a line for each kind of call so far."""
-        if asked() == "off":
+        if asked() == "0":
             return [f"torch: {TRITON}=0"]
         lines = [f"{key.name}: {verdict.text}" for key, verdict in self.verdicts.items()]
         return lines + [f"torch: {why}" for why in self.refused]
@@ -312,9 +251,8 @@ def device_name(device: torch.device) -> str:
 
 def _file(device: torch.device) -> Path | None:
     """Name the file of verdicts after all that could change them; None where no folder can be found."""
-    folder = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = folder or str(Path.home() / ".cache")
+        folder = switches.cache_folder()
     except RuntimeError:  # nobody's home
         return None
     driver = getattr(torch._C, "_cuda_getDriverVersion", int)() if device.type == "cuda" else 0
@@ -325,7 +263,7 @@ def _file(device: torch.device) -> Path | None:
         *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
-    return Path(folder) / "hf_linattn" / f"triton-{digest}.json"
+    return folder / f"triton-{digest}.json"
 
 
 def _read(path: Path | None) -> dict[str, str | None]:

@@ -37,34 +37,58 @@ RESULTS = ("output", "total", "S", "z")
 GRADIENTS = ("d_query", "d_key", "d_value", "d_S", "d_z", "d_decay")
 
 
-class Trial(NamedTuple):
-    """What is computed.
+class Form(NamedTuple):
+    """What is computed, apart from numbers.
 
     Attributes:
-        dtype: of queries and keys.
-        value_dtype: of values.
-        D: width of queries and keys.
-        Dv: width of values.
-        group: query heads per key head.
         kind: feature map, "none" for features.
-        operand: what products are computed in, as in `kernels`.
         causal: else over all keys.
         normalise: outputs, else numerators.
         decays: each token scales what came before.
         packed: of several documents.
     """
 
+    kind: str
+    causal: bool = True
+    normalise: bool = True
+    decays: bool = False
+    packed: bool = False
+
+
+class Key(NamedTuple):
+    """What is checked once: all that a kernel is compiled for, apart from numbers.
+
+    Attributes:
+        device: with its number.
+        dtype: of queries and keys, of features what these become.
+        value_dtype: of values.
+        D: width of queries and keys, or number of features.
+        Dv: width of values.
+        group: query heads per key head, 2 for any number above 1.
+        operand: what products are computed in, as in `kernels`.
+        form: what is computed.
+    """
+
+    device: torch.device
     dtype: torch.dtype
     value_dtype: torch.dtype
     D: int
     Dv: int
     group: int
-    kind: str
     operand: str
-    causal: bool = True
-    normalise: bool = True
-    decays: bool = False
-    packed: bool = False
+    form: Form
+
+    @property
+    def name(self) -> str:
+        """Text without the device."""
+        kind, causal, *_ = self.form
+        dtypes = dict.fromkeys(str(x).removeprefix("torch.") for x in (self.dtype, self.value_dtype))
+        words = ["/".join(dtypes), f"{self.D}x{self.Dv}", kind, "causal" if causal else "over all keys"]
+        words += [] if self.form.normalise else ["numerators"]
+        words += ["decay"] if self.form.decays else []
+        words += ["documents"] if self.form.packed else []
+        words += ["grouped"] if self.group > 1 else []
+        return ", ".join([*words, f"products in {self.operand}"])
 
 
 class Numbers(NamedTuple):
@@ -84,26 +108,25 @@ class Numbers(NamedTuple):
     documents: Tensor | None
 
 
-def disagreement(trial: Trial, kernels: Any, device: torch.device, length: int = LENGTH) -> str | None:
+def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
     """Run the kernels and compare; return what differs, None where all agrees.
 
     Args:
-        trial: what to compute.
+        trial: what to compute, and where.
         kernels: has the functions of `launch`.
-        device: where to compute it.
         length: tokens.
     """
     for plain in (True, False):
         numbers = _numbers(trial, length, plain)
-        exact, here = _exact(trial, numbers), _on(numbers, device)
+        exact, here = _exact(trial, numbers), _on(numbers, trial.device)
         after = _forward(trial, here, kernels)
         wrong = _compare(trial, dict(zip(RESULTS, after, strict=True)), exact, length)
         if wrong is None:
             found = _backward(trial, here, after, kernels)
             wrong = _compare(trial, dict(zip(GRADIENTS, found, strict=False)), exact, length)
-        if wrong is None and trial.causal and not plain:
+        if wrong is None and trial.form.causal and not plain:
             numbers = _numbers(trial, 1, plain)
-            step = _decode(trial, _on(numbers, device), kernels)
+            step = _decode(trial, _on(numbers, trial.device), kernels)
             wrong = _compare(trial, step, _exact(trial, numbers), 1)
             wrong = wrong and f"one decoded token: {wrong}"
         if wrong is not None:
@@ -111,7 +134,7 @@ def disagreement(trial: Trial, kernels: Any, device: torch.device, length: int =
     return None
 
 
-def _numbers(trial: Trial, length: int, plain: bool) -> Numbers:
+def _numbers(trial: Key, length: int, plain: bool) -> Numbers:
     """Draw numbers on the CPU; nothing but a generator of our own is advanced."""
     generator = torch.Generator("cpu").manual_seed(length)
 
@@ -124,7 +147,7 @@ def _numbers(trial: Trial, length: int, plain: bool) -> Numbers:
 
     heads, kv_heads = 2 * trial.group, 2
     query, key = tokens(heads, trial.D, trial.dtype), tokens(kv_heads, trial.D, trial.dtype)
-    if trial.kind == "none":
+    if trial.form.kind == "none":
         query, key = query.abs(), key.abs()
     size = 0.5 + torch.rand(
         1, length, kv_heads, trial.Dv, generator=generator, dtype=torch.float32, device="cpu"
@@ -134,10 +157,12 @@ def _numbers(trial: Trial, length: int, plain: bool) -> Numbers:
     d_output = tokens(heads, trial.Dv, trial.value_dtype)
     # a head forgets within a few tokens, the other within some segments
     rates = torch.tensor([0.5, 0.01], device="cpu")[None, :, None]
-    log_decay = -rates * normal(1, kv_heads, length).abs() if trial.decays else None
+    log_decay = -rates * normal(1, kv_heads, length).abs() if trial.form.decays else None
     # one begins with a segment, one inside a chunk, one has a single token
     begin = torch.tensor([SEGMENT, SEGMENT + 1, SEGMENT + 37], device="cpu")
-    documents = (torch.arange(length, device="cpu")[:, None] >= begin).sum(-1)[None] if trial.packed else None
+    documents = (
+        (torch.arange(length, device="cpu")[:, None] >= begin).sum(-1)[None] if trial.form.packed else None
+    )
     links = log_decay, documents
     if plain:
         return Numbers(query, key, value, None, None, None, d_output, None, None, None, *links)
@@ -151,57 +176,57 @@ def _on(numbers: Numbers, device: torch.device) -> Numbers:
     return Numbers(*(None if x is None else x.to(device) for x in numbers))  # type: ignore[arg-type]
 
 
-def _options(trial: Trial, here: Numbers) -> dict[str, Any]:
-    options: dict[str, Any] = {"eps": EPS if trial.kind == "relu" else 0.0}
-    if trial.causal:
+def _options(trial: Key, here: Numbers) -> dict[str, Any]:
+    options: dict[str, Any] = {"eps": EPS if trial.form.kind == "relu" else 0.0}
+    if trial.form.causal:
         options |= {"log_decay": here.log_decay, "documents": here.documents}
     return options
 
 
-def _forward(trial: Trial, here: Numbers, kernels: Any) -> tuple[Tensor, ...]:
-    run = kernels.forward if trial.causal else kernels.global_forward
+def _forward(trial: Key, here: Numbers, kernels: Any) -> tuple[Tensor, ...]:
+    run = kernels.forward if trial.form.causal else kernels.global_forward
     given = (*here[:4], here.S, here.z)
     results: tuple[Tensor, ...] = run(
-        *given, trial.kind, trial.normalise, segment=SEGMENT, **_options(trial, here)
+        *given, trial.form.kind, trial.form.normalise, segment=SEGMENT, **_options(trial, here)
     )
     return results
 
 
 def _backward(
-    trial: Trial, here: Numbers, after: tuple[Tensor, ...], kernels: Any
+    trial: Key, here: Numbers, after: tuple[Tensor, ...], kernels: Any
 ) -> tuple[Tensor | None, ...]:
-    how, options = (trial.kind, trial.normalise), {"segment": SEGMENT, **_options(trial, here)}
+    how, options = (trial.form.kind, trial.form.normalise), {"segment": SEGMENT, **_options(trial, here)}
     grads = here[6:10]
     found: tuple[Tensor | None, ...]
-    if trial.causal:
+    if trial.form.causal:
         found = kernels.backward(*grads, *here[:4], here.S, here.z, *after[:2], *how, **options)
     else:
         found = kernels.global_backward(*grads, *here[:4], *after, *how, **options)
     return found
 
 
-def _decode(trial: Trial, here: Numbers, kernels: Any) -> dict[str, Tensor | None]:
+def _decode(trial: Key, here: Numbers, kernels: Any) -> dict[str, Tensor | None]:
     options = _options(trial, here)
     options.pop("documents")
     over = None if here.S is None or here.z is None else (here.S.clone(), here.z.clone())
-    given = *here[:4], *(over or (None, None)), trial.kind, trial.normalise
+    given = *here[:4], *(over or (None, None)), trial.form.kind, trial.form.normalise
     step = kernels.decode(*given, in_place=over is not None, **options)
     return dict(zip(("output", "S", "z"), step, strict=True))
 
 
-def _features(trial: Trial, x: Tensor, query: bool) -> tuple[Tensor, Tensor]:
+def _features(trial: Key, x: Tensor, query: bool) -> tuple[Tensor, Tensor]:
     """Compute phi and its derivative, in float64."""
     x = x.double()
-    if trial.kind == "elu1":
+    if trial.form.kind == "elu1":
         shift = x.amax(-1, keepdim=True).clamp(max=0) if query else 0.0
         low = (x.clamp(max=0) - shift).exp()
         return torch.where(x > 0, x + 1, low), torch.where(x > 0, 1.0, low)
-    if trial.kind == "relu":
+    if trial.form.kind == "relu":
         return x.relu() + EPS, (x > 0).double()
     return x, torch.ones_like(x)
 
 
-def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _exact(trial: Key, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute every result, and the same sums with all terms positive."""
 
     def by_group(x: Tensor) -> Tensor:
@@ -217,7 +242,7 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
         phi_k, value, slope_k = phi_k * seen, value * seen, slope_k * seen
     phi_q, slope_q = by_group(phi_q), by_group(slope_q)
     weight = torch.ones(length, length, dtype=torch.float64, device="cpu")
-    weight = weight.tril() if trial.causal else weight
+    weight = weight.tril() if trial.form.causal else weight
     # of a query's keys, of the state before for it, of a key and of the state before for that after
     factors = weight.expand(1, 2, -1, -1), torch.ones(1, 2, length, dtype=torch.float64, device="cpu")
     pairs_of, of_state = factors
@@ -230,7 +255,7 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
         label = numbers.documents[:, None]
         pairs_of = pairs_of * (label[..., None] == label[..., None, :])
         of_state, of_key = of_state * (label == label[..., :1]), of_key * (label == label[..., -1:])
-    left = of_state[..., -1] if trial.causal else torch.ones_like(of_state[..., -1])
+    left = of_state[..., -1] if trial.form.causal else torch.ones_like(of_state[..., -1])
     weight, read_q, kept_k = (
         pairs_of[:, :, None],
         phi_q * of_state[:, :, None, :, None],
@@ -264,12 +289,12 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
 
     total = scores.sum(-1) + torch.einsum("bhgid,bhd->bhgi", read_q, z0)
     (numerator, S), (size, S_size) = summed(value, S0), summed(value.abs(), S0.abs())
-    divisor = total if trial.normalise else torch.ones_like(total)
+    divisor = total if trial.form.normalise else torch.ones_like(total)
     output, size = numerator / divisor[..., None], size / divisor[..., None]
     g = by_group(numbers.d_output) / divisor[..., None]
     t = torch.zeros_like(total) if numbers.d_total is None else by_group(numbers.d_total)
     t_size = t.abs()
-    if trial.normalise:
+    if trial.form.normalise:
         t, t_size = t - (g * output).sum(-1), t_size + (g.abs() * size).sum(-1)
     d_S = nothing if numbers.d_S is None else numbers.d_S.double()
     d_z = nothing[..., 0] if numbers.d_z is None else numbers.d_z.double()
@@ -282,7 +307,7 @@ def _exact(trial: Trial, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _compare(
-    trial: Trial,
+    trial: Key,
     got: dict[str, Tensor | None],
     exact: tuple[dict[str, Tensor], dict[str, Tensor]],
     length: int,
