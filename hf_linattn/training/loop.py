@@ -328,7 +328,9 @@ class TrainingLoop:
             batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 losses = self.losses(self.model, batch)
-                loss = (losses * local_weights[micro]).mean() / settings.grad_accum
+                if self.count_targets is not None:  # else all count the same, also those that prepare has split
+                    losses = losses * local_weights[micro]
+                loss = losses.mean() / settings.grad_accum
                 accelerator.backward(loss)
             total += loss.detach()
         return float(accelerator.reduce(total, "mean"))

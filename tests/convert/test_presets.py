@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.fixtures_convert import BASE
 from helpers.fixtures_finetune import surroundings, weights_of, workplace
+from helpers.launch import in_two_processes
 from transformers import AutoConfig
 
 from hf_linattn import describe, from_pretrained
@@ -144,3 +145,14 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
     monkeypatch.setattr(keep_layers, "run_jobs", None)
     assert main([*argv, "--output-dir", "recalls", "--resume"]) == 0
     assert weights_of("recalls/distill") == weights
+
+
+def test_two_processes_keep_the_same_layer():
+    """The first ranks the layers while the second waits; both train the hybrid that it leaves."""
+    argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
+    in_two_processes("-m", "hf_linattn.convert", *argv, "--output-dir", "recalls-2")
+    [kept] = json.loads(Path("recalls-2/layers/chosen.json").read_text())["layers"]
+    trained = describe(from_pretrained("recalls-2/distill"))
+    assert [row.patch for row in trained] == [
+        "softmax" if layer == kept else "window+gated" for layer in range(2)
+    ]
