@@ -171,16 +171,19 @@ def _entropies(figures: Json) -> dict[str, float]:
 
 
 def _recall_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
-    measured = [(row, each) for row in rows for each in workspace.measured("recall", row)[:1]]
-    first = measured[0][1]
+    measured = [(row, seeds) for row in rows if (seeds := workspace.measured("recall", row))]
+    first = measured[0][1][0]
     keys = [(task, length) for task, values in first["original"].items() for length in values]
 
-    def percents(figures: Json, digits: int = 1) -> list[str]:
-        return [f"{100 * figures[task][length]:.{digits}f}" for task, length in keys]
+    def percents(seeds: Sequence[Json], digits: int = 1) -> list[str]:
+        return [
+            spread([100 * each[task][length] for each in seeds], lambda value: f"{value:.{digits}f}")
+            for task, length in keys
+        ]
 
-    body = [["original", *percents(first["original"])]]
-    body += [[label(row), *percents(figures["row"])] for row, figures in measured]
-    body.append(["chance", *percents(first["chance"], digits=2)])
+    body = [["original", *percents([first["original"]])]]
+    body += [[label(row), *percents([each["row"] for each in seeds])] for row, seeds in measured]
+    body.append(["chance", *percents([first["chance"]], digits=2)])
     text = "Percent right, the mean over depths.\n\n"
     return text + table(["", *(f"{task} {int(length):,}" for task, length in keys)], body)
 
@@ -197,17 +200,21 @@ def _generation_table(workspace: Workspace, rows: Sequence[Experiment]) -> str:
     return table(heads, body)
 
 
-def _branches(workspace: Workspace) -> Iterator[tuple[Experiment, dict[str, float]]]:
-    """Hybrids, and the perplexity of each branch."""
+def _branches(workspace: Workspace) -> Iterator[tuple[Experiment, list[dict[str, float]]]]:
+    """Hybrids, and by seed the perplexity of each branch."""
     rows = (*rows_of(workspace.base, workspace.base.tables), *TABLES["stages"])
     for row in {row.name: row for row in rows}.values():
-        for figures in workspace.measured("branches", row)[:1]:
-            yield row, figures
+        if seeds := workspace.measured("branches", row):
+            yield row, seeds
 
 
 def _branches_table(workspace: Workspace) -> str:
     rows = [*_branches(workspace)]
-    return table(["", *rows[-1][1]], [[label(row), *map(number, values.values())] for row, values in rows])
+    heads = rows[-1][1][0]
+    body = [
+        [label(row), *(spread([each[head] for each in seeds]) for head in seeds[0])] for row, seeds in rows
+    ]
+    return table(["", *heads], body)
 
 
 def _scale_table(figures: Json) -> str:
@@ -242,19 +249,20 @@ def _ratios(workspace: Workspace, rows: Sequence[Experiment]) -> dict[str, dict[
     at_first = {name: mean(curve[FIRST] for curve in each) for name, each in curves.items()}
     flat = {name: mean(curve[LAST] / curve[FIRST] for curve in each) for name, each in curves.items()}
     control = {name: value / at_first[CONTROL] for name, value in at_first.items() if CONTROL in at_first}
-    alone = {row.name: values["linear"] / values["both"] for row, values in _branches(workspace)}
-    carrying = {name: control[name] for name in alone if alone[name] <= CARRYING and name in control}
-    recall = {
-        row.name: each["row"]["induction"] for row in rows for each in workspace.measured("recall", row)[:1]
+    alone = {
+        row.name: mean(each["linear"] / each["both"] for each in seeds) for row, seeds in _branches(workspace)
     }
+    carrying = {name: control[name] for name in alone if alone[name] <= CARRYING and name in control}
+    recall = {row.name: seeds for row in rows if (seeds := workspace.measured("recall", row))}
+
+    def found(name: str, length: int) -> float:
+        return mean(each["row"]["induction"][str(length)] for each in recall[name])
 
     def lost(length: int) -> dict[str, float]:
-        of_control = recall.get(CONTROL, {}).get(str(length))
-        return (
-            {name: 1 - each[str(length)] / of_control for name, each in recall.items()} if of_control else {}
-        )
+        of_control = found(CONTROL, length) if CONTROL in recall else 0
+        return {name: 1 - found(name, length) / of_control for name in recall} if of_control else {}
 
-    missed = {name: 1 - each["2048"] for name, each in recall.items()}
+    missed = {name: 1 - found(name, 2048) for name in recall}
     ratios = {"control": control, "flat": flat, "alone": alone, "carrying": carrying}
     return {**ratios, "lost": lost(FIRST), "lost-256": lost(256), "missed-2048": missed}
 
@@ -296,18 +304,18 @@ def label(row: Experiment) -> str:
     return text + (", not trained" if row.training == "none" else "")
 
 
-def spread(values: Sequence[float]) -> str:
+def number(value: float) -> str:
+    """Write four digits."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def spread(values: Sequence[float], write: Callable[[float], str] = number) -> str:
     """Write the mean, and behind it the least and the greatest."""
     if not values:
         return "-"
     if len(values) == 1:
-        return number(values[0])
-    return f"{number(mean(values))} ({number(min(values))} to {number(max(values))})"
-
-
-def number(value: float) -> str:
-    """Write four digits."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        return write(values[0])
+    return f"{write(mean(values))} ({write(min(values))} to {write(max(values))})"
 
 
 def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
