@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.types import SoftmaxMap
 from hf_linattn.registry import check_options, option_value, patches
 
 BEYOND_MAPS = ("log_decay", "mapped", "sums", "causal", "bidirectional", "absorb", "attend")
@@ -110,6 +111,10 @@ class NamedMapAttention(LinearAttention):
     def key_map(self, key: Tensor) -> Tensor:
         """Map keys by phi_k."""
         return self.map.key_map(project(self.fronts, "key_map", key))
+
+    def softmax_map(self) -> SoftmaxMap | None:
+        """Return the weights of the maps, where the patch has such and nothing is added."""
+        return None if len(self.fronts) or not self._adds_nothing() else self.map.softmax_map()
 
     def query_log_scale(self, query: Tensor) -> Tensor | None:
         """Return the logarithm of what the map of the query divided by."""

@@ -11,7 +11,7 @@ from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcas
 from hf_linattn.attention.call import Call
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import delta_rule
-from hf_linattn.ops.types import DeltaConfig, DeltaInputs
+from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs
 from hf_linattn.registry import register
 
 from ._convolution import convolve, identity
@@ -128,7 +128,7 @@ class Delta(StatefulAttention):
         self.lives = [] if decay == "none" or given else LIVES  # to be tried out
         own = half_lives(kv_heads, shortest, HALF_LIFE if half_life is None else half_life)
         start = self._start(0.5, own, {"none": 0, "head": 1, "channel": self.features}[decay])
-        self.gate_count = start.shape[1]
+        self.gate_count = start.shape[1] if self.needs_hidden else 0
         gates = 2 if decay == "head" else 1
         self.gate_weight = nn.Parameter(torch.zeros(kv_heads, gates, self.width))
         self.gate_bias = nn.Parameter(start[:, :gates].clone())
@@ -154,21 +154,29 @@ class Delta(StatefulAttention):
         """Make a state of S."""
         return DeltaState(S, S[:, :, :0])
 
-    def past_gates(self, tokens: Tokens) -> Tensor:
-        """Compute the logits of tokens that another attention has stored."""
-        if self.source == "hidden":
+    def past_gates(self, tokens: Tokens) -> Tensor | None:
+        """Refuse tokens whose hidden state is not known, where that is read."""
+        if self.needs_hidden:
             raise missing_hidden(self.name)
-        return self._logits(upcast(tokens.value))
+        return None
 
-    def gates(self, call: Call) -> Tensor:
-        """Compute the logits of b_t and a_t of each token, `[B, Hkv, N, 1]`, `[..., 2]` or `[..., 1 + F]`."""
-        return self._logits(source_of(call, self.source, self.width))
+    def gates(self, call: Call) -> Tensor | None:
+        """Compute the logits of b_t and a_t from the hidden state, `[B, Hkv, N, 1, 2 or 1 + F]`.
+
+        None where they are made of values, which stay with their tokens.
+        """
+        return self._logits(source_of(call, "hidden", self.width)) if self.needs_hidden else None
 
     def _logits(self, x: Tensor) -> Tensor:
         """Compute them from x `[B, 1 or Hkv, N, C]`."""
-        logits = per_head(x, self.gate_weight, self.gate_bias)
         if self.config.decay != "channel":
-            return logits
+            return per_head(x, self.gate_weight, self.gate_bias)
+        if x.shape[0] * x.shape[2] > self.width:  # then one product is less than two
+            weight = torch.cat(
+                [upcast(self.gate_weight), upcast(self.channel_weight) @ upcast(self.channel_down)], 1
+            )
+            return per_head(x, weight, torch.cat([self.gate_bias, self.channel_bias], 1))
+        logits = per_head(x, self.gate_weight, self.gate_bias)
         channels = per_head(per_head(x, self.channel_down), self.channel_weight, self.channel_bias)
         return torch.cat([logits, channels], -1)
 
@@ -246,14 +254,12 @@ class Delta(StatefulAttention):
     def _run(
         self, tokens: Tokens, query: Tensor | None, state: DeltaState | None, keep: bool
     ) -> tuple[Tensor | None, DeltaState | None]:
-        gates = tokens.gates
-        assert gates is not None
         key, value, recent = self._convolved(tokens, state)
         if not self.plain:
             key = self._mapped("key_map", tokens.hide(key))
         before = None if state is None else state.S
-        inputs = DeltaInputs(query, key, value, gates, before, tokens.valid, tokens.documents)
-        output, S = delta_rule.attention(inputs, self.config, self.scale, keep, tokens.in_place)
+        inputs = DeltaInputs(query, key, value, tokens.gates, before, tokens.valid, tokens.documents)
+        output, S = self._ruled(inputs, tokens, keep)
         if S is None:
             return output, state
         if S is before:  # written over
@@ -262,6 +268,24 @@ class Delta(StatefulAttention):
                 state.recent.copy_(recent)
             return output, state
         return output, DeltaState(S, recent)
+
+    def _ruled(self, inputs: DeltaInputs, tokens: Tokens, keep: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Compute output and state, with gates made of the values where they are not there yet."""
+        if inputs.gates is None:
+            single = tokens.length == 1 and inputs.query is not None and inputs.state is not None
+            if single and keep and self.one_tensor:  # a convolution changes the values
+                done = delta_rule.step(inputs, self._gate(), self.config, self.scale, tokens.in_place)
+                if done is not None:
+                    return done
+            inputs = inputs._replace(gates=self._logits(upcast(tokens.value)))
+        return delta_rule.attention(inputs, self.config, self.scale, keep, tokens.in_place)
+
+    def _gate(self) -> DeltaGate:
+        """Return the weights of the logits for kernels, which read values."""
+        weights = [self.gate_weight, self.gate_bias]
+        if self.config.decay == "channel":
+            weights += [self.channel_down, self.channel_weight, self.channel_bias]
+        return DeltaGate(*(x.float().contiguous() for x in weights))
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count S in float32 (float64 in float64 models), and the last keys and values."""

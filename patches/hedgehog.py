@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention
+from hf_linattn.ops.types import SoftmaxMap
 from hf_linattn.registry import register
 
 from ._feature_maps import clamp_floor
@@ -46,6 +47,10 @@ class Hedgehog(LinearAttention):
     def key_map(self, key: Tensor) -> Tensor:
         """Map keys by phi_k."""
         return self._mapped(key, self.key_weight)
+
+    def softmax_map(self) -> SoftmaxMap:
+        """Return the weights of the maps for kernels."""
+        return SoftmaxMap(self.query_weight.float().contiguous(), self.key_weight.float().contiguous(), FLOOR)
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))

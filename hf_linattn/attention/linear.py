@@ -16,7 +16,7 @@ from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.triton.selftest import Form
-from hf_linattn.ops.types import Gate, Inputs, OpConfig, State
+from hf_linattn.ops.types import Gate, Inputs, OpConfig, SoftmaxMap, State
 
 
 class LinearAttention(StatefulAttention):
@@ -51,6 +51,8 @@ class LinearAttention(StatefulAttention):
             cls.fused = "none"  # not the maps of the class that it derives from
         if {"log_decay", "mapped"} & own.keys() and "gate" not in own:
             cls.gate = LinearAttention.gate  # type: ignore[method-assign]
+        if (maps - {"log_decay"}) & own.keys() and "softmax_map" not in own:
+            cls.softmax_map = LinearAttention.softmax_map  # type: ignore[method-assign]
         cls.has_decay = cls.log_decay is not LinearAttention.log_decay
         if "denominator" in own and "sum_normalised" not in own:
             cls.sum_normalised = False
@@ -88,6 +90,10 @@ class LinearAttention(StatefulAttention):
 
     def gate(self) -> Gate | None:
         """Return the weights of `log_decay`, where kernels can compute it; None where they cannot."""
+        return None
+
+    def softmax_map(self) -> SoftmaxMap | None:
+        """Return the weights of the maps, where they are [softmax(W x), softmax(-W x)]; None for others."""
         return None
 
     def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:

@@ -10,6 +10,9 @@ from torch import Tensor
 from hf_linattn.attention.masks import CAUSAL, is_compact
 from hf_linattn.errors import UnsupportedMaskError
 
+COUNTED = "_linattn_counted"
+"""Attribute of the mask of one decoded token, by which the layers share what the first has counted."""
+
 
 @dataclass
 class Visibility:
@@ -70,7 +73,7 @@ class Visibility:
 
     def without_window(self) -> Visibility:
         """Drop windows and chunks."""
-        if self.dense is not None and self.window is None:
+        if self.window is None and (self.dense is not None or self.chunks is None):
             return self
         return Visibility(
             self.causal,
@@ -194,6 +197,21 @@ class Visibility:
         """
         if self.dense is not None:
             return self.dense.sum(-1).float()
+        columns = self.columns
+        if self.queries != 1 or columns is None or self.summed is not None or torch.compiler.is_compiling():
+            return self._counted(device)
+        if columns.is_inference():  # whose changes are not counted
+            return self._counted(device)
+        parts = self.documents is None, self.window is None
+        about = columns._version, self.causal, self.keys, device, parts
+        known = getattr(columns, COUNTED, None)
+        if known is None or known[0] != about:
+            known = about, self._counted(device)
+            setattr(columns, COUNTED, known)
+        found: Tensor = known[1]
+        return found
+
+    def _counted(self, device: torch.device) -> Tensor:
         relative = self._relative(device)
         if self.causal:
             own = (torch.arange(self.queries, device=device) - relative[0]).clamp(0, self.keys - 1)

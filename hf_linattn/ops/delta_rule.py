@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import delta, takes
 from hf_linattn.ops.eager import delta_rule
-from hf_linattn.ops.types import DeltaConfig, DeltaInputs, accumulator_dtype
+from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs, accumulator_dtype
 
 
 def attention(
@@ -29,7 +29,7 @@ def attention(
         Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
     """
     compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-    if config.decay == "channel" or compiled or not takes.delta(inputs):
+    if compiled or not takes.delta(inputs):
         output, after = _eager(inputs, config)
     elif torch.is_grad_enabled() and inputs.query is not None:
         output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]
@@ -38,8 +38,34 @@ def attention(
     return None if output is None else output * scale.to(output)[:, None, None], after
 
 
+def step(
+    inputs: DeltaInputs, gate: DeltaGate, config: DeltaConfig, scale: Tensor, in_place: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Compute one token behind a state, gates and all, in one call of C++.
+
+    Args:
+        inputs: with a query and a state, without gates.
+        gate: what they are made of.
+        config: which rule.
+        scale: factors of the output, `[H]`.
+        in_place: the state before may be written over.
+
+    Returns:
+        Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return None
+    if not takes.delta(inputs):
+        return None
+    output, after = delta.forward(inputs, config, True, scale.float(), in_place, gate)
+    assert output is not None
+    assert after is not None
+    return output, after
+
+
 def _eager(inputs: DeltaInputs, config: DeltaConfig) -> tuple[Tensor | None, Tensor]:
     query, key, value, logits, state, valid, documents = inputs
+    assert logits is not None
     dtype = accumulator_dtype(key, value)
     beta, log_decay = config.beta * logits[..., 0].sigmoid(), None
     if config.decay != "none":

@@ -67,6 +67,20 @@ class Gate(NamedTuple):
     temperature: float
 
 
+class SoftmaxMap(NamedTuple):
+    """Maps that kernels make of weights: [softmax(W x), softmax(-W x)], held above a floor.
+
+    Attributes:
+        query: W of each query head, `[H, F / 2, D]`, float32, dense.
+        key: W of each key head, `[Hkv, F / 2, D]`, likewise.
+        floor: the least feature.
+    """
+
+    query: Tensor
+    key: Tensor
+    floor: float
+
+
 class State(NamedTuple):
     """What a token sees of all tokens before it, in the dtype of sums.
 
@@ -253,6 +267,24 @@ class DeltaConfig(NamedTuple):
     temperature: float
 
 
+class DeltaGate(NamedTuple):
+    """What gates of a delta rule are made of, for kernels, which read values; float32, dense.
+
+    Attributes:
+        weight: of the logits of b_t and, by head, of a_t: `[Hkv, 1 or 2, Dv]`.
+        bias: `[Hkv, 1 or 2]`.
+        down: first layer of the logits of a_t by channel, `[Hkv, R, Dv]`; None where there are none.
+        up: the second one, `[Hkv, D, R]`, likewise.
+        up_bias: `[Hkv, D]`, likewise.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    down: Tensor | None = None
+    up: Tensor | None = None
+    up_bias: Tensor | None = None
+
+
 class DeltaInputs(NamedTuple):
     """What the delta rule is computed from.
 
@@ -260,7 +292,8 @@ class DeltaInputs(NamedTuple):
         query: `[B, H, N, D]`, of any length; None where the state alone is wanted.
         key: `[B, Hkv, N, D]`, of any length.
         value: `[B, Hkv, N, Dv]`.
-        gates: logits of b_t, and of what a_t is made of, `[B, Hkv, N, 1, 2 or 1 + D]`, in the dtype of sums.
+        gates: logits of b_t, and of what a_t is made of, `[B, Hkv, N, 1, 2 or 1 + D]`, in the dtype of sums;
+            None where a kernel makes them.
         state: S `[B, Hkv, D, Dv]` of the tokens before, likewise; None for nothing.
         valid: boolean `[B, N]`, False at tokens that do not count, which may hold NaN; None where all do.
         documents: integers `[B, N]`, ascending; None for one document.
@@ -269,7 +302,7 @@ class DeltaInputs(NamedTuple):
     query: Tensor | None
     key: Tensor
     value: Tensor
-    gates: Tensor
+    gates: Tensor | None
     state: Tensor | None = None
     valid: Tensor | None = None
     documents: Tensor | None = None

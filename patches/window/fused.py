@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,39 @@ from hf_linattn.ops.types import State
 
 from . import ring
 from .ring import WindowState
+from .rotary import Rotary
+
+
+class Share(NamedTuple):
+    """The window's share of the output, where it and the rest have normalisers of their own.
+
+    Attributes:
+        values: `[H]`.
+        logit: their sigmoid is the share.
+    """
+
+    values: Tensor
+    logit: bool
+
+
+class Turn(NamedTuple):
+    """How queries are turned where they meet the sinks.
+
+    Attributes:
+        rotary: the model's embedding.
+        last: rank of the last token that meets them as it is; those behind it are turned back to it.
+    """
+
+    rotary: Rotary
+    last: int
 
 
 def fused_step(
     rest: LinearAttention | None,
     tokens: Tokens,
     state: WindowState,
-    turned: Callable[[Tensor, Tensor], Tensor] | None = None,
-    mix: Tensor | None = None,
+    turn: Turn | None = None,
+    share: Share | None = None,
 ) -> tuple[Tensor, WindowState] | None:
     """Compute one token behind a window, its sinks and the rest, in one call of C++.
 
@@ -28,8 +53,8 @@ def fused_step(
         rest: for what has left the window; None for a window alone.
         tokens: one token, as `ring.is_step` has it.
         state: written over where `tokens.in_place`.
-        turned: makes the query that meets the sinks of the query and its rank `[B, 1]`; None for the same.
-        mix: the window's share `[H]` where it and the rest have normalisers of their own; None for one.
+        turn: how the query meets the sinks; None for as it is.
+        share: the window's where it and the rest have normalisers of their own; None for one normaliser.
 
     Returns:
         Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
@@ -42,30 +67,52 @@ def fused_step(
         return None
     sinks = None
     if state.sink_key.shape[2]:
-        ranks = ring.ranked(tokens, state.sink_key.shape[2], causal=True)[1]
-        assert ranks is not None
-        if int(ranks.min()) < state.sink_key.shape[2]:  # a sink itself, or padding
+        sinks = _sinks(query, tokens, state, turn)
+        if sinks is None:
             return None
-        met = query if turned is None else turned(upcast(query), ranks)
-        sinks = window_decode.Sinks(met, state.sink_key, state.sink_value)
     if not (tokens.in_place and all(x.is_contiguous() for x in state)):
         state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
     buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
     outside = None if rest is None else _evicting(rest, query, state)
-    if outside is not None and mix is not None:
-        outside = outside._replace(mix=mix.float().contiguous())
+    if outside is not None and share is not None:
+        outside = outside._replace(mix=share.values.float().contiguous(), mix_logit=share.logit)
     output = window_decode.decode(
         query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside, sinks
     )
     return output, state
 
 
+def _sinks(
+    query: Tensor, tokens: Tokens, state: WindowState, turn: Turn | None
+) -> window_decode.Sinks | None:
+    """Let the query meet the sinks; None for a sink itself, or padding."""
+    if tokens.valid is not None and not tokens.valid.all():
+        return None
+    assert tokens.count is not None
+    ranks = [int(count) - 1 for (count,) in tokens.count.tolist()]
+    if min(ranks) < state.sink_key.shape[2]:
+        return None
+    angles = None
+    if turn is not None:
+        steps = [max(rank - turn.last, 0) for rank in ranks]
+        if any(steps):
+            angles = turn.rotary.turn(upcast(query), steps)
+            if angles is None:
+                query = turn.rotary.back(upcast(query), torch.tensor(steps)[:, None])
+    return window_decode.Sinks(query, state.sink_key, state.sink_value, angles)
+
+
 def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> window_decode.LinearTail | None:
     """Have the linear attention's state take in the window's oldest token; None where both are empty."""
     kind, eps, gate = rest.fused, rest.eps, rest.gate()
     before = State(state.S, state.z)
-    if kind != "none" and (gate is not None or not rest.has_decay):
-        return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
+    if gate is not None or not rest.has_decay:
+        if kind != "none":
+            return window_decode.LinearTail(query, None, *before, gate=gate, kind=kind, eps=eps)
+        learned = rest.softmax_map()
+        if learned is not None:
+            maps = learned.query, learned.key
+            return window_decode.LinearTail(query, None, *before, gate=gate, eps=learned.floor, learned=maps)
     column = ring.shared_column(state.oldest)
     if column is None:
         key, value = state.window.columns(state.oldest[:, None])[:2]

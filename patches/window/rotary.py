@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from hf_linattn.errors import OptionError
 APPLY = "apply_rotary_pos_emb"
 MOVING = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the length of the text: a turn by them is no turn."""
+
+_turns: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Tensor, Tensor]] = WeakKeyDictionary()
+"""Rotary embedding -> what its last turn was of, its cosines and sines."""
 
 
 class Rotary:
@@ -39,6 +43,7 @@ class Rotary:
                 f"{what}. Give positions='text'"
             )
         self.module, self.apply = (module,), apply  # in a tuple: no submodule of ours
+        self._by_halves: bool | None = None
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
         """Rotate queries to where they would be so many positions earlier.
@@ -47,14 +52,56 @@ class Rotary:
             query: `[B, H, N, D]`, rotated.
             steps: tokens, `[B or 1, N]`.
         """
-        module: Any = self.module[0]
-        cos, sin = module(query, steps.expand(query.shape[0], -1))
-        factor = float(getattr(module, "attention_scaling", 1.0))
+        cos, sin = self._angles(query, steps.expand(query.shape[0], -1))
         apply: Callable[..., tuple[Tensor, Tensor]] = self.apply
         size = cos.shape[-1]
         part, rest = query[..., :size], query[..., size:]
-        turned = apply(part, part, cos / factor, -sin / factor)[0]
+        turned = apply(part, part, cos, sin)[0]
         return turned if not rest.shape[-1] else torch.cat([turned, rest], -1)
+
+    def _angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        module: Any = self.module[0]
+        cos, sin = module(query, steps)
+        factor = float(getattr(module, "attention_scaling", 1.0))
+        return cos / factor, -sin / factor
+
+    def turn(self, query: Tensor, steps: list[int]) -> tuple[Tensor, Tensor] | None:
+        """Return what kernels turn a query by in place of `back`: cosines and sines, `[B or 1, R]`, float32.
+
+        Layers that share an embedding share them: they are computed once for each number of tokens.
+
+        Args:
+            query: `[B, H, 1, D]`, float32.
+            steps: tokens, of each row or of all.
+
+        Returns:
+            None where the embedding turns features otherwise than the first half into the second one.
+        """
+        module: Any = self.module[0]
+        frequencies = getattr(module, "inv_freq", None)
+        if frequencies is None:
+            return None
+        about = (
+            *steps,
+            frequencies.data_ptr(),
+            frequencies._version,
+            getattr(module, "attention_scaling", 1.0),
+        )
+        known = _turns.get(module)
+        if known is None or known[0] != about:
+            places = torch.tensor(steps, device=query.device)[:, None]
+            cos, sin = (x[:, 0].float().contiguous() for x in self._angles(query, places))
+            known = _turns[module] = about, cos, sin
+        _, cos, sin = known
+        if self._by_halves is None:
+            self._by_halves = self._turns_halves(cos[:1], sin[:1])
+        return (cos, sin) if self._by_halves else None
+
+    def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
+        probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
+        found: Tensor = self.apply(probe, probe, cos[:, None], sin[:, None])[0]
+        first, second = probe.chunk(2, -1)
+        return torch.allclose(found, probe * cos + torch.cat([-second, first], -1) * sin, rtol=1e-5)
 
 
 def is_rotated(site: AttentionSite) -> bool:

@@ -21,7 +21,7 @@ from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
 from . import ring, salient
-from .fused import fused_step
+from .fused import Share, Turn, fused_step
 from .rest import absorb, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
@@ -202,9 +202,9 @@ class Window(StatefulAttention):
         rest = self._linear() if self.inner else None
         summed = rest is None or (isinstance(rest, LinearAttention) and not self.gate_count)
         if summed and self.branches in (None, "both"):
-            mix = None if self.mix in (None, "shared") else self._share()
-            turned = None if self.rotary is None else self._turned
-            fused = fused_step(rest, tokens, state, turned, mix)
+            share = None if self.mix in (None, "shared") else Share(self.gate, self.mix == "learned")
+            turn = None if self.rotary is None else Turn(self.rotary, self._last_rank)
+            fused = fused_step(rest, tokens, state, turn, share)
             if fused is not None:
                 return fused
         pushed = ring.push_one(tokens, state, wants_evicted=bool(self.inner))
@@ -419,7 +419,12 @@ class Window(StatefulAttention):
     def _turned(self, query: Tensor, ranks: Tensor) -> Tensor:
         """Turn queries `[B, H, N, D]` of these ranks `[B, N]` so that sinks stand inside the cache."""
         assert self.rotary is not None
-        return self.rotary.back(query, (ranks - (self.sinks + self.size - 1)).clamp_min(0))
+        return self.rotary.back(query, (ranks - self._last_rank).clamp_min(0))
+
+    @property
+    def _last_rank(self) -> int:
+        """Of a query that meets the sinks where it stands."""
+        return self.sinks + self.size - 1
 
     def _share(self) -> Tensor:
         """Compute the window's share of the output where there is a rest, `[H]`."""

@@ -9,7 +9,7 @@ from helpers.random_inputs import relative_error
 
 from hf_linattn.ops import delta_rule
 from hf_linattn.ops.cpp import build, takes
-from hf_linattn.ops.types import DeltaConfig, DeltaInputs
+from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 SHAPES = {
@@ -21,6 +21,7 @@ SHAPES = {
     "one token": (2, 4, 2, 1, 24, 16),
 }
 WITH = ["", "decay", "decay, state", "decay, documents", "state, padding", "decay, state, padding"]
+WITH += ["channel", "channel, state", "channel, documents, padding", "channel, state, padding"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def inputs_of(shape, parts, dtype=torch.float32, seed=0):
         query.to(dtype),
         key.to(dtype),
         value.to(dtype),
-        normal(kv_heads, length, 2 if "decay" in parts else 1),
+        normal(kv_heads, length, 1 + size if "channel" in parts else 2 if "decay" in parts else 1),
         normal(kv_heads, size, wide) if "state" in parts else None,
         valid,
         documents,
@@ -55,20 +56,22 @@ def inputs_of(shape, parts, dtype=torch.float32, seed=0):
 
 
 def recurrence(inputs, config, scale):
-    """o_t = c_h S_t^T q_t, S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T, in float64."""
+    """o_t = c_h S_t^T q_t, S_t = a_t S_{t-1} + k_t (b_t (v_t - (a_t S_{t-1})^T k_t))^T, in float64."""
     query, key, value, gates, S, valid, documents = inputs
     unit = [x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in (query, key)]
     beta = config.beta * gates[..., 0].sigmoid()
-    log_a = gates[..., -1].sigmoid().log() / config.temperature if config.decay == "head" else 0 * beta
+    log_a = torch.zeros_like(gates[..., :1])
+    if config.decay != "none":
+        log_a = gates[..., 1:].sigmoid().log() / config.temperature
     if S is None:
         S = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
     outputs = []
     for t in range(key.shape[2]):
         if documents is not None and t:
             S = S * (documents[:, t] == documents[:, t - 1])[:, None, None, None]
-        a, k, v = log_a[:, :, t].exp()[..., None], unit[1][:, :, t], value[:, :, t]
-        u = beta[:, :, t, None] * (v - a * (k[:, :, None] @ S)[:, :, 0])
-        new = a[..., None] * S + k[..., None] * u[:, :, None]
+        faded, k, v = log_a[:, :, t].exp()[..., None] * S, unit[1][:, :, t], value[:, :, t]
+        u = beta[:, :, t, None] * (v - (k[:, :, None] @ faded)[:, :, 0])
+        new = faded + k[..., None] * u[:, :, None]
         S = new if valid is None else torch.where(valid[:, t, None, None, None], new, S)
         outputs.append((unit[0][:, :, t, None] @ repeated(S, query.shape[1]))[:, :, 0])
     return torch.stack(outputs, 2) * scale.double()[:, None, None], S
@@ -82,7 +85,8 @@ def doubled(inputs):
 
 
 def config_of(parts):
-    return DeltaConfig("head" if "decay" in parts else "none", 2.0, 16.0)
+    decay = "channel" if "channel" in parts else "head" if "decay" in parts else "none"
+    return DeltaConfig(decay, 2.0, 16.0)
 
 
 @pytest.mark.parametrize("parts", WITH)
@@ -115,10 +119,11 @@ class TestKernels:
             assert relative_error(got, want) < 2e-5
 
 
+@pytest.mark.parametrize("decay", ["decay", "channel"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_without_queries_the_state_is_the_same(shape):
-    inputs = inputs_of(SHAPES[shape], "decay, state, padding")
-    config, scale = config_of("decay"), torch.ones(SHAPES[shape][1])
+def test_without_queries_the_state_is_the_same(shape, decay):
+    inputs = inputs_of(SHAPES[shape], f"{decay}, state, padding")
+    config, scale = config_of(decay), torch.ones(SHAPES[shape][1])
     with torch.no_grad():
         want = delta_rule.attention(inputs, config, scale, keep=True)[1]
         output, got = delta_rule.attention(inputs._replace(query=None), config, scale, keep=True)
@@ -126,9 +131,10 @@ def test_without_queries_the_state_is_the_same(shape):
         assert relative_error(got, want) < 1e-6
 
 
-def test_one_token_is_written_into_the_state():
-    inputs = inputs_of(SHAPES["one token"], "decay, state")
-    config, scale, state = config_of("decay"), torch.ones(4), inputs.state.clone()
+@pytest.mark.parametrize("decay", ["decay", "channel"])
+def test_one_token_is_written_into_the_state(decay):
+    inputs = inputs_of(SHAPES["one token"], f"{decay}, state")
+    config, scale, state = config_of(decay), torch.ones(4), inputs.state.clone()
     with torch.no_grad():
         want = delta_rule.attention(inputs, config, scale, keep=True)
         assert torch.equal(inputs.state, state)
@@ -138,30 +144,69 @@ def test_one_token_is_written_into_the_state():
     assert torch.equal(got[0], want[0])
 
 
-def test_float32_at_65536_tokens():
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+@pytest.mark.parametrize(("size", "wide"), [(24, 16), (6, 10), (1, 5)])
+def test_one_token_with_gates_made_of_values(decay, size, wide):
+    inputs = inputs_of((2, 4, 2, 1, size, wide), "state, padding")
+    make = torch.Generator().manual_seed(1)
+    gate = DeltaGate(
+        *(torch.randn(2, *each, generator=make) for each in ((1 + (decay == "head"), wide), (1,)))
+    )
+    gate = gate._replace(bias=torch.randn(2, 1 + (decay == "head"), generator=make))
+    if decay == "channel":
+        shapes = (7, wide), (size, 7), (size,)
+        gate = DeltaGate(*gate[:2], *(torch.randn(2, *shape, generator=make) for shape in shapes))
+    logits = inputs.value @ gate.weight.mT + gate.bias[:, None]
+    if decay == "channel":
+        logits = torch.cat([logits, inputs.value @ gate.down.mT @ gate.up.mT + gate.up_bias[:, None]], -1)
+    config, scale = DeltaConfig(decay, 2.0, 16.0), torch.rand(4)
+    with torch.no_grad():
+        got = delta_rule.step(inputs._replace(gates=None), gate, config, scale, in_place=False)
+        want = recurrence(doubled(inputs._replace(gates=logits)), config, scale)
+    assert max(relative_error(a, b) for a, b in zip(got, want, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("decay", ["decay", "channel"])
+def test_float32_at_65536_tokens(decay):
     """Few distinct keys, hardly any decay, and corrections that overshoot: against torch in float64."""
-    inputs = inputs_of((1, 1, 1, 65536, 16, 16), "decay")
-    gates = torch.stack([inputs.gates[..., 0], inputs.gates[..., 1] + 12], -1)
+    inputs = inputs_of((1, 1, 1, 65536, 16, 16), decay)
+    gates = torch.cat([inputs.gates[..., :1], inputs.gates[..., 1:] + 12], -1)
     inputs = inputs._replace(key=inputs.key[:, :, :4].repeat(1, 1, 65536 // 4, 1), gates=gates)
     scale = torch.ones(1)
     with torch.no_grad():
-        got = delta_rule.attention(inputs, config_of("decay"), scale, keep=False)[0]
-        want = delta_rule.attention(doubled(inputs), config_of("decay"), scale, keep=False)[0]
+        got = delta_rule.attention(inputs, config_of(decay), scale, keep=False)[0]
+        want = delta_rule.attention(doubled(inputs), config_of(decay), scale, keep=False)[0]
     assert float((got - want).abs().max() / want.abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("decay", ["decay", "channel"])
 @pytest.mark.parametrize("logit", [-1e30, -200.0, 0.0, 200.0, 1e30])
-def test_gates_at_their_ends(logit):
-    inputs = inputs_of((1, 2, 1, 100, 16, 16), "decay")
-    config = config_of("decay")
-    for gate in (0, 1):
+def test_gates_at_their_ends(logit, decay):
+    inputs = inputs_of((1, 2, 1, 100, 16, 16), decay)
+    config = config_of(decay)
+    for gate in (slice(0, 1), slice(1, None), slice(5, 9)):
         gates = inputs.gates.clone()
-        gates[..., 30:60, gate] = logit
+        gates[:, :, 30:60, gate] = logit
         given = inputs._replace(gates=gates)
         with torch.no_grad():
             got = delta_rule.attention(given, config, torch.ones(2), keep=True)
             want = delta_rule.attention(doubled(given), config, torch.ones(2), keep=True)
         assert max(relative_error(a, b) for a, b in zip(got, want, strict=True)) < 1e-5
+
+
+def test_channels_that_forget_fast_and_channels_that_keep_all():
+    """Decays by e^-12, e^-0.6 and none a token side by side, over many chunks, forward and backward."""
+    inputs = inputs_of((1, 2, 1, 300, 16, 16), "channel, state")
+    rates = torch.tensor([-200.0, -10.0, 30.0, 3.0]).repeat(4)
+    inputs = inputs._replace(gates=torch.cat([inputs.gates[..., :1], inputs.gates[..., 1:] + rates], -1))
+    found = []
+    for form, given in ((delta_rule.attention, inputs), (recurrence, doubled(inputs))):
+        own = [x.clone().requires_grad_() for x in given[:5]]
+        keep = (True,) if form is delta_rule.attention else ()
+        output, after = form(DeltaInputs(*own), config_of("channel"), torch.ones(2), *keep)
+        loss = output.square().sum() + (after * torch.arange(16)).sum()
+        found.append([output, after, *torch.autograd.grad(loss, own)])
+    assert max(relative_error(a, b) for a, b in zip(*found, strict=True)) < 2e-5
 
 
 def test_what_the_kernels_do_not_take():

@@ -118,6 +118,20 @@ def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
     assert relative_error(linear_attention.attention(inputs, config, True).total.double(), exact[1]) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["elu1", "none"])
+@pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 3, 1, 40, 20, 37), (1, 2, 2, 100, 64, 64)], ids=str)
+def test_products_of_bfloat16_are_the_formula(kind, shape, compiled):
+    config = OpConfig(kind)
+    for given in every_input(shape, config):
+        compare(given, config, torch.bfloat16, 2e-2)
+    inputs = single(random_inputs(shape, config, state=True), torch.bfloat16)
+    outputs = linear_attention.attention(inputs[0], config, keep=True)
+    want = definition(inputs[1], config)
+    assert outputs.S.dtype == outputs.z.dtype == torch.float32
+    assert relative_error(outputs.S.double(), want[2]) < 2**-8
+    assert relative_error(outputs.z.double(), want[3]) < 1e-5
+
+
 def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
     """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -81,7 +81,7 @@ def definition(token, valid, ring, scaling, tail, log_decay, sinks=None):
     scores = query @ definitions.repeated(keys, heads).mT * scaling
     scores, seen = scores.masked_fill(~valid_columns[:, None, None], float("-inf")), values
     if sinks is not None:
-        met, sink_key, sink_value = (x.double() for x in sinks)
+        met, sink_key, sink_value = (x.double() for x in sinks[:3])
         beside = met @ definitions.repeated(sink_key, heads).mT * scaling
         scores, seen = torch.cat([scores, beside], -1), torch.cat([values, sink_value], 2)
     if tail is None or tail.mix is None:
@@ -152,6 +152,42 @@ def test_sinks_are_seen_beside_the_window_and_the_rest_may_have_a_share(kind, co
         sinks = window_decode.Sinks(*(torch.randn(batch, *sizes).to(dtype) for sizes in beside))
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         compare(token, valid, ring, tail, torch.zeros(batch, kv_heads), tolerance, sinks)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_learned_maps_a_logit_of_the_share_and_a_turned_query(shape, hidden, compiled):
+    batch, heads, kv_heads, _, size, wide = shape
+    token, valid, ring, _ = given(shape, shape[3] // 2, hidden)
+    make = torch.Generator().manual_seed(1)
+    maps = [torch.randn(count, size, size, generator=make) for count in (heads, kv_heads)]
+
+    def features(x, weight):
+        y = torch.einsum("bhnd,hfd->bhnf", x.double(), weight.double())
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1).clamp_min(1e-3)
+
+    rows, column = torch.arange(batch), ring.head_index
+    oldest = ring.key[rows, :, column][:, :, None], ring.value[rows, :, column][:, :, None]
+    state = torch.rand(batch, kv_heads, 2 * size, wide), torch.rand(batch, kv_heads, 2 * size) + 1
+    logit = torch.randn(heads)
+    cos, sin = torch.randn(2, batch, size // 4 * 2, generator=make)
+    beside = [torch.randn(batch, *each) for each in ((kv_heads, 3, size), (kv_heads, 3, wide))]
+    sinks = window_decode.Sinks(token[0], *beside, turn=(cos, sin))
+    turned, rest = token[0][..., : cos.shape[1]], token[0][..., cos.shape[1] :]
+    half = torch.cat([-turned.chunk(2, -1)[1], turned.chunk(2, -1)[0]], -1)
+    met = torch.cat([turned * cos[:, None, None] + half * sin[:, None, None], rest], -1)
+    mapped = window_decode.LinearTail(
+        features(token[0], maps[0]), (features(oldest[0], maps[1]), oldest[1]), *state, mix=logit.sigmoid()
+    )
+    decay = torch.zeros(batch, kv_heads)
+    want = definition(token, valid, ring, 0.3, mapped, decay, (met, *beside))
+    tail = window_decode.LinearTail(
+        token[0], None, *state, eps=1e-3, mix=logit, mix_logit=True, learned=tuple(maps)
+    )
+    got = window_decode.decode(*token, valid, ring, 0.3, tail, sinks)
+    assert relative_error(got.double(), want[0]) < 1e-5
+    assert relative_error(tail.S.double(), want[1]) < 1e-5
+    assert relative_error(tail.z.double(), want[2]) < 1e-5
 
 
 def test_a_share_of_nothing_is_all_of_the_window(compiled):

@@ -1,4 +1,4 @@
-"""The delta rule by the C++ kernels: what `eager.delta_rule` computes with one decay a head, in a call."""
+"""The delta rule by the C++ kernels: what `eager.delta_rule` computes, in a call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
-from hf_linattn.ops.cpp.layout import NO_ARRAY, NO_DELTA_GRADS, address, array
+from hf_linattn.ops.cpp.layout import NO_ARRAY, NO_DELTA_GATE, NO_DELTA_GRADS, address, array
 from hf_linattn.ops.cpp.linear import SUMS, rows
-from hf_linattn.ops.types import DeltaConfig, DeltaGrads, DeltaInputs, token_major
+from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaGrads, DeltaInputs, token_major
 
 CHUNK = 64
 EPS = 1e-12
@@ -21,15 +21,17 @@ def forward(
     keep: bool,
     scale: Tensor | None = None,
     in_place: bool = False,
+    gate: DeltaGate | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the output `[B, H, N, Dv]`, in the dtype of the values, and the state after where it is kept.
 
     Args:
         inputs: what it is computed from.
-        config: which rule; no decay by channel.
+        config: which rule.
         keep: the state after is wanted.
         scale: factors of the output `[H]`, float32; None for 1.
         in_place: of one token, the state may be written over.
+        gate: of one token behind a state, what its gates are made of.
     """
     inputs = _dense(inputs)
     query, key, value, _, state, *_ = inputs
@@ -41,7 +43,7 @@ def forward(
     output = None
     if query is not None:
         output = token_major(value, query.shape[0], query.shape[1], query.shape[2], value.shape[3])
-    problem = _problem(inputs, config, output, after, step, scale, NO_DELTA_GRADS)
+    problem = _problem(inputs, config, output, after, step, scale, NO_DELTA_GRADS, gate)
     build.library().linattn_delta_forward(problem, EPS)
     return output, after
 
@@ -59,9 +61,11 @@ def backward(
     """
     inputs = _dense(inputs)
     assert inputs.query is not None
+    assert inputs.gates is not None
     d_output = rows(d_output)
     d_after = None if d_after is None else d_after.contiguous()
-    query, key, value, gates = (torch.empty_like(x) for x in (inputs.query, *inputs[1:4]))
+    given = (inputs.query, inputs.key, inputs.value, inputs.gates)
+    query, key, value, gates = map(torch.empty_like, given)
     state = None if inputs.state is None else torch.empty_like(inputs.state)
     grads = layout.DeltaGrads.pack(
         d_output=array(d_output),
@@ -85,19 +89,21 @@ def _problem(
     step: bool,
     scale: Tensor | None,
     grads: bytes,
+    gate: DeltaGate | None = None,
 ) -> bytes:
     query, key, value, gates, state, valid, documents = inputs
     return layout.DeltaProblem.pack(
         sizes=layout.sizes((key if query is None else query).shape[1], key.shape[2], key, value),
         grads=grads,
+        gate=NO_DELTA_GATE if gate is None else _packed(gate),
         step=step,
         chunk=CHUNK,
-        decays=config.decay != "none",
+        decays={"none": 0, "head": 1, "channel": key.shape[3]}[config.decay],
         query=NO_ARRAY if query is None else array(query),
         key=array(key),
         value=array(value),
         output=NO_ARRAY if output is None else array(output),
-        gates=array(gates),
+        gates=NO_ARRAY if gates is None else array(gates),
         valid=address(valid),
         valid_row=0 if valid is None else valid.stride(0),
         documents=address(documents),
@@ -109,6 +115,17 @@ def _problem(
     )
 
 
+def _packed(gate: DeltaGate) -> bytes:
+    return layout.DeltaGate.pack(
+        weight=address(gate.weight),
+        bias=address(gate.bias),
+        rank=0 if gate.down is None else gate.down.shape[1],
+        down=address(gate.down),
+        up=address(gate.up),
+        up_bias=address(gate.up_bias),
+    )
+
+
 def _dense(inputs: DeltaInputs) -> DeltaInputs:
     """Bring inputs to the layout that the kernels read: tokens dense along D, the rest whole."""
     query, key, value, gates, state, valid, documents = inputs
@@ -116,7 +133,7 @@ def _dense(inputs: DeltaInputs) -> DeltaInputs:
         None if query is None else rows(query),
         rows(key),
         rows(value),
-        rows(gates),
+        None if gates is None else rows(gates),
         None if state is None else state.contiguous(),
         None if valid is None else rows(valid),
         None if documents is None else documents.contiguous(),

@@ -6,7 +6,8 @@
 //     d(k_i . k_j e^(r_i - r_j)) = -z_i . u_j,   dS_0 = e^(r_C) dS + Q^^T dO - K^^T z
 //
 // P the decayed products of queries and keys, Q^ and K^ queries and keys times e^(r_i), K~ keys times
-// e^(r_C - r_j). Of r_i the gradient is that of all factors e^(r_i), each times itself, less that of all e^(-r_i).
+// e^(r_C - r_j). Of r_i the gradient is that of all factors e^(r_i), each times itself, less that of all
+// e^(-r_i).
 
 #pragma once
 
@@ -89,11 +90,13 @@ private:
     // z_ = K~ dS and the gradient of the keys in it; dS goes on to the state before. The product of dS and S.
     float through_state(int64_t index, int count) {
         Floats total = {};
-        for (int64_t i = 0; i < state_floats(); i += WIDTH) total += load(dS_ + i) * load(state(index + 1) + i);
+        for (int64_t i = 0; i < state_floats(); i += WIDTH)
+            total += load(dS_ + i) * load(state(index + 1) + i);
         transpose(dS_, value_row_, key_row_, value_row_, dS_transposed_, key_row_);
         const LeftFactor keys{key_, key_row_, 1}, corrections{u_, value_row_, 1};
         product(keys, count, head_dim_, dS_, value_row_, z_, value_row_, value_row_, false);
-        product(corrections, count, value_dim_, dS_transposed_, key_row_, d_right_, key_row_, key_row_, false);
+        product(corrections, count, value_dim_, dS_transposed_, key_row_, d_right_, key_row_, key_row_,
+                false);
         for (int j = 0; j < count; ++j) {
             scale(z_ + j * value_row_, key_factor_[j], value_row_);
             scale(d_right_ + j * key_row_, key_factor_[j], key_row_);
@@ -107,15 +110,18 @@ private:
         for (int i = 0; i < count; ++i)
             read_row(p_.d_output, head, start + i, g_ + i * value_row_, value_dim_, value_row_);
         float inverse[ROWS];
-        const LeftFactor queries{query_, key_row_, 1}, g{g_, value_row_, 1}, d_scores{d_scores_, chunk_row_, 1};
+        const LeftFactor queries{query_, key_row_, 1}, g{g_, value_row_, 1},
+            d_scores{d_scores_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
             for (int m = i; m < seen; ++m)
                 inverse[m - i] = read_unit(p_.query, head, start + m, query_ + m * key_row_);
             rows_of_product(queries, i, rows, head_dim_, key_transposed_, chunk_row_, scores_, chunk_row_,
                             columns, false);
-            rows_of_product(g, i, rows, value_dim_, turned_, chunk_row_, d_scores_, chunk_row_, columns, false);
-            rows_of_product(g, i, rows, value_dim_, S_transposed_, key_row_, d_query_, key_row_, key_row_, false);
+            rows_of_product(g, i, rows, value_dim_, turned_, chunk_row_, d_scores_, chunk_row_, columns,
+                            false);
+            rows_of_product(g, i, rows, value_dim_, S_transposed_, key_row_, d_query_, key_row_, key_row_,
+                            false);
             for (int m = i; m < seen; ++m) {
                 times_ratio(scores_ + m * chunk_row_, m, columns);
                 times_ratio(d_scores_ + m * chunk_row_, m, columns);
@@ -133,17 +139,18 @@ private:
             const int rows = std::min(ROWS, count - j), seen_by = count - j;
             const LeftFactor of_u{scores_ + j * chunk_row_, 1, chunk_row_};
             const LeftFactor of_key{d_scores_ + j * chunk_row_, 1, chunk_row_};
-            rows_of_product(of_u, j, rows, seen_by, g_ + j * value_row_, value_row_, z_, value_row_, value_row_,
-                            true);
+            rows_of_product(of_u, j, rows, seen_by, g_ + j * value_row_, value_row_, z_, value_row_,
+                            value_row_, true);
             rows_of_product(of_key, j, rows, seen_by, query_ + j * key_row_, key_row_, d_right_, key_row_,
                             key_row_, true);
         }
         for (int i = 0; i < count; ++i) scale(query_ + i * key_row_, query_factor_[i], key_row_);
-        product(LeftFactor{query_, 1, key_row_}, head_dim_, count, g_, value_row_, dS_, value_row_, value_row_,
-                true);
+        product(LeftFactor{query_, 1, key_row_}, head_dim_, count, g_, value_row_, dS_, value_row_,
+                value_row_, true);
     }
 
-    // y_i = dU_i - sum_{j>i} (k_j . k_i) ratio_ji z_j, from the last token to the first; z_ = b y in its place.
+    // y_i = dU_i - sum_{j>i} (k_j . k_i) ratio_ji z_j, from the last token to the first; z_ = b y in its
+    // place.
     void solve_transposed(int64_t start, int count) {
         for (int first = (count - 1) / ROWS * ROWS; first >= 0; first -= ROWS) {
             const int end = std::min(first + ROWS, count);
@@ -168,7 +175,8 @@ private:
         for (int i = 0; i < count; ++i) scale(d_left_ + i * key_row_, -query_factor_[i], key_row_);
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(z, i, rows, value_dim_, turned_, chunk_row_, d_scores_, chunk_row_, columns, false);
+            rows_of_product(z, i, rows, value_dim_, turned_, chunk_row_, d_scores_, chunk_row_, columns,
+                            false);
             for (int m = i; m < seen; ++m) {
                 float* row = d_scores_ + m * chunk_row_;
                 times_ratio(row, m, columns);
@@ -185,8 +193,8 @@ private:
         for (int i = 0; i < count; ++i)
             for (int d = 0; d < key_row_; d += WIDTH)
                 store(query_ + i * key_row_ + d, load(key_ + i * key_row_ + d) * -query_factor_[i]);
-        product(LeftFactor{query_, 1, key_row_}, head_dim_, count, z_, value_row_, dS_, value_row_, value_row_,
-                true);
+        product(LeftFactor{query_, 1, key_row_}, head_dim_, count, z_, value_row_, dS_, value_row_,
+                value_row_, true);
     }
 
     void write_gradients(int64_t start, int count) {

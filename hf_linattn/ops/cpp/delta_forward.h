@@ -54,7 +54,8 @@ private:
             const float factor = p_.scale ? at<float>(p_.scale)[head] : 1;
             for (int m = i; m < seen; ++m) {
                 if (p_.scale) scale(output_ + m * value_row_, factor, value_row_);
-                write(p_.output, offset(p_.output, row_, head, start + m), value_dim_, output_ + m * value_row_);
+                write(p_.output, offset(p_.output, row_, head, start + m), value_dim_,
+                      output_ + m * value_row_);
             }
         }
     }

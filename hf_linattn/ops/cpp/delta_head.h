@@ -1,4 +1,5 @@
-// What forward and backward of the delta rule share: one chunk of one key head, as ops/eager/delta_rule.py has it.
+// What forward and backward of the delta rule share: one chunk of one key head, as ops/eager/delta_rule.py
+// has it.
 //
 //     w_i = v_i - e^(r_i) S_0^T k_i - sum_{j<i} e^(r_i - r_j) (k_i . k_j) u_j,   u_i = b_i w_i
 //
@@ -15,13 +16,13 @@ constexpr float LOWEST = -50;  // of the log decay of a token, as ops/eager/delt
 
 // What gates of a token are, and what gradients of their logits are taken with.
 struct DeltaGates {
-    float beta, log_decay, d_beta, d_decay;
+    float beta, log_decay, d_beta, d_decay;  // no decay where each channel has its own
 };
 
 inline DeltaGates delta_gates(const DeltaProblem& p, const float* logits) {
     const float open = 1 / (1 + std::exp(-logits[0])), largest = static_cast<float>(p.beta);
     DeltaGates gates{largest * open, 0, largest * open * (1 - open), 0};
-    if (!p.decays) return gates;
+    if (p.decays != 1) return gates;
     const float logit = logits[1], temperature = static_cast<float>(p.temperature);
     gates.log_decay = log_sigmoid(logit) / temperature;
     gates.d_decay = 1 / (1 + std::exp(logit)) / temperature;
@@ -64,18 +65,35 @@ protected:
         for (int d = 0; d < head_dim_; ++d)
             memcpy(S + d * value_row_, rows + d * value_dim_, value_dim_ * sizeof(float));
     }
+
+    void write_state(const float* S, int64_t to) const {
+        float* rows = state_at(to);
+        for (int d = 0; d < head_dim_; ++d)
+            memcpy(rows + d * value_dim_, S + d * value_row_, value_dim_ * sizeof(float));
+    }
+
+    // Gradient of a vector from that of its direction y: (d - y (y . d)) / length.
+    void through_unit(float* d, const float* y, float inverse) const {
+        const float along = dot(d, y, key_row_);
+        for (int i = 0; i < key_row_; i += WIDTH) store(d + i, (load(d + i) - load(y + i) * along) * inverse);
+    }
+
+    void add_scaled(float* to, const float* from, float factor) const {
+        for (int e = 0; e < value_row_; e += WIDTH) store(to + e, load(to + e) + load(from + e) * factor);
+    }
 };
 
 class DeltaHead : protected DeltaVectors {
 protected:
     const int chunk_, chunk_row_;
     float *query_, *key_, *key_transposed_, *value_, *w_, *u_;
-    float* ratio_;  // e^(r_i - r_j) from each key to the tokens from it on; 0 before it, and in other documents
+    float*
+        ratio_;  // e^(r_i - r_j) from each key to the tokens from it on; 0 before it, and in other documents
     float* links_;  // -(k_i . k_j) ratio_ij of the keys before
     float *beta_, *running_, *document_;
     float *d_beta_, *d_decay_;  // by which gradients of gates become those of logits
-    float* query_factor_;  // what each token takes of the state before the chunk
-    float* key_factor_;    // what the state after the chunk takes of each token
+    float* query_factor_;       // what each token takes of the state before the chunk
+    float* key_factor_;         // what the state after the chunk takes of each token
     float state_factor_ = 1;
     float* key_inverse_;  // 1 / length of each key
 
@@ -103,19 +121,6 @@ protected:
         d_decay_ = rows + 7 * n;
     }
 
-    // Gradient of a vector from that of its direction y: (d - y (y . d)) / length.
-    void through_unit(float* d, const float* y, float inverse) const {
-        const float along = dot(d, y, key_row_);
-        for (int i = 0; i < key_row_; i += WIDTH)
-            store(d + i, (load(d + i) - load(y + i) * along) * inverse);
-    }
-
-    void write_state(const float* S, int64_t to) const {
-        float* rows = state_at(to);
-        for (int d = 0; d < head_dim_; ++d)
-            memcpy(rows + d * value_dim_, S + d * value_row_, value_dim_ * sizeof(float));
-    }
-
     // Keys, values and gates of a chunk, and what each token is to the others.
     void read_chunk(int64_t start, int count) {
         for (int j = 0; j < count; ++j) {
@@ -141,8 +146,8 @@ protected:
         const LeftFactor keys{key_, key_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), columns = padded(i + rows);
-            rows_of_product(keys, i, rows, head_dim_, key_transposed_, chunk_row_, links_, chunk_row_, columns,
-                            false);
+            rows_of_product(keys, i, rows, head_dim_, key_transposed_, chunk_row_, links_, chunk_row_,
+                            columns, false);
             for (int m = i; m < i + rows; ++m) {
                 float* row = links_ + m * chunk_row_;
                 times_ratio(row, m, columns);
@@ -190,7 +195,8 @@ protected:
         if (S) {
             const LeftFactor keys{key_, key_row_, 1};
             product(keys, count, head_dim_, S, value_row_, u_, value_row_, value_row_, false);
-            for (int i = 0; i < count; ++i) add_scaled(w_ + i * value_row_, u_ + i * value_row_, -query_factor_[i]);
+            for (int i = 0; i < count; ++i)
+                add_scaled(w_ + i * value_row_, u_ + i * value_row_, -query_factor_[i]);
         }
         const LeftFactor links{links_, chunk_row_, 1};
         for (int i = 0; i < count; i += ROWS) {
@@ -207,10 +213,6 @@ protected:
     void set_corrections(int row) {
         const float *w = w_ + row * value_row_, beta = beta_[row];
         for (int e = 0; e < value_row_; e += WIDTH) store(u_ + row * value_row_ + e, load(w + e) * beta);
-    }
-
-    void add_scaled(float* to, const float* from, float factor) const {
-        for (int e = 0; e < value_row_; e += WIDTH) store(to + e, load(to + e) + load(from + e) * factor);
     }
 
     // The state after a chunk; the keys are scaled for it.

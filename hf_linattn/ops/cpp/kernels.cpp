@@ -1,12 +1,15 @@
-// What Python calls: linear attention, causal and over all keys, the delta rule, and softmax over a window. Everything is
-// brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
+// What Python calls: linear attention, causal and over all keys, the delta rule, and softmax over a window.
+// Everything is brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
 #include "bidirectional.h"
+#include "channel_backward.h"
+#include "channel_forward.h"
 #include "delta_backward.h"
 #include "delta_forward.h"
 #include "delta_step.h"
 #include "linear_backward.h"
 #include "linear_forward.h"
+#include "linear_forward_bfloat16.h"
 #include "window_backward.h"
 #include "window_decode.h"
 #include "window_forward.h"
@@ -33,6 +36,9 @@ int64_t linattn_threaded() {
 }
 
 void linattn_forward(const LinearProblem* p, float eps) {
+#if defined(__AVX512BF16__)
+    if (LinearForwardBfloat16::takes(*p)) return run_all<LinearForwardBfloat16>(*p, eps);
+#endif
     p->causal ? run_all<LinearForward>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
 }
 
@@ -41,10 +47,13 @@ void linattn_backward(const LinearProblem* p, float eps) {
 }
 
 void linattn_delta_forward(const DeltaProblem* p, float eps) {
-    p->step ? run_all<DeltaStep>(*p, eps) : run_all<DeltaForward>(*p, eps);
+    if (p->step) return run_all<DeltaStep>(*p, eps);
+    p->decays > 1 ? run_all<ChannelForward>(*p, eps) : run_all<DeltaForward>(*p, eps);
 }
 
-void linattn_delta_backward(const DeltaProblem* p, float eps) { run_all<DeltaBackward>(*p, eps); }
+void linattn_delta_backward(const DeltaProblem* p, float eps) {
+    p->decays > 1 ? run_all<ChannelBackward>(*p, eps) : run_all<DeltaBackward>(*p, eps);
+}
 
 void linattn_window_forward(const WindowProblem* p, float scaling) { run_all<WindowForward>(*p, scaling); }
 

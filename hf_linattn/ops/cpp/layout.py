@@ -168,19 +168,31 @@ class DeltaGrads(Part):
     d_S: Address
 
 
+class DeltaGate(Part):
+    """What logits of one token are made of, in place of gates; float32, dense; all of it 0 for none."""
+
+    weight: Address  # [Hkv, 1 or 2, Dv]
+    bias: Address  # [Hkv, 1 or 2]
+    rank: int
+    down: Address  # [Hkv, rank, Dv]; 0 where no channel decays by itself
+    up: Address  # [Hkv, D, rank]
+    up_bias: Address  # [Hkv, D]
+
+
 class DeltaProblem(Struct):
     """The delta rule, forward and backward, or one token of it."""
 
     sizes: Sizes
     grads: DeltaGrads
+    gate: DeltaGate
     step: bool  # one token behind a state
     chunk: int  # tokens
-    decays: bool  # the second number of a token's gates is that of its decay
+    decays: int  # of a token, 0, 1 or D: the numbers of its gates behind the first
     query: Array  # data 0 where the state alone is wanted
     key: Array
     value: Array
     output: Array
-    gates: Array  # float32 [B, Hkv, N, 1 or 2]: logits
+    gates: Array  # float32 [B, Hkv, N, 1 + decays]: logits
     valid: Address  # bool [B, N], False at tokens that do not count; 0 where all do
     valid_row: int  # its stride
     documents: Address  # int64 [B, N], dense, ascending; 0 for one
@@ -236,8 +248,11 @@ class DecodeTail(Part):
     log_decay: Address  # float32 [B, Hkv, 1], dense, at most 0: of the evicted token; 0 for none
     gate: Gate  # in place of log_decay
     query_log_scale: Address  # float32 [B, H, 1], dense: log of a divisor of tail_query; 0 for none
-    eps: float
+    map_query: Address  # W of [softmax(W x), softmax(-W x)], float32 [H, F / 2, D], dense; 0 for another map
+    map_key: Address  # float32 [Hkv, F / 2, D], likewise
+    eps: float  # of the learned map the least feature
     mix: Address  # float32 [H], dense: the window's share, each part divided by itself; 0 for one normaliser
+    mix_logit: bool  # its sigmoid is the share
 
 
 class WindowDecodeProblem(Struct):
@@ -256,6 +271,12 @@ class WindowDecodeProblem(Struct):
     sink_query: Array  # of the token, as it meets them
     sink_key: Array
     sink_value: Array
+    turn_cos: (
+        Address  # float32 [B or 1, turned], dense: the query meets the sinks turned by it; 0 for as it is
+    )
+    turn_sin: Address
+    turned: int  # features, of which the first half is turned into the second one
+    turn_row: int  # stride of rows
     ring_valid: Address  # bool [B, columns], True at columns that count
     ring_valid_row: int  # its stride
     head_index: Address  # int64 [B]: the oldest column, the same in all rows
@@ -266,8 +287,8 @@ class WindowDecodeProblem(Struct):
 _PARTS = {part.__name__ for part in Part.__subclasses__()}
 _STRUCTS: list[type[Struct]] = [Array, Gate, *Part.__subclasses__()]
 _STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, WindowDecodeProblem]
-NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_DELTA_GRADS, NO_WINDOW_GRADS, NO_TAIL = (
-    bytes(each.size) for each in (Array, Gate, LinearGrads, DeltaGrads, WindowGrads, DecodeTail)
+NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_DELTA_GRADS, NO_DELTA_GATE, NO_WINDOW_GRADS, NO_TAIL = (
+    bytes(each.size) for each in (Array, Gate, LinearGrads, DeltaGrads, DeltaGate, WindowGrads, DecodeTail)
 )
 
 

@@ -70,6 +70,20 @@ inline float max_of(Floats x) {
     return reduce(x, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
+template <int half>
+struct Unzipped {
+    static constexpr int from(int lane) { return 2 * lane + half; }
+};
+
+// The sum of each of as many vectors as one has lanes, which are written over.
+inline Floats sums(Floats (&x)[WIDTH]) {
+    for (int n = WIDTH / 2; n; n /= 2)
+        for (int i = 0; i < n; ++i)
+            x[i] = shuffle<Unzipped<0>>(x[2 * i], x[2 * i + 1], Lanes()) +
+                   shuffle<Unzipped<1>>(x[2 * i], x[2 * i + 1], Lanes());
+    return x[0];
+}
+
 inline void scale(float* x, float factor, int64_t count) {  // in whole vectors, as below
     for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
 }
@@ -80,8 +94,29 @@ inline float dot(const float* x, const float* y, int columns) {
     return sum(total);
 }
 
-// e^x for x <= 0, to 2 units in the last place; 0 below -88, NaN for NaN. After Cephes' expf.
-inline Floats exp_nonpositive(Floats x) {
+// y = A x + b of a dense A [rows, columns] and any b, or none.
+inline void apply(const float* a, const float* b, int rows, int columns, const float* x, float* y) {
+    const int whole = columns / WIDTH * WIDTH;
+    int i = 0;
+    for (; i + WIDTH <= rows; i += WIDTH) {
+        Floats parts[WIDTH];
+        for (int m = 0; m < WIDTH; ++m) {
+            parts[m] = Floats{};
+            for (int e = 0; e < whole; e += WIDTH) parts[m] += load(a + (i + m) * columns + e) * load(x + e);
+        }
+        store(y + i, sums(parts));
+    }
+    for (; i < rows; ++i) y[i] = dot(a + i * columns, x, whole);
+    for (i = 0; i < rows; ++i) {
+        for (int e = whole; e < columns; ++e) y[i] += a[i * columns + e] * x[e];
+        if (b) y[i] += b[i];
+    }
+}
+
+// e^x for x <= 0, or e^x - 1, to 2 units in the last place; 0 or -1 below -88, NaN for NaN. After Cephes'
+// expf.
+template <bool less_one>
+inline Floats exp_of_nonpositive(Floats x) {
 #if !defined(__AVX512F__)
     x = x < -88.0f ? broadcast(-88.0f) : x;  // of which the power of two is 0
 #endif
@@ -95,47 +130,58 @@ inline Floats exp_nonpositive(Floats x) {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = p * r * r + r;
+    if (!less_one) p = p + 1.0f;
 #if defined(__AVX512F__)
-    const Floats zero = {};
-    return x < -88.0f ? zero : (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+    const Floats zero = {}, one = zero + 1.0f;
+    p = x < -88.0f ? zero : (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+    if (!less_one) return p;
+    return p + ((Floats)_mm512_scalef_ps((__m512)one, (__m512)n) - 1.0f);
 #else
-    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    Floats scale;
-    memcpy(&scale, &power, sizeof scale);
-    return p * scale;
+    Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
+    Floats power;
+    memcpy(&power, &bits, sizeof power);
+    return less_one ? p * power + (power - 1.0f) : p * power;
 #endif
 }
 
-// A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns].
-struct LeftFactor {
-    const float* data;
+inline Floats exp_nonpositive(Floats x) { return exp_of_nonpositive<false>(x); }
+
+inline Floats expm1_nonpositive(Floats x) { return exp_of_nonpositive<true>(x); }
+
+// A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns]. An
+// element is a float, or, with AVX512-BF16, a pair of bfloat16 that lie behind each other along the inner
+// axis (bfloat16.h).
+template <class Element>
+struct Factor {
+    const Element* data;
     int64_t along_rows, along_columns;
 };
 
-template <int M, int V>
-inline void tile(const LeftFactor& a, int row, int inner, const float* b, int64_t b_row, float* c,
+typedef Factor<float> LeftFactor;
+
+inline void add_product(Floats& sum, float x, const float* right) { sum += broadcast(x) * load(right); }
+
+template <int M, int V, class Element>
+inline void tile(const Factor<Element>& a, int row, int inner, const Element* b, int64_t b_row, float* c,
                  int64_t c_row, bool add) {
     Floats sums[M][V];
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = add ? load(c + m * c_row + v * WIDTH) : Floats{};
-    const float* left = a.data + row * a.along_rows;
-    for (int k = 0; k < inner; ++k) {
-        Floats right[V];
-        for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * WIDTH);
+    const Element* left = a.data + row * a.along_rows;
+    for (int k = 0; k < inner; ++k)
         for (int m = 0; m < M; ++m) {
-            Floats x = broadcast(left[m * a.along_rows + k * a.along_columns]);
-            for (int v = 0; v < V; ++v) sums[m][v] += x * right[v];
+            const Element x = left[m * a.along_rows + k * a.along_columns];
+            for (int v = 0; v < V; ++v) add_product(sums[m][v], x, b + k * b_row + v * WIDTH);
         }
-    }
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) store(c + m * c_row + v * WIDTH, sums[m][v]);
 }
 
 // Not inlined: beside the variables of a caller the addresses of rows would not stay in registers.
-template <int M>
-__attribute__((noinline)) void strip(const LeftFactor& a, int row, int inner, const float* b, int64_t b_row,
-                                     float* c, int64_t c_row, int columns, bool add) {
+template <int M, class Element>
+__attribute__((noinline)) void strip(const Factor<Element>& a, int row, int inner, const Element* b,
+                                     int64_t b_row, float* c, int64_t c_row, int columns, bool add) {
     int v = 0, vectors = columns / WIDTH;
     for (; v + COLUMNS <= vectors; v += COLUMNS)
         tile<M, COLUMNS>(a, row, inner, b + v * WIDTH, b_row, c + v * WIDTH, c_row, add);
@@ -146,15 +192,16 @@ __attribute__((noinline)) void strip(const LeftFactor& a, int row, int inner, co
 }
 
 // Rows `row` to `row + count` (at most ROWS) of C = A B, or C += A B; `columns` in whole vectors.
-template <int M = ROWS>
-inline void rows_of_product(const LeftFactor& a, int row, int count, int inner, const float* b, int64_t b_row,
-                            float* c, int64_t c_row, int columns, bool add) {
+template <int M = ROWS, class Element>
+inline void rows_of_product(const Factor<Element>& a, int row, int count, int inner, const Element* b,
+                            int64_t b_row, float* c, int64_t c_row, int columns, bool add) {
     if (count == M) return strip<M>(a, row, inner, b, b_row, c + row * c_row, c_row, columns, add);
     if constexpr (M > 1) rows_of_product<M - 1>(a, row, count, inner, b, b_row, c, c_row, columns, add);
 }
 
 // C = A B, or C += A B: A [rows, inner], B [inner, columns].
-inline void product(const LeftFactor& a, int rows, int inner, const float* b, int64_t b_row, float* c,
+template <class Element>
+inline void product(const Factor<Element>& a, int rows, int inner, const Element* b, int64_t b_row, float* c,
                     int64_t c_row, int columns, bool add) {
     for (int row = 0; row < rows; row += ROWS)
         rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);

@@ -33,6 +33,11 @@ class Target(NamedTuple):
 LINUX = ("-s",)
 TARGETS = {
     ("Linux", "x86_64"): (
+        Target(
+            "x86-64-v4-bf16",
+            (*LINUX, "-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+            frozenset(f"{V4} avx512_bf16".split()),
+        ),
         Target("x86-64-v4", (*LINUX, "-march=x86-64-v4", "-mprefer-vector-width=512"), frozenset(V4.split())),
         Target("x86-64-v3", (*LINUX, "-march=x86-64-v3"), frozenset(V3.split())),
     ),

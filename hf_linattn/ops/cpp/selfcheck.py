@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ctypes import CDLL
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,33 +75,40 @@ def _linear() -> Iterator[tuple[str, Tensor, Tensor]]:
         linear.forward(x, LINEAR, False, 64).total for x in (half, Inputs(*(x.float() for x in half[:3])))
     )
     yield "linear attention in half precision", one, two
+    rounded = Inputs(query.bfloat16(), key.bfloat16(), value.bfloat16())
+    fewer = linear.forward(rounded, LINEAR, False, 64).output.float()
+    more = linear.forward(Inputs(*(x.float() for x in rounded[:3])), LINEAR, False, 64).output
+    coarse = (fewer - more).abs() < 2e-2  # features and scores are rounded too
+    yield "linear attention in bfloat16", torch.where(coarse, more, fewer), more
 
 
 def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
-    gates = _numbers(KV_HEADS, TOKENS, 2, 0.2)
-    leaves = tuple(x.requires_grad_() for x in (*_tokens(), gates))
-    query, key, value, logits = leaves
-    unit_query, unit_key = (F.normalize(x, dim=-1, eps=delta.EPS) for x in (query, key))
-    beta, log_decay = logits[..., 0].sigmoid(), F.logsigmoid(logits[..., 1:]) / 16
-    want, state = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, None, None)
-    inputs, config = DeltaInputs(*(x.detach() for x in leaves)), DeltaConfig("head", 1.0, 16.0)
-    output, after = delta.forward(inputs, config, keep=True)
-    assert want is not None
-    assert output is not None
-    assert after is not None
-    yield "the delta rule", output, want.detach()
-    yield "the delta rule's state", after, state.detach()
-    grad = _numbers(HEADS, TOKENS, WIDE, 0.3)
-    found = delta.backward(inputs, config, grad, None)
-    for mine, its in zip(found[:4], _gradients(want, grad, leaves), strict=True):
-        yield "the delta rule's gradients", mine, its
-    token = (x.detach()[:, :, -1:] for x in (*leaves, unit_query, unit_key, beta, log_decay))
-    query, key, value, logits, unit_query, unit_key, beta, log_decay = token
-    again = delta.forward(DeltaInputs(query, key, value, logits, after.clone()), config, keep=True)[0]
-    want = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, after, None)[0]
-    assert again is not None
-    assert want is not None
-    yield "a token of the delta rule", again, want
+    decays: tuple[tuple[Literal["head", "channel"], int], ...] = (("head", 1), ("channel", SIZE))
+    for decay, count in decays:
+        gates = _numbers(KV_HEADS, TOKENS, 1 + count, 0.2)
+        leaves = tuple(x.requires_grad_() for x in (*_tokens(), gates))
+        query, key, value, logits = leaves
+        unit_query, unit_key = (F.normalize(x, dim=-1, eps=delta.EPS) for x in (query, key))
+        beta, log_decay = logits[..., 0].sigmoid(), F.logsigmoid(logits[..., 1:]) / 16
+        want, state = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, None, None)
+        inputs, config = DeltaInputs(*(x.detach() for x in leaves)), DeltaConfig(decay, 1.0, 16.0)
+        output, after = delta.forward(inputs, config, keep=True)
+        assert want is not None
+        assert output is not None
+        assert after is not None
+        yield f"the delta rule, decay by {decay}", output, want.detach()
+        yield f"the delta rule's state, decay by {decay}", after, state.detach()
+        grad = _numbers(HEADS, TOKENS, WIDE, 0.3)
+        found = delta.backward(inputs, config, grad, None)
+        for mine, its in zip(found[:4], _gradients(want, grad, leaves), strict=True):
+            yield f"the delta rule's gradients, decay by {decay}", mine, its
+        token = (x.detach()[:, :, -1:] for x in (*leaves, unit_query, unit_key, beta, log_decay))
+        query, key, value, logits, unit_query, unit_key, beta, log_decay = token
+        again = delta.forward(DeltaInputs(query, key, value, logits, after.clone()), config, keep=True)[0]
+        want = delta_rule.causal(unit_query, unit_key, value, beta, log_decay, after, None)[0]
+        assert again is not None
+        assert want is not None
+        yield f"a token of the delta rule, decay by {decay}", again, want
 
 
 def _window() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -120,19 +128,45 @@ def _window() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _decode() -> Iterator[tuple[str, Tensor, Tensor]]:
-    query, key, value = _tokens(1, 1)
-    keys, values = _tokens(1, SPAN)[1:]
-    S, z = _numbers(KV_HEADS, SIZE, WIDE, 0.4), _numbers(KV_HEADS, 1, SIZE, 0.6)[:, :, 0].abs()
-    oldest = torch.tensor([3], device="cpu")
-    phi = F.elu(keys[:, :, 3]) + 1
-    after = State(S + phi[..., None] * values[:, :, 3, None], z + phi)
-    now_keys, now_values = keys.clone(), values.clone()
-    now_keys[:, :, 3], now_values[:, :, 3] = key[:, :, 0], value[:, :, 0]
-    weights, phi_q = (query @ now_keys.mT * 0.3).exp(), F.elu(query) + 1
-    total = weights.sum(-1, keepdim=True) + phi_q @ after.z[..., None]
-    want = (weights @ now_values + phi_q @ after.S) / total
-    valid = torch.ones(1, SPAN, dtype=torch.bool, device="cpu")
-    ring = window_decode.RingBuffer(keys, values, valid, oldest)
-    tail = window_decode.LinearTail(query, None, S, z, kind="elu1")
-    yield "a token behind a window", window_decode.decode(query, key, value, None, ring, 0.3, tail), want
-    yield "a token behind a window, its state", S, after.S
+    maps = _numbers(HEADS, SIZE, SIZE, 0.2)[0], _numbers(KV_HEADS, SIZE, SIZE, 0.7)[0]
+    for learned in (None, maps):
+        query, key, value = _tokens(1, 1)
+        keys, values = _tokens(1, SPAN)[1:]
+        count = SIZE if learned is None else 2 * SIZE
+        S, z = _numbers(KV_HEADS, count, WIDE, 0.4), _numbers(KV_HEADS, 1, count, 0.6)[:, :, 0].abs()
+        oldest = torch.tensor([3], device="cpu")
+        phi_q = _features(query, learned and learned[0])
+        phi = _features(keys[:, :, 3:4], learned and learned[1])
+        after = State(S + phi.mT @ values[:, :, 3:4], z + phi[:, :, 0])
+        now_keys, now_values = keys.clone(), values.clone()
+        now_keys[:, :, 3], now_values[:, :, 3] = key[:, :, 0], value[:, :, 0]
+        scores, sinks, mix = query @ now_keys.mT * 0.3, None, None
+        valid = torch.ones(1, SPAN, dtype=torch.bool, device="cpu")
+        ring = window_decode.RingBuffer(keys, values, valid, oldest)
+        numerator, total = phi_q @ after.S, phi_q @ after.z[..., None]
+        if learned is None:
+            weights = scores.exp()
+            want = (weights @ now_values + numerator) / (weights.sum(-1, keepdim=True) + total)
+        else:
+            beside, turn = _tokens(1, 5)[1:], (_numbers(1, 1, 8, 0.3)[0, 0], _numbers(1, 1, 8, 0.8)[0, 0])
+            first, second = query[..., :4], query[..., 4:8]
+            turned = query[..., :8] * turn[0] + torch.cat([-second, first], -1) * turn[1]
+            met = torch.cat([turned, query[..., 8:]], -1)
+            scores = torch.cat([scores, met @ beside[0].mT * 0.3], -1)
+            mix = torch.full((HEADS,), 0.4, device="cpu")
+            inside = scores.softmax(-1) @ torch.cat([now_values, beside[1]], 2)
+            want = mix.sigmoid()[0] * inside + (1 - mix.sigmoid()[0]) * numerator / total
+            sinks = window_decode.Sinks(query, *beside, turn)
+        tail = window_decode.LinearTail(
+            query, None, S, z, kind="elu1", mix=mix, mix_logit=mix is not None, learned=learned
+        )
+        got = window_decode.decode(query, key, value, None, ring, 0.3, tail, sinks)
+        yield "a token behind a window", got, want
+        yield "a token behind a window, its state", S, after.S
+
+
+def _features(x: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return F.elu(x) + 1
+    y = torch.einsum("bhnd,hfd->bhnf", x, weight)
+    return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)

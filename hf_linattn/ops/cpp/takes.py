@@ -28,7 +28,7 @@ def linear(query: Tensor, key: Tensor, value: Tensor, state: State | None = None
 def delta(inputs: DeltaInputs) -> bool:
     """Tell whether they take a delta rule: gates and state in float32, nothing empty."""
     query, key, value, gates, state, *_ = inputs
-    if gates.dtype != SUMS or (state is not None and state.dtype != SUMS):
+    if (gates is not None and gates.dtype != SUMS) or (state is not None and state.dtype != SUMS):
         return False
     return linear(key if query is None else query, key, value)
 

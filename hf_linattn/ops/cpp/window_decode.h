@@ -16,6 +16,7 @@ class WindowDecode : KeyHead<WindowDecodeProblem> {
     const bool *valid_, token_counts_;
     float *query_, *sink_query_, *scores_, *numerator_, *tile_, *sum_, *top_;
     float *phi_q_, *phi_k_, *evicted_value_, *tail_numerator_, *tail_total_, *log_scale_, *S_, *z_;
+    float* phi_map_;
 
 public:
     WindowDecode(const WindowDecodeProblem& p, float scaling, int64_t batch_head)
@@ -32,7 +33,7 @@ public:
           token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]) {
         const int64_t widest = std::max(key_row_, value_row_);
         reserve(shared_ * (2 * key_row_ + columns_row_ + features_row_ + 2 * value_row_ + 4) + TILE * widest +
-                2 * features_row_ + value_row_ + features_ * value_row_);
+                2 * features_row_ + value_row_ + features_ * value_row_ + 2 * padded(features_ / 2));
         query_ = alloc(shared_, key_row_);
         sink_query_ = alloc(shared_, key_row_);
         scores_ = alloc(shared_, columns_row_);
@@ -47,12 +48,14 @@ public:
         tail_total_ = alloc(shared_, 1);
         log_scale_ = alloc(shared_, 1);
         z_ = alloc(1, features_row_);
+        phi_map_ = alloc(2, padded(features_ / 2));
         S_ = value_dim_ == value_row_ ? nullptr : alloc(features_, value_row_);
     }
 
     void run() {
         read_query(p_.query, query_);
         if (sinks_) read_query(p_.sink_query, sink_query_);
+        for (int i = 0; i < shared_ && p_.turn_cos; ++i) turn(sink_query_ + i * key_row_);
         if (p_.S) read_tail();  // before the oldest key is written over
         write_column(p_.key, p_.ring_key, head_dim_);
         write_column(p_.value, p_.ring_value, value_dim_);
@@ -72,6 +75,18 @@ private:
         for (int64_t head = first_query(); head < last_query(); ++head, to += key_row_) {
             read_row(from, head, 0, to, head_dim_, key_row_);
             scale(to, scaling_, key_row_);
+        }
+    }
+
+    // x cos + (-second half, first half) sin, as Llama's rotary embedding has it.
+    void turn(float* x) const {
+        const float* cosine = at<float>(p_.turn_cos) + row_ * p_.turn_row;
+        const float* sine = at<float>(p_.turn_sin) + row_ * p_.turn_row;
+        const int64_t half = p_.turned / 2;
+        for (int64_t i = 0; i < half; ++i) {
+            const float first = x[i], second = x[half + i];
+            x[i] = first * cosine[i] - second * sine[i];
+            x[half + i] = second * cosine[half + i] + first * sine[half + i];
         }
     }
 
@@ -98,6 +113,12 @@ private:
         for (int i = 0; i < shared_; ++i) {
             const int64_t head = first_query() + i, query = row_ * p_.heads + head;
             float* phi = phi_q_ + i * features_row_;
+            if (p_.map_query) {
+                learned_features(p_.map_query, head, p_.tail_query, head, 0, phi);
+                log_scale_[i] = 0;
+                tail_total_[i] = dot(phi, z_, features_row_);
+                continue;
+            }
             read_row(p_.tail_query, head, 0, phi, features_, features_row_);
             log_scale_[i] = p_.query_log_scale       ? at<float>(p_.query_log_scale)[query]
                             : p_.feature_map == ELU1 ? query_shift(phi, features_)
@@ -111,9 +132,14 @@ private:
 
     void add_evicted(float* S) {
         const bool in_ring = !p_.evicted_key.data;
-        read_row(in_ring ? p_.ring_key : p_.evicted_key, head_, in_ring ? column_ : 0, phi_k_, features_,
-                 features_row_);
-        feature_map(p_.feature_map, p_.eps, false, phi_k_, nullptr, features_);
+        const Array& key = in_ring ? p_.ring_key : p_.evicted_key;
+        const int64_t token = in_ring ? column_ : 0;
+        if (p_.map_key) {
+            learned_features(p_.map_key, head_, key, head_, token, phi_k_);
+        } else {
+            read_row(key, head_, token, phi_k_, features_, features_row_);
+            feature_map(p_.feature_map, p_.eps, false, phi_k_, nullptr, features_);
+        }
         read_row(in_ring ? p_.ring_value : p_.evicted_value, head_, in_ring ? column_ : 0, evicted_value_,
                  value_dim_, value_row_);
         const float decay = p_.log_decay     ? at<float>(p_.log_decay)[batch_head_]
@@ -126,6 +152,34 @@ private:
                 store(row + e, load(row + e) * kept + load(evicted_value_ + e) * phi_k_[d]);
         }
         for (int d = 0; d < features_row_; d += WIDTH) store(z_ + d, load(z_ + d) * kept + load(phi_k_ + d));
+    }
+
+    // [softmax(W x), softmax(-W x)], held above eps.
+    void learned_features(int64_t weights, int64_t index, const Array& from, int64_t head, int64_t token,
+                          float* phi) {
+        const int half = features_ / 2, vectors = padded(half);
+        float *x = tile_, *projected = phi_map_, *part = phi_map_ + vectors;
+        read_row(from, head, token, x, head_dim_, key_row_);
+        apply(at<float>(weights) + index * half * head_dim_, nullptr, half, head_dim_, x, projected);
+        for (int side = 0; side < 2; ++side) {
+            for (int i = half; i < vectors; ++i) projected[i] = NEGATIVE_INFINITY;
+            Floats peak = load(projected), total = {};
+            for (int i = WIDTH; i < vectors; i += WIDTH) {
+                const Floats values = load(projected + i);
+                peak = values > peak ? values : peak;
+            }
+            const float top = max_of(peak);
+            for (int i = 0; i < vectors; i += WIDTH) {
+                const Floats weight = exp_nonpositive(load(projected + i) - top);
+                store(part + i, weight);
+                total += weight;
+            }
+            const float least = static_cast<float>(p_.eps);
+            scale(part, 1 / sum(total), vectors);
+            for (int i = 0; i < half; ++i) phi[side * half + i] = part[i] > least ? part[i] : least;
+            scale(projected, -1, vectors);
+        }
+        for (int i = features_; i < features_row_; ++i) phi[i] = 0;
     }
 
     static void read_dense(const float* from, int count, float* to, int row) {
@@ -194,7 +248,9 @@ private:
         const float total = p_.S ? tail_total_[i] : 0;
         join_softmax(numerator, top_[i], sum_[i], tail, p_.mix ? 0 : total, log_scale_[i], value_row_);
         if (p_.mix && total > 0) {
-            const float share = at<float>(p_.mix)[first_query() + i], other = (1 - share) / total;
+            const float given = at<float>(p_.mix)[first_query() + i];
+            const float share = p_.mix_logit ? 1 / (1 + std::exp(-given)) : given,
+                        other = (1 - share) / total;
             for (int e = 0; e < value_row_; e += WIDTH)
                 store(numerator + e, load(numerator + e) * share + load(tail + e) * other);
         }

@@ -32,21 +32,24 @@ class Sinks(NamedTuple):
     """The first tokens, beside the window.
 
     Attributes:
-        query: of the token, turned to where it meets them, `[B, H, 1, D]`.
+        query: of the token, `[B, H, 1, D]`.
         key: `[B, Hkv, n, D]`, all of which count.
         value: `[B, Hkv, n, Dv]`.
+        turn: cosines and sines by which it is turned to where it meets them, `[B or 1, R]` each, float32,
+            dense, as Llama's rotary embedding has them; None where it is met as it is.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    turn: tuple[Tensor, Tensor] | None = None
 
 
 class LinearTail(NamedTuple):
     """What lies behind the window, as a linear attention has it.
 
     Attributes:
-        query: features of the query, `[B, H, 1, F]`, or what the kernel's map makes them of.
+        query: features of the query, `[B, H, 1, F]`, or what the kernel's map or `learned` makes them of.
         evicted: features of the window's oldest token, `[B, Hkv, 1, F]`, and its value, `[B, Hkv, 1, Dv]`:
             they go over into the state. None for the token as it lies in the window.
         S: the state, `[B, Hkv, F, Dv]`, float32, dense: written over.
@@ -59,6 +62,9 @@ class LinearTail(NamedTuple):
             and where the map is the kernel's.
         mix: the window's share of the output, `[H]`, float32, dense, where each part has a normaliser of its
             own and the tail is not empty; None for one normaliser.
+        mix_logit: the sigmoid of `mix` is the share.
+        learned: W_q `[H, F / 2, D]` and W_k `[Hkv, F / 2, D]`, float32, dense, of the features
+            [softmax(W x), softmax(-W x)] held above `eps`, of query and evicted key; None for `kind`.
     """
 
     query: Tensor
@@ -71,6 +77,8 @@ class LinearTail(NamedTuple):
     eps: float = 0.0
     query_log_scale: Tensor | None = None
     mix: Tensor | None = None
+    mix_logit: bool = False
+    learned: tuple[Tensor, Tensor] | None = None
 
 
 def decode(
@@ -104,14 +112,18 @@ def decode(
     (batch, heads), (columns, value_dim) = query.shape[:2], ring.value.shape[2:]
     output = token_major(query, batch, heads, 1, value_dim)
     tail = None if tail is None else _dense(tail)  # held until the kernel is done
-    sinks = None if sinks is None else Sinks(*map(rows, sinks))
-    beside = (layout.NO_ARRAY,) * 3 if sinks is None else tuple(map(array, sinks))
+    turn = None if sinks is None else sinks.turn
+    packed_query, beside = array(query), (layout.NO_ARRAY,) * 3
+    if sinks is not None:
+        sinks = Sinks(rows(sinks.query), rows(sinks.key), rows(sinks.value))
+        met = packed_query if sinks.query is query else array(sinks.query)
+        beside = met, array(sinks.key), array(sinks.value)
     problem = layout.WindowDecodeProblem.pack(
         sizes=layout.sizes(heads, 1, query, ring.value),
-        tail=layout.NO_TAIL if tail is None else _packed(tail),
+        tail=layout.NO_TAIL if tail is None else _packed(tail, query, packed_query),
         columns=columns,
         sinks=0 if sinks is None else sinks.key.shape[2],
-        query=array(query),
+        query=packed_query,
         key=array(key),
         value=array(value),
         output=array(output),
@@ -120,6 +132,10 @@ def decode(
         sink_query=beside[0],
         sink_key=beside[1],
         sink_value=beside[2],
+        turn_cos=0 if turn is None else turn[0].data_ptr(),
+        turn_sin=0 if turn is None else turn[1].data_ptr(),
+        turned=0 if turn is None else turn[0].shape[1],
+        turn_row=0 if turn is None or turn[0].shape[0] == 1 else turn[0].shape[1],
         ring_valid=ring.valid.data_ptr(),
         ring_valid_row=ring.valid.stride(0),
         head_index=ring.head_index.data_ptr(),
@@ -132,19 +148,21 @@ def decode(
 
 def _dense(tail: LinearTail) -> LinearTail:
     """Make the last axes dense, and decay and scale all of them, as the kernel reads them."""
-    query, evicted, S, z, log_decay, gate, kind, eps, scale, mix = tail
-    if evicted is not None:
-        evicted = rows(evicted[0]), rows(evicted[1])
-    log_decay, scale = (None if x is None else x.contiguous() for x in (log_decay, scale))
-    return LinearTail(rows(query), evicted, S, z, log_decay, gate, kind, eps, scale, mix)
+    evicted, decay, scale = tail.evicted, tail.log_decay, tail.query_log_scale
+    return tail._replace(
+        query=rows(tail.query),
+        evicted=None if evicted is None else (rows(evicted[0]), rows(evicted[1])),
+        log_decay=None if decay is None else decay.contiguous(),
+        query_log_scale=None if scale is None else scale.contiguous(),
+    )
 
 
-def _packed(tail: LinearTail) -> bytes:
+def _packed(tail: LinearTail, query: Tensor, packed_query: bytes) -> bytes:
     key, value = (layout.NO_ARRAY,) * 2 if tail.evicted is None else map(array, tail.evicted)
     return layout.DecodeTail.pack(
         feature_map=FEATURE_MAPS.index(tail.kind),
-        features=tail.query.shape[3],
-        tail_query=array(tail.query),
+        features=tail.S.shape[2],
+        tail_query=packed_query if tail.query is query else array(tail.query),
         evicted_key=key,
         evicted_value=value,
         S=tail.S.data_ptr(),
@@ -152,6 +170,9 @@ def _packed(tail: LinearTail) -> bytes:
         log_decay=address(tail.log_decay),
         gate=layout.gate(tail.gate),
         query_log_scale=address(tail.query_log_scale),
+        map_query=0 if tail.learned is None else tail.learned[0].data_ptr(),
+        map_key=0 if tail.learned is None else tail.learned[1].data_ptr(),
         eps=tail.eps,
         mix=address(tail.mix),
+        mix_logit=tail.mix_logit,
     )
