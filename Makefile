@@ -11,7 +11,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') \
 	$(if $(PATCH),--patch '$(PATCH)') $(if $(OPTIONS),--options '$(OPTIONS)')
 
-.PHONY: help install demo laptop test test-quantised lint types docs clean
+.PHONY: help install demo laptop test test-quantised lint types docs gpu-kit clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +61,9 @@ docs: $(VENV)/.installed  ## make the tables in docs/ again (about an hour)
 	$(OFFLINE) $(BIN)/python -m tools.catalogue --model '$(HF_LINATTN_DATA)/models/stories260k' \
 		--data '$(HF_LINATTN_DATA)/text/tinystories' --work-dir build/catalogue --jobs $(JOBS) --output docs/patches
 	$(OFFLINE) $(QUIET) $(BIN)/python studies/compare_docs.py --work-dir build/compare
+
+gpu-kit: $(VENV)/.installed  ## make build/gpu-kit, which checks and measures the kernels on a machine with a GPU
+	$(BIN)/python tools/gpu_kit/make_kit.py build/gpu-kit
 
 clean:  ## remove build products and caches; not the environment, nor the demo's results
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

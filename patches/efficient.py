@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.ops.eager import gated
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.registry import register
 
 LOW = -1e30
@@ -59,7 +60,7 @@ class Efficient(StatefulAttention):
         else:
             before, means = torch.where(state.some[:, :, None] > 0, state.L, LOW), state.M
         running = torch.cat([before.unsqueeze(2), key], 2).logcumsumexp(2)
-        if torch.compiler.is_exporting():  # to ONNX it subtracts the maximum of all, and may end in log 0
+        if exporting():  # to ONNX it subtracts the maximum of all, and may end in log 0
             running = running.clamp_min(LOW)
         now, earlier = running[:, :, 1:], running[:, :, :-1]
         output, means = gated.causal(query, (key - now).exp(), value, earlier - now, means)

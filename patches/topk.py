@@ -7,6 +7,7 @@ from torch import Tensor
 from hf_linattn.attention import SCORE_EXTRAS, SINKS, AttentionSite, ScoreAttention
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.softmax import softmax_weights
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.registry import register
 
 
@@ -44,10 +45,10 @@ class TopK(ScoreAttention):
         """Compute softmax behind a threshold of each row."""
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        exporting = torch.compiler.is_exporting()
-        if exporting or self.k < scores.shape[-1]:
+        exported = exporting()
+        if exported or self.k < scores.shape[-1]:
             # a graph for all lengths has k keys to choose from in each
-            ranked = F.pad(scores, (0, self.k), value=float("-inf")) if exporting else scores
+            ranked = F.pad(scores, (0, self.k), value=float("-inf")) if exported else scores
             kth = torch.topk(ranked.detach(), self.k, sorted=True).values[..., -1:]
             scores = scores.masked_fill(scores < kth, float("-inf"))
         return softmax_weights(scores, None, sink)

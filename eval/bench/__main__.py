@@ -58,7 +58,8 @@ Within a round all candidates take turns, in rotating order; one warm-up round i
 compares within a round, and the median over --rounds is shown: above 1 is faster. With one thread the ratio
 is of the time that the processor gave to the thread, so a busy machine hardly moves it: --threads 1 is
 the way to repeatable numbers on a CPU. CUDA is timed by events. What would take longer than --budget seconds
-a call, or more memory than is free, is not run, and the results say so.
+a call, or more memory than is free, is not run, and the results say so. What fails is a row that says why.
+Of linear attention on a GPU the rows name the form that ran.
 
 With --cost the model and itself with its own attention (`unpatched`) take turns: prefill is one forward pass
 over LENGTH random tokens into an empty cache, decode --new-tokens passes of one token behind it, both in
@@ -89,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     shapes_help = "BATCHxHEADS[/KEY_HEADS]xHEAD_DIM[xVALUE_DIM] (default: 1x8x64)"
     add("--shapes", type=parse_shapes, metavar="SHAPE,...", help=shapes_help)
     add("--kinds", type=choices(KINDS), metavar="KIND,...", help="of prefill,train,decode (default: all)")
-    dtypes_help = "of " + ",".join(DTYPES) + " (default: float32; a model: as saved, or auto)"
+    dtypes_help = "of " + ",".join(DTYPES) + " (default: float32, bfloat16 on CUDA; a model: as saved)"
     add("--dtypes", type=choices((*DTYPES, "auto")), metavar="DTYPE,...", help=dtypes_help)
     add("--device", default="auto", help="cpu, cuda, ... (default: the accelerator if there is one)")
     add("--bidirectional", action="store_true", help="every query sees all keys, as in encoders")
@@ -141,7 +142,6 @@ def _check_arguments(args: argparse.Namespace) -> argparse.Namespace:
         _refuse(args, ["batch_size"], "belongs to --model; a shape has its own")
         args.patches = args.patches or ["elu1"]
         args.shapes = args.shapes or parse_shapes("1x8x64")
-        args.dtypes = args.dtypes or ["float32"]
         args.lengths = args.lengths or doubling_range("256,...,4096")
     else:
         alone = ("shapes", "bidirectional", "peers")
@@ -201,6 +201,8 @@ def _work(args: argparse.Namespace, command: str) -> str:
         torch.set_num_threads(args.threads)
     device = run.device_of(args.device)
     command = _choose_kernels(args, command, torch.device(device).type == "cpu")
+    if args.model is None:
+        args.dtypes = args.dtypes or [run.default_dtype(device)]
     if args.cost:
         return cost.summary(cost.run(args, command, device), args.output_dir)
     return run.text(run.BenchRun(args, command).work(), args.output_dir)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,12 +298,27 @@ def build(
     Raises:
         LinattnError: a patch does not suit these sizes.
     """
+    return [make() for _, _, make in entries(config, specs, options, seed)]
+
+
+def entries(
+    config: BenchConfig, specs: list[str], options: dict[str, Any] | None = None, seed: int = 0
+) -> Iterator[tuple[str, bool, Callable[[], Candidate]]]:
+    """Yield what `build` builds one by one: name, whether it is linear, and what makes it.
+
+    Making one calls it, where something comes before what is timed, so that it can fail by itself. Arguments
+    as of `build`.
+
+    Raises:
+        LinattnError: a patch does not suit these sizes.
+    """
     tensors = random_inputs(config, seed)
     reference = build_bare(config)
-    candidates = [_candidate(reference, SDPA, config, tensors)]
+    yield SDPA, False, lambda: _candidate(reference, SDPA, config, tensors)
     if config.kind == "decode":
-        candidates.append(_in_place(reference, config, tensors))
+        yield IN_PLACE, False, lambda: _in_place(reference, config, tensors)
     for spec in specs:
         torch.manual_seed(seed)  # of maps that are drawn
-        candidates.append(_candidate(build_bare(config, spec, options), spec, config, tensors))
-    return candidates
+        model = build_bare(config, spec, options)
+        make = partial(_candidate, model, spec, config, tensors)
+        yield spec, _is_linear(model), make

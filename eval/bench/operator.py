@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from . import peers
-from .candidates import Candidate, build
+from .candidates import Candidate, entries
 from .config import SDPA, BenchConfig
 from .roofline import Ceiling, count_operations, share
-from .series import Entry, Limits, Row, Series, is_out_of_memory
+from .series import Entry, Limits, Row, Series
 from .timing import Timed
 
 
@@ -48,13 +48,13 @@ class OperatorSeries(Series):
     def _entries(self, length: int) -> Iterator[Entry]:
         """Yield softmax, the patches and other implementations, all on the same tensors."""
         config = replace(self.config, length=length)
-        candidates = build(config, self.specs, self.options, self.seed)
+        for name, linear, make in entries(config, self.specs, self.options, self.seed):
+            yield name, linear, lambda make=make: (make(), {})  # type: ignore[misc]
         if self.peers:
             others, notes = peers.candidates(config, self.seed, self.peers)
-            candidates += others
             self.notes.update(notes)
-        for each in candidates:
-            yield each.name, each.linear, lambda each=each: (each, {})  # type: ignore[misc]
+            for each in others:
+                yield each.name, each.linear, lambda each=each: (each, {})  # type: ignore[misc]
 
     def _finish(self, row: Row, timed: Timed) -> None:
         """Add the share of what the machine can do, where the work of a candidate is known."""
@@ -62,9 +62,3 @@ class OperatorSeries(Series):
             count = count_operations(replace(self.config, length=row["length"]), timed.model)
             if count is not None:
                 row["share"], row["bound"] = share(count, row["time"], self.ceiling)
-
-    def _failure(self, name: str, error: Exception) -> str:
-        """Also let other people's implementations fail."""
-        if name in peers.PEERS and not is_out_of_memory(error):
-            return f"failed: {peers.short(error)}"
-        return super()._failure(name, error)

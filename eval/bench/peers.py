@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .candidates import Candidate, RandomInputs, random_inputs, trained
 from .config import BenchConfig
+from .series import short
 
 CHUNK = 64
 TOLERANCE = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
@@ -41,11 +42,6 @@ def _imported(module: str, package: str) -> Any:
         raise Unavailable(f"installed, but {error.name} is missing") from error
     except Exception as error:  # other people's imports compile code and look for drivers
         raise Unavailable(f"cannot be imported: {short(error)}") from error
-
-
-def short(error: BaseException) -> str:
-    """Return kind and first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
 
 
 def _fla(config: BenchConfig) -> Form:

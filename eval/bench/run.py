@@ -16,13 +16,12 @@ from transformers import set_seed
 from hf_linattn import describe
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.ops.dispatch import kernels
 from hf_linattn.patching.causality import require_causal
 
 from ..common import pages
 from ..common import results as files
 from ..common.models import ModelSpec, load_config, load_model
-from . import memory, plots, tables
+from . import forms, memory, plots, tables
 from .break_even import groups, summary
 from .candidates import build_bare, check, own_options
 from .config import BenchConfig
@@ -37,6 +36,11 @@ TEMPLATE = Path(__file__).with_name("bench.html.j2")
 UNRECORDED = ("output_dir", "explain", "docs", "folders", "cost", "also", "new_tokens")
 """Arguments that say nothing about the numbers."""
 PACKAGES = ("hf-linattn", "torch", "transformers", "triton", "flash-linear-attention", "fla-core")
+
+
+def default_dtype(device: str) -> str:
+    """Choose what the attention alone is measured in: what models run in there."""
+    return "bfloat16" if torch.device(device).type == "cuda" else "float32"
 
 
 def device_of(wanted: str) -> str:
@@ -80,8 +84,13 @@ class BenchRun:
             "threads": torch.get_num_threads(),
             "basis": Clock(self.device).basis,
             "memory": memory.METHODS.get(kind, "not known on this device"),
-            "kernels": kernels().get(kind, "not known on this device"),
+            "kernels": forms.wish(kind),
         }
+        if earlier is not None and earlier["run"].get("kernels") != here["kernels"]:
+            raise DataError(
+                f"{args.output_dir} was measured with other kernels ({earlier['run'].get('kernels')}; now "
+                f"{here['kernels']}): choose another --output-dir"
+            )
         if earlier is not None and earlier["run"] != here and not earlier["complete"]:
             changed = ", ".join(key for key, value in here.items() if earlier["run"].get(key) != value)
             raise DataError(
@@ -229,6 +238,8 @@ def text(results: Mapping[str, Any], folder: Path) -> str:
     lines += results["answers"]
     rounds = f"medians of {results['arguments']['rounds']} rounds, ratios of {run['basis']}"
     lines.append(f"{run['device_name']}, threads: {run['threads']}; {rounds}")
+    ran = dict.fromkeys((row["candidate"], row["form"]) for row in rows if row.get("form"))
+    lines += [f"{candidate}: {form}" for candidate, form in ran]
     lines += [f"note: {name}: {note}" for name, note in results["peers"].items()]
     lines += [f"note: {note}" for note in tables.refusals(rows)]
     return "\n".join([*lines, f"numbers, pictures and report.html in {folder}"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import memory
+from . import forms, memory
 from .forecast import FIRST, PROBES, Forecast
 from .timing import Clock, Timed, measure
 
@@ -20,7 +20,17 @@ length, not with its square; what makes the call that is timed, and fields of it
 COLUMNS = (
     *("kind", "shape", "dtype", "causal", "length", "candidate", "measured"),
     *("time", "seconds", "low", "high", "cpu_seconds", "speed", "speed_low", "speed_high", "calls"),
-    *("peak_bytes", "memory_ratio", "share", "bound", "cache_bytes", "tokens_per_second", "beside", "note"),
+    *(
+        "peak_bytes",
+        "memory_ratio",
+        "share",
+        "bound",
+        "cache_bytes",
+        "tokens_per_second",
+        "beside",
+        "form",
+        "note",
+    ),
 )
 
 
@@ -39,6 +49,11 @@ class Limits:
     budget: float = 10.0
 
 
+def short(error: BaseException) -> str:
+    """Return kind and first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:200]
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Tell whether an error says that memory ran out; on CPUs it has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
@@ -49,6 +64,7 @@ class Series:
 
     A subclass says which candidates there are at a length (`_entries`, the reference first), what follows
     from a measured row (`_finish`), and why a candidate that failed has no numbers (`_failure`).
+    A candidate that fails, whatever raises, is a row that says so: the others are measured all the same.
 
     Args:
         reference: name of the candidate that others are compared with.
@@ -68,9 +84,8 @@ class Series:
         raise NotImplementedError
 
     def _failure(self, name: str, error: Exception) -> str:
-        if is_out_of_memory(error):
-            return "not run: out of memory"
-        raise error
+        """Say why a candidate has no numbers; the others go on."""
+        return "not run: out of memory" if is_out_of_memory(error) else f"failed: {short(error)}"
 
     def known(self, rows: Sequence[Row]) -> None:
         """Learn from rows of an earlier run of the same series."""
@@ -86,10 +101,15 @@ class Series:
                 self._prepare(probe)
         ready, reasons = self._prepare(length)
         candidates = [timed for timed, _ in ready]
-        timings, slow = measure(candidates, Clock(self.device), reference=self.reference, **vars(self.limits))
+        failed: dict[str, Exception] = {}
+        limits = {"reference": self.reference, "failed": failed, **vars(self.limits)}
+        timings, slow = measure(candidates, Clock(self.device), **limits)
+        reasons |= {name: self._failure(name, error) for name, error in failed.items()}
         peaks = {timed.name: fields["peak_bytes"] for timed, fields in ready}
         rows = []
         for timed, fields in ready:
+            if timed.name in failed:
+                continue
             if timed.name in slow:
                 budget = self.limits.budget
                 reasons[timed.name] = f"not run: one call took {slow[timed.name]:.3g} s (--budget {budget:g})"
@@ -120,11 +140,12 @@ class Series:
                 timed, fields = prepare()
                 with timed.around():
                     start = time.perf_counter()
-                    peak = memory.peak(timed.call, self.device)
+                    with forms.watched() as seen:
+                        peak = memory.peak(timed.call, self.device)
                     seconds = time.perf_counter() - start
-            except Exception as error:  # `_failure` raises what is none of the reasons it knows
+            except Exception as error:  # of a compiler, a driver, anyone's code
                 reasons[name] = self._failure(name, error)
                 continue
             forecast.add(length, seconds, peak)
-            ready.append((timed, fields | {"peak_bytes": peak}))
+            ready.append((timed, fields | {"peak_bytes": peak, "form": forms.text(seen)}))
         return ready, reasons

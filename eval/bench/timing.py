@@ -149,6 +149,7 @@ def measure(
     least: float = 0.005,
     budget: float = math.inf,
     reference: str | None = None,
+    failed: dict[str, Exception] | None = None,
 ) -> tuple[dict[str, Timing], dict[str, float]]:
     """Time all candidates in turn.
 
@@ -159,6 +160,7 @@ def measure(
         least: seconds that one sample lasts; short calls are repeated inside it.
         budget: seconds of a warm-up call beyond which its candidate is left out of the rounds.
         reference: name of the one that the others are compared with; None for the first.
+        failed: gets the error of each candidate that raises one and is left out then; None lets it pass.
 
     Returns:
         name -> timing of those within the budget; name -> seconds of one call of the others.
@@ -167,8 +169,12 @@ def measure(
     samples: dict[str, list[TimeSample]] = {}
     with _no_collection():
         for item in timed:
-            with item.around():
-                counts[item.name], seconds = _warm(item.call, clock, least)
+            try:
+                with item.around():
+                    counts[item.name], seconds = _warm(item.call, clock, least)
+            except Exception as error:
+                _note(item, error, failed)
+                continue
             if seconds > budget:
                 slow[item.name] = seconds
             else:
@@ -178,8 +184,14 @@ def measure(
             # who goes first takes turns: the next one finds the machine as this one left it
             turn = index % len(chosen)
             for item in [*chosen[turn:], *chosen[:turn]]:
-                with item.around():
-                    samples[item.name].append(clock.sample(item.call, counts[item.name]))
+                if item.name not in samples:
+                    continue
+                try:
+                    with item.around():
+                        samples[item.name].append(clock.sample(item.call, counts[item.name]))
+                except Exception as error:
+                    _note(item, error, failed)
+                    del samples[item.name]
     first = reference or timed[0].name
     compared = {name: [clock.compared(sample) for sample in own] for name, own in samples.items()}
     timings = {}
@@ -196,6 +208,12 @@ def measure(
             counts[name],
         )
     return timings, slow
+
+
+def _note(item: Timed, error: Exception, failed: dict[str, Exception] | None) -> None:
+    if failed is None:
+        raise error
+    failed[item.name] = error
 
 
 def spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:

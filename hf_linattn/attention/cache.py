@@ -208,7 +208,7 @@ class StateLayer(CacheLayerMixin):
         Raises:
             ValueError: a positive number. CacheError: tokens that were not recorded.
         """
-        count = abs(tokens_to_remove)
+        count = abs(int(tokens_to_remove))  # transformers before 5.20 hands over a tensor
         if tokens_to_remove > 0:
             raise ValueError("`crop` takes a negative number of tokens to remove")
         if count and (self.is_initialized or self.pending is not None):

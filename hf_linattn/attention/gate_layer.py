@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import (
@@ -17,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from hf_linattn.errors import CacheError, UnsupportedCallError
+from hf_linattn.ops.tracing import exporting
 
 FOLLOWED = (
     "activate_past_recording",
@@ -46,7 +46,7 @@ class GateLayer(CacheLayerMixin):
             CacheError: the cache holds keys without gates.
             UnsupportedCallError: while exporting.
         """
-        if torch.compiler.is_exporting():
+        if exporting():
             raise UnsupportedCallError(
                 f"{where}: gates in a cache cannot be exported: pass use_cache=False and the whole text"
             )

@@ -15,6 +15,7 @@ from hf_linattn.ops.softmax import (
     softmax_weights,
     with_decay,
 )
+from hf_linattn.ops.tracing import exporting
 
 LONG = 128
 """Queries from which on a decay is put into channels of keys and values, not into a bias of each score."""
@@ -71,7 +72,7 @@ class ScoreAttention(Attention):
         fused = fused and call.softcap is None and call.factor is None and not call.output_attentions
         decay = call.decay
         if decay is not None:
-            if fused and not torch.compiler.is_exporting() and query.shape[2] >= LONG:
+            if fused and not exporting() and query.shape[2] >= LONG:
                 query, key, value = with_decay(query, key, value, decay, call.scaling)
             else:
                 apart = decay[0].unsqueeze(-1) - decay[1].unsqueeze(-2)

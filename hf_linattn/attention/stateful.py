@@ -14,6 +14,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
+from hf_linattn.ops.tracing import exporting
 
 
 class StatefulAttention(Attention):
@@ -101,7 +102,7 @@ class StatefulAttention(Attention):
     def _attend(self, call: Call) -> Tensor:
         layer, query = call.layer, call.query
         past = 0 if layer is None else layer.seen
-        if torch.compiler.is_exporting() and isinstance(past, int) and past:
+        if exporting() and isinstance(past, int) and past:
             raise UnsupportedCallError(
                 f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "
                 "would stay the same in the program. Pass use_cache=False and the whole text"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_linattn.attention.masks import CAUSAL, is_compact
 from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.ops.tracing import exporting
 
 COUNTED = "_linattn_counted"
 """Attribute of the mask of one decoded token, by which the layers share what the first has counted."""
@@ -245,7 +246,7 @@ def _start_of_run(labels: Tensor, index: Tensor) -> Tensor:
 
 def running_max(x: Tensor) -> Tensor:
     """Take the largest number so far, `[B, N]`, of integers that only grow, with zeros between them."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return x.cummax(1).values
     place = (x > 0).long().cumsum(1)  # ONNX has no running maximum: each number is put where its zeros look
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_add(1, place, x).gather(1, place)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import delta, takes
 from hf_linattn.ops.eager import delta_rule
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs, accumulator_dtype
 
 
@@ -28,7 +29,7 @@ def attention(
     Returns:
         Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
     """
-    compiled = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+    compiled = torch.compiler.is_compiling() or exporting()
     if compiled or not takes.delta(inputs):
         output, after = _eager(inputs, config)
     elif torch.is_grad_enabled() and inputs.query is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import auto, build, takes
 from hf_linattn.ops.cpp.linear import SUMS
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.triton import check
 from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Inputs, OpConfig, State
@@ -50,7 +51,7 @@ def choose_backend(
         form: what is computed; None for outputs of `kind`, causal.
         features: number of features with "none"; None for D.
     """
-    if torch.compiler.is_exporting():  # an exported program runs without this package
+    if exporting():  # an exported program runs without this package
         return "vectorised"
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.softmax_sink import attention, fits
+from hf_linattn.ops.tracing import exporting
 
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def _sdpa(
     output = F.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
     )
-    if mask is not None and torch.compiler.is_exporting():  # ONNX makes NaN of rows that see nothing
+    if mask is not None and exporting():  # ONNX makes NaN of rows that see nothing
         seen = mask if mask.dtype == torch.bool else mask > float("-inf")
         output = output.masked_fill(~seen.any(-1, keepdim=True), 0)
     return output

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linattn.ops.tracing import exporting
+
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -34,7 +36,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout
     tensors = (query, key, value)
     return (
         not dropout
-        and not torch.compiler.is_exporting()
+        and not exporting()
         and not torch.is_autocast_enabled("cpu")
         and query.dtype == key.dtype == value.dtype
         and not (bias is not None and bias.requires_grad)

@@ -15,6 +15,7 @@ from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.registry import Recipe
 
 SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
@@ -244,7 +245,7 @@ class PatchedAttention(nn.Module):
         if (position_bias := extras.get("position_bias")) is not None:
             bias = position_bias if bias is None else bias + position_bias
         # a compiler would keep a graph for each name
-        anonymous = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        anonymous = torch.compiler.is_compiling() and not exporting()
         call = Call(
             query,
             key,
@@ -288,7 +289,7 @@ class PatchedAttention(nn.Module):
 
     def _refuse_call(self, cross: bool, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
         attention = self.attention
-        for keyword in SEEN_IN_CALLS & extras.keys() if extras else ():
+        for keyword in [name for name in extras if name in SEEN_IN_CALLS]:
             if keyword not in attention.supports and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if cross and not attention.cross:

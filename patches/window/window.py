@@ -16,6 +16,7 @@ from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
+from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
@@ -295,7 +296,7 @@ class Window(StatefulAttention):
 
     def _with_salient(self, tokens: Tokens, state: SalientState | None) -> tuple[Tensor | None, SalientState]:
         """Compute one segment after the other, and their state alone where there are no queries."""
-        if torch.compiler.is_exporting():
+        if exporting():
             raise UnsupportedCallError(
                 f"salient={self.salient} chooses tokens in as many steps as the text has blocks, and a "
                 "program for all lengths has no such number: export with salient=0"

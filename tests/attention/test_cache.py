@@ -202,6 +202,18 @@ def test_crop_is_as_if_the_tokens_had_never_come(model, padding):
         cache.crop(1)
 
 
+def test_crop_by_a_tensor_counts_in_whole_numbers(model):
+    """As transformers before 5.20 does."""
+    cache = DynamicCache()
+    in_pieces(model, tokens(1, 20), (0, 8), cache)
+    cache.activate_past_recording()
+    in_pieces(model, tokens(1, 20), (8, 20), cache)
+    for layer in cache.layers:
+        layer.crop(torch.tensor(-5))
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 15
+
+
 def test_crop_of_a_first_call_and_of_everything(model):
     ids = tokens(1, 40)
     cache = DynamicCache(config=model.config)

@@ -29,7 +29,7 @@ def test_what_is_installed_here_is_right():
 
 def test_too_old_is_one_line(pretend, capsys):
     pretend(transformers="5.1.0", trl="1.2")
-    message = r"^hf_linattn needs transformers<5\.24,>=5\.20, and 5\.1\.0 is installed: pip install '.*'$"
+    message = r"^hf_linattn needs transformers<5\.24,>=5\.17, and 5\.1\.0 is installed: pip install '.*'$"
     with pytest.raises(VersionError, match=message):
         check_versions()
     assert VersionError.__bases__ == (LinattnError, ImportError)

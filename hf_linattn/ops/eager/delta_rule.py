@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_linattn.ops.tracing import exporting
+
 CHUNK = 64
 CHUNK_BY_CHANNEL = 16
 """Tokens per chunk where each channel decays by itself, which takes a tensor `[chunk, chunk, D]`."""
@@ -56,7 +58,7 @@ def causal(
     if length == 1:
         return _step(query, key, value, beta, log_decay, state)
     size = length  # an exported program has no loop over chunks, whose number it does not know
-    if not torch.compiler.is_exporting():
+    if not exporting():
         size = min(length, CHUNK if log_decay.shape[-1] == 1 else CHUNK_BY_CHANNEL)
     grouped = None if query is None else _chunks(query.unflatten(1, (key.shape[1], -1)), size)
     key, value, beta, log_decay = (_chunks(x, size) for x in (key, value, beta[..., None], log_decay))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.tracing import exporting
 
 CHUNK = 16
 SPAN = 64 * CHUNK
@@ -37,7 +38,7 @@ def causal(
     """
     if state is None:
         state = value.new_zeros(*key.shape[:2], key.shape[3], value.shape[3])
-    if torch.compiler.is_exporting():  # for all lengths: how many spans there are is not known
+    if exporting():  # for all lengths: how many spans there are is not known
         return _span(query, key, value, gates, state)
     outputs = []
     for start in range(0, key.shape[2], SPAN):

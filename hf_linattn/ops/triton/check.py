@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import switches
-from hf_linattn.ops.triton import launch, problem, selftest
+from hf_linattn.ops.triton import launch, measured_tiles, problem, selftest
 from hf_linattn.ops.triton.selftest import Form, Key
 from hf_linattn.ops.types import Inputs
 
@@ -259,7 +259,7 @@ def _file(device: torch.device) -> Path | None:
     parts = [
         importlib.import_module("triton").__version__,
         *(torch.__version__, torch.version.cuda, torch.version.hip, driver),
-        *(device_name(device), problem.device_of(device)),
+        *(device_name(device), problem.device_of(device), measured_tiles.digest(device)),
         *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
     ]
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops.triton import measured_tiles
 from hf_linattn.ops.triton.tiles import Tile, configuration, padded, segment_length
 from hf_linattn.ops.types import FEATURE_MAPS
 
@@ -163,7 +164,9 @@ class Problem:
         self.about = device_of(self.device)
         # the interpreter has no registers to run out of, and takes its time for every step
         kind = "fp16" if interpreting() else operand
-        self.tiles = configuration(self.D, self.Dv, self.group, kind, self.about.capability, self.linked)
+        chosen = configuration(self.D, self.Dv, self.group, kind, self.about.capability, self.linked)
+        widths = self.D, self.Dv
+        self.tiles = measured_tiles.measured(chosen, self.device, operand, widths, self.group, self.linked)
 
     def tile(self, spec: KernelSpec) -> Tile:
         """Look up the tile of a kernel."""

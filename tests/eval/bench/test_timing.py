@@ -313,7 +313,7 @@ def test_what_is_too_slow_or_too_large_has_a_row_that_says_so(monkeypatch):
 def test_a_series_that_begins_far_out_is_tried_below_first(monkeypatch):
     from hf_linattn.eval.bench import operator, series
 
-    lengths, real = [], operator.build
+    lengths, real = [], operator.entries
 
     def watched(config, *rest):
         lengths.append(config.length)
@@ -321,7 +321,7 @@ def test_a_series_that_begins_far_out_is_tried_below_first(monkeypatch):
 
     monkeypatch.setattr(series, "FIRST", 20)
     monkeypatch.setattr(series, "PROBES", (8, 16))
-    monkeypatch.setattr(operator, "build", watched)
+    monkeypatch.setattr(operator, "entries", watched)
     rows = prefill_series(Limits(1, 0.0)).run(32)
     assert lengths == [8, 16, 32]
     assert {row["length"] for row in rows} == {32}

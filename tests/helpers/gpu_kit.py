@@ -1,0 +1,117 @@
+"""The program of the GPU kit, imported from tools/, and what its stages are tried with."""
+
+import importlib
+import sys
+
+from .paths import ROOT
+
+FOLDER = ROOT / "tools" / "gpu_kit"
+
+
+def module(name):
+    """A module of the kit: gpu_check, build, gpu_stages.work, ..."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)
+
+
+def dry_run(stage, folder, kit=FOLDER, keep=None):
+    """Do a stage with tiny sizes in this process; return its rows."""
+    gpu_check, work = module("gpu_check"), module("gpu_stages.work")
+    context = work.Context(True, "cpu", folder, kit)
+    if keep is not None:
+        found = importlib.import_module(f"gpu_stages.{stage}")
+        cases, found.cases = found.cases, lambda context: [x for x in cases(context) if keep(x.case)]
+    try:
+        assert work.do(stage, context) == 0
+    finally:
+        if keep is not None:
+            found.cases = cases
+    return list(gpu_check.read(folder / f"{stage}.jsonl").values())
+
+
+def check_correct(folder):
+    """In the interpreter: the form, a size with all that there is, and a token."""
+    rows = dry_run("correct", folder)
+    assert [row["ok"] for row in rows] == [True] * 3, rows
+    sizes = [row for row in rows if row["case"]["case"] == "size"]
+    assert all(row["same_bits"] and 0 < row["worst"] < row["allowed"] for row in sizes)
+    assert set(sizes[0]["errors"]) == {"output", "total", "S", "z", "d_query", "d_key", "d_value"}
+
+
+def check_wrong_kernels_are_rows(folder):
+    """Kernels that lie, that raise, or that differ from run to run do not end the stage."""
+    from hf_linattn.ops import linear_attention
+
+    correct = module("gpu_stages.correct")
+    attention, runs = linear_attention.attention, []
+
+    def lying(inputs, config, keep, backend=None):
+        outputs = attention(inputs, config, keep, backend)
+        return outputs._replace(S=outputs.S * 1.001)
+
+    def unsteady(inputs, config, keep, backend=None):
+        runs.append(1)
+        outputs = attention(inputs, config, keep, backend)
+        return outputs._replace(z=outputs.z * (1 + 1e-6 * len(runs)))
+
+    size = correct.Size("float32", 16, 16, 1, 9, False, False)
+    context = module("gpu_stages.work").Context(True, "cpu", folder, FOLDER)
+    try:
+        linear_attention.attention = lying
+        assert correct.size_row(context, size)["error"].startswith("S is 1.0")
+        linear_attention.attention = unsteady
+        assert "differ in their bits" in correct.size_row(context, size)["error"]
+    finally:
+        linear_attention.attention = attention
+    assert "error" not in correct.size_row(context, size)
+
+
+def check_kernels(folder):
+    """In the interpreter: every form has a row, and a table of tiles is written that the launcher reads."""
+    from hf_linattn.ops.triton import measured_tiles
+
+    tiles = module("gpu_stages.tiles")
+    tiles.GAIN, gain = 1e9, tiles.GAIN  # whatever is measured is taken, so that there is a table
+    median, took = tiles._sample, iter([2.0, 1.0])
+    tiles._sample = lambda *about: next(took)
+    try:
+        rows = dry_run(
+            "kernels", folder, keep=lambda case: case["case"] in ("machine", "ours", "tiles", "fla, raw")
+        )
+    finally:
+        tiles.GAIN, tiles._sample = gain, median
+    assert all(row["ok"] for row in rows), rows
+    by_name = {row["case"]["case"]: row for row in rows if "token" not in row["case"]}
+    assert by_name["ours"]["both"] > 0
+    assert by_name["fla, raw"]["skipped"] == "fla's kernels run on CUDA only"
+    (name, tile) = next(iter(by_name["tiles"]["best"].items()))
+    assert by_name["tiles"][f"{name}_gain"] == 2
+    (where,) = table = measured_tiles.read(folder / "tiles.json")
+    assert (where.operand, where.head_dim, where.grouped) == ("ieee", 16, False)
+    assert list(table[where][name]) == tile
+
+
+def check_tiles_that_fail(folder):
+    """A candidate that raises is noted, and tiles whose results are wrong are not put into the table."""
+    tiles, selftest = module("gpu_stages.tiles"), module("hf_linattn.ops.triton.selftest")
+    sample, disagreement = tiles._sample, selftest.disagreement
+    context = module("gpu_stages.work").Context(True, "cpu", folder, FOLDER)
+    answers = iter([2.0, RuntimeError("out of resource: shared memory"), 2.0, 1.0])
+
+    def answer(*about):
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    try:
+        tiles._sample, selftest.disagreement = answer, lambda *about: "output is far"
+        row = tiles._row(context, tiles.TINY)
+        assert row["best"] == {}
+        assert "shared memory" in row["candidates"][-1][2]
+        row = tiles._row(context, tiles.TINY)
+        assert "output is far; they are not in the table" in row["error"]
+    finally:
+        tiles._sample, selftest.disagreement = sample, disagreement
+    assert not (folder / "tiles.json").exists()

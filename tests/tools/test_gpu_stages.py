@@ -1,0 +1,142 @@
+"""The stages of gpu_check.py on the CPU with tiny sizes, Triton interpreting; the reference that they use."""
+# ruff: noqa: F811  a fixture is imported, and then named as an argument
+
+import time
+
+import pytest
+import torch
+from helpers import definitions, gpu_kit
+from helpers.fixtures_perplexity import make_folder
+from ops.conftest import interpreted  # noqa: F401
+
+from hf_linattn.ops.triton import launch
+
+needs_triton = pytest.mark.skipif(
+    not launch.available("cuda"), reason="triton is not installed: pip install triton"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "check",
+    [
+        gpu_kit.check_correct,
+        gpu_kit.check_wrong_kernels_are_rows,
+        gpu_kit.check_kernels,
+        gpu_kit.check_tiles_that_fail,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_kernels_in_the_interpreter(interpreted, tmp_path, check):
+    interpreted(check, tmp_path)
+
+
+@needs_triton
+def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+
+    from hf_linattn.ops.triton.problem import Device
+
+    precompile, correct = gpu_kit.module("gpu_stages.precompile"), gpu_kit.module("gpu_stages.correct")
+    for name, text in (("TRITON_CACHE_DIR", tmp_path / "cache"), ("TRITON_INTERPRET", 0)):
+        monkeypatch.setenv(name, str(text))
+    monkeypatch.setenv("PYTHONPATH", str(gpu_kit.FOLDER))
+    monkeypatch.setattr(precompile.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(precompile, "_target", lambda: (GPUTarget("cuda", 90, 32), Device((9, 0), 132)))
+    token = correct.Size("bfloat16", 32, 32, 1, 1, False, True)
+    calls = [(correct.compile_size, (size,)) for size in (token, token._replace(dtype="int8"))]
+    context = gpu_kit.module("gpu_stages.work").Context(
+        False, "cuda", tmp_path, tmp_path, time.monotonic() + 600
+    )
+    row = precompile.run(context, calls, 1.0)
+    assert (row["calls"], row["done"], row["processes"], row["failed"]) == (2, 2, 1, 1)
+    assert list((tmp_path / "cache").rglob("step.cubin"))
+
+
+def test_models(tmp_path):
+    rows = gpu_kit.dry_run("models", tmp_path)
+    assert len(rows) == 6
+    assert all(row["ok"] and row["tokens_per_second"] > 0 for row in rows), rows
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory):
+    """A folder with a tiny model and a text, as a kit has them."""
+    folder = tmp_path_factory.mktemp("kit")
+    make_folder(folder / "model")
+    (folder / "text").mkdir()
+    (folder / "text" / "book.md").write_text("It was a dark and stormy night. " * 8, encoding="utf-8")
+    return folder
+
+
+def test_length(kit, tmp_path):
+    (row,) = gpu_kit.dry_run("length", tmp_path, kit)
+    assert row["ok"], row
+    assert row["apart"] == 0
+    assert row["perplexity_kernels"] > 1
+
+
+def test_train(kit, tmp_path):
+    (row,) = gpu_kit.dry_run("train", tmp_path, kit)
+    assert row["ok"], row
+    assert (row["steps"], row["most_apart"]) == (3, 0)
+
+
+def test_forms_that_differ_are_failures(kit, tmp_path, monkeypatch):
+    length, train = gpu_kit.module("gpu_stages.length"), gpu_kit.module("gpu_stages.train")
+    found = {"0": 20.0, "1": 20.1}
+    monkeypatch.setattr(
+        length, "_measure", lambda wish, *_: {"perplexity": found[wish], "tokens": 60, "seconds": 1.0}
+    )
+    (row,) = gpu_kit.dry_run("length", tmp_path, kit)
+    assert "5.0e-03 nats a token apart" in row["error"] or "4.99e-03" in row["error"]
+    losses = {"0": [3.0, 2.0, 1.0], "1": [3.0, 2.1, 1.1]}
+    monkeypatch.setattr(train, "_run", lambda context, patch, wish: {"losses": losses[wish], "seconds": 1.0})
+    (row,) = gpu_kit.dry_run("train", tmp_path, kit)
+    assert not row["ok"]
+    assert "differ by 0.0667 nats" in row["error"]
+
+
+def test_without_a_model_there_is_one_clear_row(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_LINATTN_DATA", raising=False)
+    (row,) = gpu_kit.dry_run("length", tmp_path, tmp_path)
+    assert "make gpu-kit" in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "eps", "causal", "links", "group"),
+    [
+        ("elu1", 0.0, True, False, 2),
+        ("relu", 0.1, True, True, 1),
+        ("none", 0.0, True, True, 2),
+        ("relu", 0.1, False, False, 2),
+    ],
+)
+def test_the_reference_is_the_definition(kind, eps, causal, links, group, monkeypatch):
+    reference = gpu_kit.module("gpu_stages.reference")
+    monkeypatch.setattr(reference, "SPAN", 8)
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = new(2, 2 * group, 21, 5), new(2, 2, 21, 5), new(2, 2, 21, 3)
+    if kind == "none":
+        q, k = q.abs(), k.abs()
+    valid = torch.rand(2, 21, generator=generator) > 0.3
+    S, z = new(2, 2, 5, 3), new(2, 2, 5).abs() + 1
+    decay = -new(2, 2, 21).abs() if links else None
+    documents = (torch.arange(21) >= torch.tensor([[7], [8]])).long() if links else None
+    got = reference.linear(
+        *(q, k, v),
+        **{"kind": kind, "eps": eps, "causal": causal, "valid": valid, "state": (S, z)},
+        **{"log_decay": decay, "documents": documents},
+    )
+    maps = [definitions.feature_map(x, kind, query, eps) for x, query in ((q, True), (k, False))]
+    want = definitions.linear(
+        *(*maps, v),
+        **{"causal": causal, "normalise": True, "hidden": ~valid, "S": S, "z": z},
+        **{"log_decay": decay, "documents": documents},
+    )
+    for name, a, b in zip(("output", "total", "S", "z"), got, want, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")

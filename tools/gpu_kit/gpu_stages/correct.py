@@ -1,0 +1,211 @@
+"""Stage `correct`: kernels against float64 on the device, every form, dtype and size; the same bits twice."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops import linear_attention
+from hf_linattn.ops.triton import check, launch, problem, selftest
+from hf_linattn.ops.types import Inputs, OpConfig
+
+from . import reference
+from .work import Case, Context, Row, needs_triton
+
+DTYPES = ("bfloat16", "float16", "float32")
+WIDTHS = ((128, 128), (64, 64), (256, 256), (96, 96), (80, 80), (32, 32), (64, 128))
+LENGTHS = (1, 63, 64, 300, 1000, 4096)
+LONG = 65536
+FORMS = (
+    ("elu1",),
+    ("none", True, True),
+    ("none", True, False),
+    ("relu",),
+    ("elu1", True, True, True),
+    ("none", True, True, True, True),
+    ("elu1", True, True, False, True),
+    ("elu1", False),
+    ("relu", False, False),
+)
+"""Fields of `selftest.Form`: map, causal, normalised, decay, documents."""
+ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
+"""Relative error of a whole result, outputs and state; three times as much for gradients."""
+SUMMED = 4096
+"""Tokens from which on errors of sums in float32 may grow, as the root of their number."""
+NAMES = ("output", "total", "S", "z")
+GRADIENTS = ("d_query", "d_key", "d_value")
+
+
+class Size(NamedTuple):
+    """One call on random numbers."""
+
+    dtype: str
+    D: int
+    Dv: int
+    group: int
+    length: int
+    masked: bool
+    state: bool
+    kind: str = "elu1"
+    decay: bool = False
+
+    def as_case(self) -> Row:
+        """Name it."""
+        return {"case": "size", **self._asdict()}
+
+
+def cases(context: Context) -> list[Case]:
+    """List forms by the package's own check, then sizes."""
+    widths, dtypes, kinds = (((16, 16),), DTYPES[2:], FORMS[:1]) if context.dry else (WIDTHS, DTYPES, FORMS)
+    forms = [
+        (dtype, width, 1 + (place + number) % 2, form)
+        for dtype, (place, width), (number, form) in itertools.product(
+            dtypes, enumerate(widths), enumerate(kinds)
+        )
+    ]
+    found = []
+    for form in forms:
+        names = dict(zip(("dtype", "widths", "group", "form"), form, strict=True))
+        case = {"case": "form", **names, "widths": list(names["widths"]), "form": list(names["form"])}
+        found.append(Case(case, partial(form_row, context, *form), (compile_form, form)))
+    for size in _sizes(context):
+        compiles = (compile_size, (size,)) if size.length <= SUMMED else None
+        found.append(Case(size.as_case(), partial(size_row, context, size), compiles))
+    return found
+
+
+def _sizes(context: Context) -> list[Size]:
+    if context.dry:
+        return [Size("float32", 16, 16, 2, 20, True, True), Size("bfloat16", 16, 24, 1, 1, False, True)]
+    found = [
+        Size(dtype, D, Dv, group, length, more, more)
+        for dtype, (D, Dv), length, group, more in itertools.product(
+            DTYPES, WIDTHS, LENGTHS, (1, 4), (False, True)
+        )
+        if (D, Dv) in WIDTHS[:3] or (group == 4) == more
+    ]
+    found += [
+        Size(dtype, D, D, 4, LONG, False, True, kind, decay)
+        for dtype, D, (kind, decay) in itertools.product(
+            DTYPES[:1] + DTYPES[2:], (64, 128), (("elu1", False), ("none", True))
+        )
+    ]
+    return found
+
+
+def key_of(
+    dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...], device: str
+) -> selftest.Key:
+    """Make what the package's own check calls a trial."""
+    of = getattr(torch, dtype)
+    how = selftest.Form(*form)
+    value = of if how.normalise else torch.promote_types(of, torch.float32)
+    if how.kind == "none":
+        of = check.features_dtype(of)
+    return selftest.Key(torch.device(device), of, value, *widths, group, problem.operand_of((of, value)), how)
+
+
+def form_row(context: Context, dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> Row:
+    """Run the package's check of one form; every number within what rounding explains."""
+    needs_triton(context)
+    key = key_of(dtype, widths, group, form, context.device)
+    wrong = selftest.disagreement(key, launch, 20 if context.dry else selftest.LENGTH)
+    return {"operand": key.operand} | ({"error": wrong} if wrong else {})
+
+
+def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> None:
+    """Compile what `form_row` launches, in a process without a device."""
+    exact, compare = selftest._exact, selftest._compare
+    selftest._exact = lambda *about: ({}, {})
+    selftest._compare = lambda *about: None
+    try:
+        selftest.disagreement(key_of(dtype, widths, group, form, "meta"), launch)
+    finally:
+        selftest._exact, selftest._compare = exact, compare
+
+
+def inputs_of(size: Size, device: str) -> Inputs:
+    """Draw numbers, laid out as models lay them out."""
+    torch.manual_seed(size.length + size.D)
+    batch, kv_heads, dtype = (1 if size.length > SUMMED else 2), 2, getattr(torch, size.dtype)
+
+    def tokens(heads: int, width: int) -> Tensor:
+        x = torch.randn(batch, size.length, heads, width, device=device)
+        x = x.abs() if size.kind == "none" and width == size.D else x
+        return x.to(dtype).transpose(1, 2).requires_grad_()
+
+    query, key, value = (
+        tokens(kv_heads * size.group, size.D),
+        tokens(kv_heads, size.D),
+        tokens(kv_heads, size.Dv),
+    )
+    valid = torch.rand(batch, size.length, device=device) > 0.3 if size.masked else None
+    S = z = decay = None
+    if size.state:
+        S = torch.randn(batch, kv_heads, size.D, size.Dv, device=device)
+        z = 5 * torch.rand(batch, kv_heads, size.D, device=device)
+    if size.decay:
+        decay = -0.01 * torch.rand(batch, kv_heads, size.length, device=device)
+    return Inputs(query, key, value, valid, S, z, decay)
+
+
+def run_size(size: Size, device: str) -> tuple[tuple[Any, ...], tuple[Tensor, ...], Inputs, Tensor]:
+    """Run forward and backward, or one token; return results, gradients, inputs, the output's gradient."""
+    inputs, config = inputs_of(size, device), OpConfig(size.kind)
+    if size.length == 1 and inputs.S is not None and inputs.z is not None:
+        with torch.no_grad():
+            S, z = inputs.S.clone(), inputs.z.clone()
+            output, total = launch.step(inputs._replace(S=S, z=z), config)
+        return (output, total, S, z), (), inputs, output
+    outputs = linear_attention.attention(inputs, config, True, "triton")
+    d_output = torch.randn(outputs.output.shape, device=device).to(outputs.output.dtype)
+    grads = torch.autograd.grad(outputs.output, inputs[:3], d_output)
+    return tuple(x.detach() for x in outputs if x is not None), grads, inputs, d_output
+
+
+def compile_size(size: Size) -> None:
+    """Compile what `size_row` launches, in a process without a device."""
+    run_size(size, "meta")
+
+
+def size_row(context: Context, size: Size) -> Row:
+    """Compare one call with float64, and with itself."""
+    needs_triton(context)
+    first, again = run_size(size, context.device), run_size(size, context.device)
+    got, grads, inputs, d_output = first
+    bits = all(torch.equal(a, b) for a, b in zip((*got, *grads), (*again[0], *again[1]), strict=True))
+    exact = [x.detach().double().requires_grad_() for x in inputs[:3]]
+    state = None if inputs.S is None or inputs.z is None else (inputs.S.double(), inputs.z.double())
+    decay = None if inputs.log_decay is None else inputs.log_decay.double()
+    with torch.set_grad_enabled(bool(grads)):
+        want = reference.linear(*exact, kind=size.kind, valid=inputs.valid, state=state, log_decay=decay)
+    found = dict(zip(NAMES, zip(got, want, strict=True), strict=True))
+    if grads:
+        found |= dict(
+            zip(
+                GRADIENTS,
+                zip(grads, torch.autograd.grad(want[0], exact, d_output.double()), strict=True),
+                strict=True,
+            )
+        )
+    errors = {name: error(a, b.detach()) for name, (a, b) in found.items()}
+    allowed = ALLOWED[size.dtype] * max(1.0, size.length / SUMMED) ** 0.5
+    bad = [name for name, x in errors.items() if not x <= allowed * (3 if name.startswith("d_") else 1)]
+    row: Row = {"errors": errors, "worst": max(errors.values()), "allowed": allowed, "same_bits": bits}
+    if bad:
+        row["error"] = ", ".join(f"{name} is {errors[name]:.2e} away from float64" for name in bad)
+    elif not bits:
+        row["error"] = "two runs of the same call differ in their bits"
+    return row
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Return the relative error of a whole result; infinite where it is NaN or of another shape."""
+    if got.shape != want.shape:
+        return float("inf")
+    found = float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+    return found if found == found else float("inf")

@@ -1,0 +1,237 @@
+"""Stage `kernels`: our kernels beside torch operations, softmax and fla; then tiles are measured."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_linattn.eval.bench.candidates import _decoding, build_bare, random_inputs
+from hf_linattn.eval.bench.config import BenchConfig
+from hf_linattn.eval.bench.config import Shape as Sizes
+from hf_linattn.ops import linear_attention
+from hf_linattn.ops.triton import launch
+from hf_linattn.ops.types import Inputs, OpConfig
+
+from . import tiles, timing
+from .work import Case, Context, Row, Skip, kernels, needs_triton
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Shape(NamedTuple):
+    """Sizes of one attention."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    width: int
+
+
+SHAPES = (
+    Shape(1, 32, 32, 8192, 128),
+    Shape(8, 16, 16, 2048, 64),
+    Shape(1, 32, 8, 8192, 128),
+    Shape(1, 32, 32, 2048, 128),
+    Shape(1, 8, 8, 8192, 64),
+    Shape(1, 96, 96, 8192, 128),
+    Shape(4, 16, 16, 2048, 128),
+    Shape(2, 16, 16, 16384, 128),
+    Shape(1, 32, 32, 65536, 128),
+    Shape(1, 16, 16, 4096, 256),
+)
+DECODES = (Shape(1, 32, 8, 8192, 128), Shape(32, 32, 8, 8192, 128), Shape(8, 16, 16, 2048, 64))
+TINY = Shape(1, 2, 1, 24, 16)
+
+
+def cases(context: Context) -> list[Case]:
+    """List what the machine can do, every form at every shape, then tiles."""
+    timing.prepare(context.device)
+    found = [Case({"case": "machine"}, partial(timing.machine, context.device))]
+    shapes, decodes = ((TINY,), (TINY,)) if context.dry else (SHAPES, DECODES)
+    for shape in shapes:
+        for name in FORMS:
+            found.append(Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape)))
+    for shape in decodes:
+        for name in DECODING:
+            case = {"case": name, "token": True, **shape._asdict()}
+            found.append(Case(case, partial(_token, context, name, shape)))
+    return found + tiles.cases(context)
+
+
+def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+
+    def new(heads: int) -> Tensor:
+        x = torch.randn(shape.batch, length, heads, shape.width, device=context.device).to(context.dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    return new(shape.heads), new(shape.kv_heads), new(shape.kv_heads)
+
+
+def _row(context: Context, name: str, shape: Shape) -> Row:
+    """Time forward, and forward with backward, of one form."""
+    call, q, k, v = FORMS[name](context, shape), *_inputs(context, shape, shape.length)
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return call(q, k, v)
+
+    gradient = torch.randn_like(forward())
+
+    def backward() -> Any:
+        return torch.autograd.grad(call(q, k, v), (q, k, v), gradient)
+
+    row = timing.both(forward, context.device, "forward") | timing.both(backward, context.device, "both")
+    return row | timing.peak(backward, context.device)
+
+
+def _token(context: Context, name: str, shape: Shape) -> Row:
+    """Time one token behind `length` tokens; the least is what its bytes take."""
+    call, size = DECODING[name](context, shape)
+    with torch.no_grad():
+        return {"bytes": size, **timing.both(call, context.device, "token")}
+
+
+def _ours(kind: str, normalise: bool, context: Context, shape: Shape) -> Call:
+    needs_triton(context)
+    config = OpConfig(kind, 0.0, normalise)
+    return lambda q, k, v: linear_attention.attention(Inputs(q, k, v), config, False, "triton").output
+
+
+def _module(wish: str, context: Context, shape: Shape) -> Call:
+    """Make a patched module, as it stands in a model; with kernels or by torch operations."""
+    if wish == "1" and context.device != "cuda":
+        raise Skip("modules on a CPU do not use triton")
+    model = build_bare(_config(context, shape, "train"), "elu1")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with kernels(wish):
+            return model.attention(q, k, v, None).transpose(1, 2)
+
+    return call
+
+
+def _config(context: Context, shape: Shape, kind: Any) -> BenchConfig:
+    sizes = Sizes(shape.batch, shape.heads, shape.kv_heads, shape.width, shape.width)
+    return BenchConfig(
+        sizes, kind, shape.length, True, str(context.dtype).removeprefix("torch."), context.device
+    )
+
+
+def _softmax(backend: Any, context: Context, shape: Shape) -> Call:
+    if backend is SDPBackend.CUDNN_ATTENTION and context.device != "cuda":
+        raise Skip("cuDNN runs on CUDA only")
+    grouped = shape.heads != shape.kv_heads
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend) if context.device == "cuda" else nullcontext():
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=q.shape[2] == k.shape[2], enable_gqa=grouped
+            )
+
+    return call
+
+
+@functools.cache
+def _fla(name: str) -> Any:
+    try:
+        return getattr(importlib.import_module("fla.ops.linear_attn"), name)
+    except ImportError as error:
+        raise Skip(f"fla is not there: {error}") from error
+
+
+def _theirs(maps: bool, context: Context, shape: Shape) -> Call:
+    """Make fla's kernels: raw, or with elu1 and its normaliser as its users call them."""
+    if context.device != "cuda":
+        raise Skip("fla's kernels run on CUDA only")
+    chunked = _fla("chunk_linear_attn")
+    times = shape.heads // shape.kv_heads
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if maps:
+            q, k = F.elu(q) + 1, F.elu(k) + 1
+        if times > 1:  # it takes as many keys as queries
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        return chunked(q, k, v, scale=1.0, normalize=maps)[0].transpose(1, 2)
+
+    return call
+
+
+FORMS: dict[str, Callable[[Context, Shape], Call]] = {
+    "ours": partial(_ours, "elu1", True),
+    "ours, raw": partial(_ours, "none", False),
+    "ours, in a module": partial(_module, "1"),
+    "torch operations": partial(_module, "0"),
+    "softmax, flash": partial(_softmax, SDPBackend.FLASH_ATTENTION),
+    "softmax, cuDNN": partial(_softmax, SDPBackend.CUDNN_ATTENTION),
+    "fla, raw": partial(_theirs, False),
+    "fla, elu1 and normaliser": partial(_theirs, True),
+}
+"""Name -> its function of queries, keys and values, all `[B, H or Hkv, N, D]`."""
+
+
+def _ours_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+    needs_triton(context)
+    q, k, v = (x.detach() for x in _inputs(context, shape, 1))
+    S = torch.rand(shape.batch, shape.kv_heads, shape.width, shape.width, device=context.device)
+    inputs = Inputs(q, k, v, None, S, S[..., 0].contiguous())
+    return lambda: launch.step(inputs, OpConfig("elu1")), 2 * S.nbytes + 2 * S[..., 0].nbytes
+
+
+def _module_token(wish: str, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+    """Make a patched module decode, with what its cache does."""
+    if wish == "1" and context.device != "cuda":
+        raise Skip("modules on a CPU do not use triton")
+    config = _config(context, shape, "decode")
+    with kernels(wish):
+        step, _ = _decoding(build_bare(config, "elu1"), config, random_inputs(config))
+
+    def call() -> None:
+        with kernels(wish):
+            step()
+
+    return call, 8 * shape.batch * shape.kv_heads * shape.width * (shape.width + 1)
+
+
+def _softmax_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+    q = _inputs(context, shape, 1)[0].detach()
+    k, v = (x.detach().contiguous() for x in _inputs(context, shape, shape.length)[1:])
+    call = _softmax(SDPBackend.FLASH_ATTENTION, context, shape)
+    return lambda: call(q, k, v), k.nbytes + v.nbytes
+
+
+def _their_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+    if context.device != "cuda":
+        raise Skip("fla's kernels run on CUDA only")
+    recurrent, times = _fla("fused_recurrent_linear_attn"), shape.heads // shape.kv_heads
+    q, k, v = (x.detach() for x in _inputs(context, shape, 1))
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    S = torch.rand(shape.batch, shape.heads, shape.width, shape.width, device=context.device)
+
+    def call() -> Any:
+        maps = F.elu(q) + 1, F.elu(k) + 1
+        return recurrent(*maps, v, scale=1.0, initial_state=S, output_final_state=True, normalize=False)
+
+    return call, 2 * S.nbytes
+
+
+DECODING: dict[str, Callable[[Context, Shape], tuple[Callable[[], Any], int]]] = {
+    "ours": _ours_token,
+    "ours, in a module": partial(_module_token, "1"),
+    "torch operations": partial(_module_token, "0"),
+    "softmax, flash": _softmax_token,
+    "fla, elu1": _their_token,
+}
+"""Name -> its call of one token, and the bytes that it must move."""
