@@ -53,5 +53,9 @@ class TrainingError(LinattnError, RuntimeError):
     """Training cannot start or go on."""
 
 
+class ProcessLostError(LinattnError, RuntimeError):
+    """Another process of the run has ended, or does not answer."""
+
+
 class VersionError(LinattnError, ImportError):
     """Another package is installed in a version that is too old, or too new."""

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.call import Call
+from hf_linattn.attention.tokens import in_backward_again
 from hf_linattn.errors import OptionError
 from hf_linattn.ops import delta_rule
-from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs
+from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs, accumulator_dtype
+from hf_linattn.parallel import Shard, carry
 from hf_linattn.registry import register
 
 from ._convolution import convolve, identity
@@ -30,6 +33,8 @@ from ._gates import (
 HALF_LIFE = 16384.0
 LIVES = [4.0**power for power in range(1, 8)]
 """Half-lives that are tried out, from 4 to 16,384 tokens."""
+SPAN = 1024
+"""Tokens of a part of a row that are written at once, before the parts are put together."""
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)
 """Of the largest b, likewise."""
 
@@ -286,6 +291,38 @@ class Delta(StatefulAttention):
         if self.config.decay == "channel":
             weights += [self.channel_down, self.channel_weight, self.channel_bias]
         return DeltaGate(*(x.float().contiguous() for x in weights))
+
+    def whole_rows(self) -> str:
+        """Say nothing: what a part leaves of a state before it is a matrix."""
+        return ""
+
+    def before(self, parts: Sequence[Tokens], shard: Shard) -> DeltaState:
+        """Write each process's tokens over nothing and over the identity, and pass both on."""
+        tokens = parts[0]
+        key, value, size = tokens.key, tokens.value, tokens.value.shape[3]
+        recent = key[:, :, :0]
+        if self.past:
+            recent = shard.tail(torch.cat([key, value], -1)[:, :, -self.past :], self.past)
+        eye = torch.eye(self.features, dtype=accumulator_dtype(key, value), device=key.device)
+        eye = eye.expand(*key.shape[:2], -1, -1)
+        both, last = torch.cat([eye.new_zeros(*eye.shape[:3], size), eye], -1), recent
+        for tokens in parts:
+            for start in range(0, tokens.length, SPAN):
+                cut = tokens.slice(start, min(start + SPAN, tokens.length))
+                both, last = in_backward_again(self._written, cut, both, last)
+        return DeltaState(carry(both[..., :size], both[..., size:], shard).contiguous(), recent)
+
+    def _written(self, tokens: Tokens, both: Tensor, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """Write tokens over states `[B, Hkv, F, Dv + F]`, with 0 in the last columns."""
+        key, value, recent = self._convolved(tokens, DeltaState(both, recent))
+        if not self.plain:
+            key = self._mapped("key_map", tokens.hide(key))
+        value = torch.cat([value, value.new_zeros(*value.shape[:3], self.features)], -1)
+        gates = self._logits(upcast(tokens.value)) if tokens.gates is None else tokens.gates
+        inputs = DeltaInputs(None, key, value, gates, both, tokens.valid)
+        after = delta_rule.attention(inputs, self.config, self.scale, keep=True)[1]
+        assert after is not None
+        return after, recent
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count S in float32 (float64 in float64 models), and the last keys and values."""

@@ -10,7 +10,7 @@ from helpers.paths import ROOT
 
 LEVELS = (
     {"errors"},
-    {"ops", "cli", "data"},
+    {"ops", "cli", "data", "parallel"},
     {"attention"},
     {"registry"},
     {"patching"},

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.errors import LinattnError, UnsupportedModelError
+from hf_linattn.parallel import Shard, row_part
 
 from .windows import Texts, Window
 
@@ -54,6 +55,33 @@ def window_nats(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor
     if isinstance(predictions, Tensor):
         return _nats(predictions[:, -scored - 1 : -1], ids[:, -scored:])
     return token_losses(cross_entropy, predictions[:, -scored - 1 : -1], ids[:, -scored:])
+
+
+def part_nats(model: nn.Module, texts: Texts, windows: list[Window], shard: Shard) -> Tensor:
+    """Compute nats `[windows, scored]` of the tokens that this process predicts, 0 elsewhere.
+
+    Every process runs the part of the windows that it has, inside `split_rows`.
+    """
+    from hf_linattn.training.divergence import cross_entropy
+    from hf_linattn.training.head import predict, token_losses
+
+    ids, scored = _window_ids(model, texts, windows), windows[0].scored
+    part, first = row_part(ids, shard), ids.shape[1] - scored
+    keep = min(part.ids.shape[1], scored + 1)  # alike in all processes: what is run depends on it
+    predictions = forward(model, part.ids, keep, run=predict, use_cache=False, position_ids=part.position_ids)
+    nats = torch.zeros(len(ids), scored, device=ids.device)
+    begin = max(part.start, first - 1)  # the first token here that predicts a scored one
+    targets = part.targets[:, begin - part.start :]
+    if not targets.shape[1]:
+        return nats
+    left = part.start + part.ids.shape[1] - begin
+    chosen = predictions[:, -keep:][:, -left:][:, : targets.shape[1]]
+    here = slice(begin + 1 - first, begin + 1 - first + targets.shape[1])
+    if isinstance(chosen, Tensor):
+        nats[:, here] = _nats(chosen, targets)
+    else:
+        nats[:, here] = token_losses(cross_entropy, chosen, targets)
+    return nats
 
 
 def _window_ids(model: nn.Module, texts: Texts, windows: list[Window]) -> Tensor:

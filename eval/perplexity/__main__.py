@@ -48,6 +48,10 @@ examples (`perplexity` stands for `python -m hf_linattn.eval.perplexity`):
   # several processes share the windows; the sums are the same to the last bit
   accelerate launch --num_processes 2 -m hf_linattn.eval.perplexity --model DIR --data books/ --output-dir out
 
+  # one window over two processes, for texts that are too long for one (docs/context-parallel.md)
+  accelerate launch --cpu --num_processes 2 -m hf_linattn.eval.perplexity --model linear --data books/ \\
+      --join --lengths 1048576 --stride full --context-parallel --output-dir out
+
 branches:
   both    the hybrid as it is
   window  softmax over the window alone
@@ -104,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--baseline", action="append", default=[], metavar="MODEL", help=baseline_help)
     train_help = "length to mark in the plot (default: from the configuration)"
     add("--train-length", type=cli.positive_int, help=train_help)
+    parallel_help = "split each window over all processes, in place of dealing windows out"
+    add("--context-parallel", action="store_true", help=parallel_help)
     cli.add_output_arguments(parser)
     return parser
 

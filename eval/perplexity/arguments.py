@@ -44,6 +44,7 @@ class PerplexityArguments:
         branches: parts of a hybrid to measure by themselves, see `hf_linattn.patching.contexts`.
         baseline: other models, or "unpatched" for the same without `patch` and `rope_scaling`.
         train_length: length to mark in the plot; None for that of the configuration.
+        context_parallel: split each window over all processes, in place of dealing windows out.
         dtype: of the weights, "auto" as saved.
         seed: for patches with random parameters.
 
@@ -72,6 +73,7 @@ class PerplexityArguments:
     branches: list[Branches] | None = None
     baseline: list[str] = field(default_factory=list)
     train_length: int | None = None
+    context_parallel: bool = False
     dtype: str = "auto"
     seed: int = 0
 
@@ -87,6 +89,11 @@ class PerplexityArguments:
                 raise OptionError(f"--{name.replace('_', '-')} has no meaning {side} --stream")
         if self.stream and UNPATCHED in self.baseline:
             raise OptionError("--stream needs linear attention, which --baseline unpatched has not")
+        if self.stream and self.context_parallel:
+            raise OptionError(
+                "--context-parallel splits windows, and --stream reads one segment after the other: give "
+                "--lengths in its place"
+            )
         if self.stream and self.bos == "window":
             raise OptionError("--bos window has no meaning with --stream")
         if self.rope_scaling is not None:
@@ -135,9 +142,10 @@ class PerplexityArguments:
 
     def recorded(self) -> dict[str, Any]:
         """Tell the arguments as results.json keeps them."""
+        new = () if self.context_parallel else ("context_parallel",)  # runs of older versions go on
         if self.branches is None:
-            return recorded(self, "branches")
-        return {**recorded(self, *NOT_WITH_BRANCHES), "options": self.options or None}
+            return recorded(self, "branches", *new)
+        return {**recorded(self, *NOT_WITH_BRANCHES, *new), "options": self.options or None}
 
     def model_specs(self) -> list[ModelSpec]:
         """Name the models to measure: the model, or all entries of --compare, then the baselines.

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.parallel import Shard
 from hf_linattn.patching.causality import require_causal
 
-from ..common.nll import scoring, stream_nats, window_nats
+from ..common.nll import part_nats, scoring, stream_nats, window_nats
 from ..common.statistics import Bucket, Row, WindowScore, make_row, score_windows
 from ..common.windows import Bos, Plan, Stride, Texts, bucket_edges, encode, plan_windows
 
@@ -86,7 +87,13 @@ def measure(
 
 
 def score_length(
-    model: nn.Module, plan: Plan, length: int, *, batch_size: int = 1, progress: bool = False
+    model: nn.Module,
+    plan: Plan,
+    length: int,
+    *,
+    batch_size: int = 1,
+    progress: bool = False,
+    shard: Shard | None = None,
 ) -> Row:
     """Score the windows of one length with a causal model.
 
@@ -96,25 +103,31 @@ def score_length(
         length: tokens per window, one of the plan's.
         batch_size: windows per forward pass.
         progress: show a bar on stderr.
+        shard: the part of each window that this process reads, inside `split_rows`; None for whole windows,
+            which the processes share.
 
     Raises:
         OptionError: the batch size is below 1.
-        DataError: the loss is not finite.
+        DataError: the loss is not finite, or windows cannot be split into equal parts.
     """
     if batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, got {batch_size}")
     windows = plan.windows(length)
     edges = bucket_edges(length - windows[0].scored, length)
-    rank, size = _process()
+    rank, size = _process() if shard is None else (0, 1)
     sums: dict[int, list[float]] = {}
     with scoring(model), _bar(len(windows) * length, f"length {length}", progress) as advance:
         # whole batches are dealt out: the rounding of a forward pass is the same for any number of processes
         for start in range(0, len(windows), batch_size)[rank::size]:
             batch = windows[start : start + batch_size]
-            parts = _bucket_sums(window_nats(model, plan.texts, batch), edges)
+            if shard is None:
+                of_tokens = window_nats(model, plan.texts, batch)
+            else:
+                of_tokens = part_nats(model, plan.texts, batch, shard)
+            parts = _bucket_sums(of_tokens, edges)
             sums.update(enumerate(parts, start))
             advance(len(batch) * length * size)
-    sums = _exchange(sums)
+    sums = _exchange(sums) if shard is None else _added(sums)
     scores = score_windows(plan.texts, windows, [math.fsum(sums[index]) for index in range(len(windows))])
     buckets = []
     for k, (low, high) in enumerate(pairwise(edges)):
@@ -207,6 +220,14 @@ def _exchange(sums: dict[int, list[float]]) -> dict[int, list[float]]:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, sums)
     return {index: values for part in parts for index, values in part.items()}
+
+
+def _added(sums: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Add up what all processes hold of the same windows."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, sums)
+    buckets = {index: zip(*(part[index] for part in parts), strict=True) for index in sums}
+    return {index: list(map(math.fsum, each)) for index, each in buckets.items()}
 
 
 @contextmanager

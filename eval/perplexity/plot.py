@@ -90,7 +90,8 @@ def summary(results: Mapping[str, Any], arguments: PerplexityArguments) -> str:
     rows, folder = results["rows"], arguments.output_dir
     if arguments.branches:
         files = f"the same {rows[0]['tokens']} tokens at every length; numbers and plot in {folder}"
-        return "\n".join([curve_table(rows), *results["sentences"], files])
+        split = [exchange(results["run"])] if arguments.context_parallel else []
+        return "\n".join([curve_table(rows), *results["sentences"], *split, files])
     data, lines = results["data"], [curve_table(rows) if arguments.compare else _row_table(rows)]
     if arguments.stream:
         lines.append("length: end of a position bucket; the context is all of the document before a token")
@@ -102,8 +103,16 @@ def summary(results: Mapping[str, Any], arguments: PerplexityArguments) -> str:
         lines.append(f"the same tokens at every length: the last {arguments.stride} of each window")
     if "documents_long_enough" in data:
         lines.append(f"{data['documents_long_enough']} of {data['documents']} documents are long enough")
+    if arguments.context_parallel:
+        lines.append(exchange(results["run"]))
     lines.append(f"stderr over {rows[0]['stderr_over']}; results.json, .csv and a plot in {folder}")
     return "\n".join(lines)
+
+
+def exchange(run: Mapping[str, Any]) -> str:
+    """Say what the processes that shared each window sent each other."""
+    parts = ", ".join(f"{label}: {count:,}" for label, count in run["bytes_exchanged"].items())
+    return f"each window was split over {run['processes']} processes, which sent each other bytes: {parts}"
 
 
 def curve_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from hf_linattn.cli.files import replacing
-from hf_linattn.errors import DataError
+from hf_linattn.errors import DataError, OptionError
+from hf_linattn.parallel import Shard, check_length, lost_processes
 from hf_linattn.patching.causality import require_causal
+from hf_linattn.patching.splitting import split_rows
 
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, refuse_growing_cache
 from ..common.models import ModelSpec, load_texts, load_tokenizer, train_length
@@ -54,7 +56,8 @@ def perplexity(arguments: PerplexityArguments, command: str | None = None) -> di
     # torchrun on a machine without accelerator: only cpu=True makes its processes one group
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu)
-    results = _run(arguments, command or f"perplexity({arguments!r})", state)
+    with lost_processes(state.process_index, state.num_processes):
+        results = _run(arguments, command or f"perplexity({arguments!r})", state)
     # a process that ended while the first still draws the plot would sometimes abort on its way out
     state.wait_for_everyone()
     state.destroy_process_group()
@@ -73,6 +76,7 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     state.wait_for_everyone()  # before anyone writes
     if run.complete:
         return run.results
+    shard = _shard(state) if arguments.context_parallel else None
     specs = arguments.model_specs()
     length = arguments.train_length or train_length(arguments.model)
     settings: dict[str, Any] = {"dtype": arguments.dtype, "device": run.device, "seed": arguments.seed}
@@ -83,20 +87,28 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
         curves: dict[str, Use] = {name: partial(use_each, hybrid, name) for name in arguments.branches}
     documents, texts = load_texts(arguments, load_tokenizer(arguments.tokenizer or arguments.model))
     plan = texts if arguments.stream else plan_windows(texts, **arguments.windows)
+    if shard is not None:
+        for tokens in arguments.lengths or ():
+            check_length(tokens, shard.size)
+    exchanged = run.earlier.get("run", {}).get("bytes_exchanged", {})
+    where: dict[str, Any] = {"processes": state.num_processes}
+    if shard is not None:
+        where["bytes_exchanged"] = exchanged
     if arguments.branches:
-        run.begin({"train_length": length, "windows": sizes, "sentences": []})
+        facts = {"train_length": length, "windows": sizes, "sentences": []}
+        run.begin(facts, {} if shard is None else where)
     else:
         _check_tokenizers(arguments, specs, documents, texts)
         compared = specs[: len(arguments.compare or [])]
         models = ModelLoader(compared, stream=arguments.stream, **settings)
         curves = {spec.label: partial(_use_causal, models, spec) for spec in specs}
         facts = {"data": _describe_data(texts, plan), "train_length": length}
-        run.begin({**facts, "models": [asdict(spec) for spec in specs]}, {"processes": state.num_processes})
+        run.begin({**facts, "models": [asdict(spec) for spec in specs]}, where)
     for index, (label, use) in enumerate(curves.items(), 1):
         if state.is_main_process and len(curves) > 1:
             print(f"{label} ({index} of {len(curves)})", file=sys.stderr)
         with error_prefix(label) if arguments.compare else nullcontext():
-            _measure(arguments, label, use, plan, run)
+            _measure(arguments, label, use, plan, run, shard, exchanged)
     if arguments.branches:
         run.results["sentences"] = sentences(run.rows, sizes)
     if state.is_main_process:
@@ -108,6 +120,20 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     return run.results
 
 
+def _shard(state: Any) -> Shard:
+    """Make all processes share each window.
+
+    Raises:
+        OptionError: there is one.
+    """
+    if state.num_processes == 1:
+        raise OptionError(
+            "--context-parallel splits windows over processes, and there is one: start several, as in "
+            "accelerate launch --num_processes 2 (with --cpu where there is no GPU)"
+        )
+    return Shard.of()
+
+
 @contextmanager
 def _use_causal(models: ModelLoader, spec: ModelSpec) -> Iterator[nn.Module]:
     with models.use(spec) as model:
@@ -116,7 +142,13 @@ def _use_causal(models: ModelLoader, spec: ModelSpec) -> Iterator[nn.Module]:
 
 
 def _measure(
-    arguments: PerplexityArguments, label: str, use: Use, plan: Texts | Plan, run: ResumableRun
+    arguments: PerplexityArguments,
+    label: str,
+    use: Use,
+    plan: Texts | Plan,
+    run: ResumableRun,
+    shard: Shard | None,
+    exchanged: dict[str, int],
 ) -> None:
     """Add the missing rows of one curve; its model is only made if there are some."""
     done = {row["length"] for row in run.rows if row["model"] == label}
@@ -137,10 +169,14 @@ def _measure(
     if not lengths:
         return
     assert arguments.batch_size is not None
-    with use() as model:
+    settings: dict[str, Any] = {"batch_size": arguments.batch_size, "progress": True, "shard": shard}
+    with use() as model, nullcontext() if shard is None else split_rows(model, shard):
         for length in lengths:
+            before = 0 if shard is None else shard.sent
             with run.timed(f"{label} {length}"):
-                row = score_length(model, plan, length, batch_size=arguments.batch_size, progress=True)
+                row = score_length(model, plan, length, **settings)
+            if shard is not None:
+                exchanged[f"{label} {length}"] = shard.total(shard.sent - before)
             run.rows.append({"model": label, **asdict(row)})
             run.save()
 

@@ -97,6 +97,10 @@ class Attention(Patch):
         """Take in the linear attention that it is composed with."""
         raise OptionError(f"{self.name!r} holds no other attention")
 
+    def whole_rows(self) -> str:
+        """Say why rows cannot be split over processes; "" where they can."""
+        return "it mixes the tokens of a whole row"
+
     def check(self) -> None:
         """Raise what its options lack, once it is known what it is composed with."""
 

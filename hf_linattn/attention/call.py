@@ -11,6 +11,7 @@ from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.visibility import Visibility
 from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.parallel.shard import Shard
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Call:
         gates: where gates of past tokens are kept, for modifiers that ask for it; None without a cache.
         decay: c_i of the queries `[B, H, N]` and c_j of the keys `[B, H, S]`, float32 (float64 in float64
             models): c_i - c_j is added to the scores behind any cap.
+        shard: the part of each row that these tokens are, the others being in other processes; None for all.
     """
 
     query: Tensor
@@ -58,6 +60,7 @@ class Call:
     factor: Tensor | None = None
     gates: GateLayer | None = None
     decay: tuple[Tensor, Tensor] | None = None
+    shard: Shard | None = None
 
     @property
     def device(self) -> torch.device:

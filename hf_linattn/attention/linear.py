@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
-from hf_linattn.attention.tokens import Tokens, upcast
+from hf_linattn.attention.tokens import Tokens, in_backward_again, upcast
 from hf_linattn.ops import linear_attention
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
@@ -17,6 +18,8 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, SoftmaxMap, State
+from hf_linattn.parallel import carry
+from hf_linattn.parallel.shard import Shard
 
 
 class LinearAttention(StatefulAttention):
@@ -240,6 +243,33 @@ class LinearAttention(StatefulAttention):
     def absorb(self, tokens: Tokens, state: State | None) -> State:
         """Sum without queries."""
         return linear.after(*self.mapped(tokens), state)
+
+    def whole_rows(self) -> str:
+        """Say nothing: states add up."""
+        return ""
+
+    def before(self, parts: Sequence[Tokens], shard: Shard) -> State:
+        """Sum each process's tokens, and pass the sums on: S, z, and what all decays leave."""
+        state: State | None = None
+        left: Tensor | None = None
+        for tokens in parts:
+            batch, heads, length, size = tokens.key.shape
+            step = linear.span(batch * heads, self.features or size, tokens.value.shape[3])
+            for start in range(0, length, step):
+                cut = tokens.slice(start, min(start + step, length))
+                state, left = in_backward_again(self._added, cut, state, left)
+        assert state is not None
+        both = torch.cat([state.S, state.z.unsqueeze(-1)], -1)
+        both = carry(both, None if left is None else left.exp(), shard)
+        return State(both[..., :-1].contiguous(), both[..., -1].contiguous())
+
+    def _added(self, tokens: Tokens, state: State | None, left: Tensor | None) -> tuple[State, Tensor | None]:
+        """Return the state after more tokens, and the sum of the logarithms of all decays, `[B, Hkv]`."""
+        key, value, decay = self.mapped(tokens)
+        if decay is not None:
+            own = decay.sum(-1)
+            left = own if left is None else left + own
+        return linear.after(key, value, decay, state), left
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count S and z in float32 (float64 in float64 models)."""

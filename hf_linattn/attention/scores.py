@@ -32,6 +32,10 @@ class ScoreAttention(Attention):
     windowed = True
     supports = SCORE_EXTRAS | SINKS
 
+    def whole_rows(self) -> str:
+        """Say nothing: keys and values of the processes before can be fetched."""
+        return ""
+
     def sink_logit(self, query: Tensor) -> Tensor | None:
         """Return the logit b of an extra key with value 0: scalar or `[H]`; None for no such key."""
         return None

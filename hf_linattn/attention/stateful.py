@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 from hf_linattn.ops.tracing import exporting
+from hf_linattn.parallel.shard import Shard
 
 
 class StatefulAttention(Attention):
@@ -79,6 +81,19 @@ class StatefulAttention(Attention):
         """Make a state of its one tensor, for a window that keeps it in place of sums."""
         raise NotImplementedError(f"{type(self).__name__} has no state of one tensor")
 
+    def whole_rows(self) -> str:
+        """Say why rows cannot be split over processes; "" where they can, by `before`."""
+        return "its state has no form that one process could hand to the next"
+
+    def before(self, parts: Sequence[Tokens], shard: Shard) -> Any:
+        """Return the state of all tokens that the processes before this one hold; every process calls it.
+
+        Args:
+            parts: this process's tokens, in order; queries are not looked at.
+            shard: which of the processes this is.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: {self.whole_rows()}")
+
     def calibrate(self, tokens: Tokens, target: Tensor) -> float:
         """Set the first weights by what another attention makes of these tokens, `[B, H, N, Dv]`.
 
@@ -126,6 +141,8 @@ class StatefulAttention(Attention):
                 )
             return self.bidirectional(tokens).to(query.dtype)
         state = None
+        if call.shard is not None:
+            state = self.before([tokens], call.shard)
         if layer is not None:
             state = self._state_before(layer, documents)
             tokens.in_place = layer.may_overwrite()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -94,6 +96,13 @@ class Tokens:
             count=each(self.count),
             gates=each(self.gates),
         )
+
+
+def in_backward_again(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of which the backward keeps the inputs alone, and runs it again."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def joined(parts: list[Tokens]) -> Tokens:

@@ -9,7 +9,7 @@ from importlib import metadata
 from itertools import pairwise
 
 from hf_linattn.cli.versions import check_versions
-from hf_linattn.errors import LinattnError, TrainingError
+from hf_linattn.errors import LinattnError, ProcessLostError, TrainingError
 
 
 def exit_status(
@@ -29,6 +29,7 @@ def exit_status(
         work()
     except LinattnError as error:
         message = " ".join(str(error).split())
+        alike = alike and not isinstance(error, ProcessLostError)  # the first may be the one that is lost
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         message = f"{package} is not installed; pip install 'hf-linattn[{extra}]'"

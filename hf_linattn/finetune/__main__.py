@@ -50,6 +50,11 @@ def _summary(results: dict[str, Any]) -> str:
             f"validation loss {before:.4f} -> {after:.4f} nats per {token} "
             f"(perplexity {math.exp(before):.2f} -> {math.exp(after):.2f})"
         )
+    if split := results.get("context_parallel"):
+        lines.append(
+            f"each row was split over {split['processes']} processes; "
+            f"a step sent {split['bytes_per_step']:,} bytes between them"
+        )
     if results.get("kept_step", results["steps"]) < results["steps"]:  # older runs name none
         lines.append(f"the weights are those of step {results['kept_step']}, the best validation")
     lines.append(f"model, train.csv, loss.png and results.json are in {results['arguments']['output_dir']}")

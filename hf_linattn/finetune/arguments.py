@@ -18,6 +18,8 @@ examples:
   accelerate launch --num_processes 2 -m hf_linattn.finetune --model Qwen/Qwen3-0.6B \\
       --patch '{"0-13": "elu1"}' --data wikitext:wikitext-103-raw-v1 --lora 16 \\
       --mixed-precision bf16 --output-dir out
+  accelerate launch --cpu --num_processes 2 -m hf_linattn.finetune --model DIR --patch window+gated \\
+      --data books/ --block-size 65536 --batch-size 1 --context-parallel 2 --cpu --output-dir out
   python -m hf_linattn.finetune --model DIR --patch softmax1+logn --options '{"train_length": 2048}' \\
       --data articles.jsonl --text-column body --output-dir out
   python -m hf_linattn.finetune --model bert-base-uncased --patch elu1 --no-dropout --data books/ \\
@@ -48,6 +50,12 @@ batches:
   One step uses --batch-size x --grad-accum x processes blocks. The loss is the mean over all their tokens;
   which blocks they are depends on --seed and the step alone.
 
+rows over several processes:
+  With --context-parallel N each row is split over N neighbouring processes: --batch-size counts rows per N.
+  Linear layers pass their states on, windows their last tokens, softmax layers their keys. Losses and
+  gradients are those of one process, but for rounding; the memory of activations falls with N. For causal
+  models, replicated and not sharded (docs/context-parallel.md).
+
 output directory:
   model.safetensors, config.json and the tokenizer (load them with hf_linattn.from_pretrained); adapter/ with
   --lora, whose weights are also merged into model.safetensors; README.md, the model card; train.csv,
@@ -74,6 +82,9 @@ class FinetuneArguments(TrainingArguments):
     )
     lora_alpha: int | None = option(None, "LoRA's scale times its rank (default: twice the rank)", minimum=1)
     train_only_patch: bool = option(False, "train the patch's parameters and freeze everything else")
+    context_parallel: int = option(
+        1, "processes that share each row, a part of its tokens each (see below)", minimum=1
+    )
 
     def __post_init__(self) -> None:
         """Check values and fill in what depends on other options.
@@ -84,6 +95,11 @@ class FinetuneArguments(TrainingArguments):
         super().__post_init__()
         if self.lora and self.train_only_patch:
             raise OptionError("--lora and --train-only-patch exclude each other")
+        if self.block_size % self.context_parallel or self.block_size < 2 * self.context_parallel:
+            raise OptionError(
+                f"--block-size {self.block_size} cannot be split into {self.context_parallel} equal parts of "
+                f"at least 2 tokens: take a multiple of --context-parallel {self.context_parallel}"
+            )
         if self.patch == "none":
             self.patch = None
         if self.options and self.patch is None:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.card import CARD, write_card
 from hf_linattn.finetune.model import check_fit, load_config
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
+from hf_linattn.parallel import Shard, lost_processes
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.patching.loading import first_line, load_tokenizer
+from hf_linattn.patching.splitting import split_rows
 from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
@@ -35,7 +38,7 @@ from hf_linattn.training.estimate import announce
 from hf_linattn.training.folder import RunFolder
 from hf_linattn.training.fsdp import accelerator_options, is_sharding, set_up
 from hf_linattn.training.layers import compile_layers, recompute_layers
-from hf_linattn.training.loop import LoopSettings, TrainingLoop
+from hf_linattn.training.loop import LoopSettings, TrainingLoop, split_token_losses
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
 from hf_linattn.training.tracking import LOGS, require_tracker, tracking
 
@@ -60,7 +63,8 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
     accelerator = make_accelerator(arguments)
-    results = train(arguments, command, accelerator, TrainingRecipe())
+    with lost_processes(accelerator.process_index, accelerator.num_processes):
+        results = train(arguments, command, accelerator, TrainingRecipe())
     accelerator.end_training()
     return results
 
@@ -93,6 +97,7 @@ def train(
     """
     if arguments.compile and is_sharding(accelerator):
         raise OptionError("--compile is not supported under FSDP: leave it out")
+    _check_sharing(arguments, accelerator)
     folder = run_folder(arguments)
     path = folder.path
     settings = {**_settings(arguments, accelerator), **recipe.settings}
@@ -115,34 +120,75 @@ def train(
         recompute_layers(model, switches=not arguments.compile)
     loop_settings = _loop_settings(arguments)
     done = last_step(path / "train.csv") if arguments.resume else 0
-    announce(accelerator, model, blocks, loop_settings, recipe.losses, recipe.prepare, done)
-    if arguments.compile and recipe.compiles:
-        compile_layers(model)
-    if accelerator.is_main_process:
-        settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
-        _begin(folder, settings, arguments.overwrite)
-    accelerator.wait_for_everyone()
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=recipe.skips)
-    loop = TrainingLoop(
-        accelerator,
-        model,
-        blocks,
-        loop_settings,
-        path,
-        eval_blocks=eval_blocks,
-        losses=recipe.losses,
-        prepare=recipe.prepare,
-        count_targets=recipe.count_targets,
-        rate=recipe.rate,
-    )
-    with tracking(accelerator, path, settings, loop.step):
-        loop.run()
+    shard, losses = None, recipe.losses
+    if arguments.context_parallel > 1:
+        _check_split(objective)
+        model.to(accelerator.device)
+        shard = Shard.of(arguments.context_parallel)
+        losses = partial(split_token_losses, shard)
+    with nullcontext() if shard is None else split_rows(model, shard):
+        announce(accelerator, model, blocks, loop_settings, losses, recipe.prepare, done)
+        if arguments.compile and recipe.compiles:
+            compile_layers(model)
+        if accelerator.is_main_process:
+            settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
+            _begin(folder, settings, arguments.overwrite)
+        accelerator.wait_for_everyone()
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=recipe.skips)
+        loop = TrainingLoop(
+            accelerator,
+            model,
+            blocks,
+            loop_settings,
+            path,
+            eval_blocks=eval_blocks,
+            losses=losses,
+            prepare=recipe.prepare,
+            count_targets=recipe.count_targets,
+            rate=recipe.rate,
+            split=shard,
+        )
+        with tracking(accelerator, path, settings, loop.step):
+            loop.run()
     facts = {**sizes, "objective": objective.name, "documents": objective.description}
     results = _finish(arguments, command, loop, recipe, tokenizer, facts)
     # The wrapped model must go before its process group: torch 2.13 with gloo hangs the other way round.
     del loop, model, base
     accelerator.free_memory()
     return results
+
+
+def _check_sharing(arguments: FinetuneArguments, accelerator: Accelerator) -> None:
+    """Refuse --context-parallel where the processes do not fit it.
+
+    Raises:
+        OptionError: naming how many there are.
+    """
+    size, processes = arguments.context_parallel, accelerator.num_processes
+    if processes % size:
+        raise OptionError(
+            f"--context-parallel {size} needs a multiple of {size} processes, and there "
+            f"{'is 1' if processes == 1 else f'are {processes}'}: start them with accelerate launch "
+            f"--num_processes {size}"
+        )
+    if size > 1 and is_sharding(accelerator):
+        raise OptionError("--context-parallel is not supported under FSDP: launch without --use_fsdp")
+    if size > 1 and arguments.compile:
+        raise OptionError("--compile is not supported with --context-parallel: leave it out")
+
+
+def _check_split(objective: Objective) -> None:
+    """Refuse what is not learned token by token from those before.
+
+    Raises:
+        OptionError: masked tokens, or chat.
+    """
+    if objective.name != "causal" or objective.prepare is not None or objective.count_targets is not None:
+        what = "chat" if objective.name == "causal" else f"the objective {objective.name}"
+        raise OptionError(
+            f"--context-parallel splits rows of plain text for next-token prediction, and this is {what}: "
+            "leave it out"
+        )
 
 
 def _finish(
@@ -156,6 +202,9 @@ def _finish(
     """Write the model, the curve and the results. A call of all processes, which get the results."""
     path = Path(arguments.output_dir).expanduser()
     of_recipe, trained = recipe.results(), loop.trained_model()  # both are calls of all processes
+    if loop.split is not None:
+        sent = loop.split.total(loop.sent_in_step) * loop.replicas
+        facts = {**facts, "context_parallel": {"processes": loop.sharing, "bytes_per_step": sent}}
     box: list[dict[str, Any]] = [{}]
     if loop.log is not None:
         done = {**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}
@@ -214,7 +263,8 @@ def _settings(arguments: FinetuneArguments, accelerator: Accelerator) -> dict[st
     free = FREE_TO_CHANGE - (VALIDATION if arguments.patience else set())
     settings = {name: value for name, value in dataclasses.asdict(arguments).items() if name not in free}
     settings["mixed_precision"] = str(accelerator.mixed_precision)
-    settings["global batch"] = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
+    replicas = accelerator.num_processes // arguments.context_parallel
+    settings["global batch"] = arguments.batch_size * arguments.grad_accum * replicas
     return settings
 
 
@@ -279,7 +329,8 @@ def load_data(
     if arguments.streaming or streams(source):
         begun = folder.record_path.exists() and arguments.resume
         file = BlockFile(folder.path / BLOCKS, keep=begun or not accelerator.is_main_process)
-        rows = arguments.batch_size * arguments.grad_accum * accelerator.num_processes
+        replicas = accelerator.num_processes // arguments.context_parallel
+        rows = arguments.batch_size * arguments.grad_accum * replicas
         streamed = {"stream": True, "limit": arguments.max_steps * rows, "file": file}
     blocks = objective.load_blocks(source, column=column, split=arguments.data_split, **streamed)
     return blocks, load_held_out(arguments, objective)

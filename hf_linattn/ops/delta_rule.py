@@ -32,7 +32,9 @@ def attention(
     compiled = torch.compiler.is_compiling() or exporting()
     if compiled or not takes.delta(inputs):
         output, after = _eager(inputs, config)
-    elif torch.is_grad_enabled() and inputs.query is not None:
+    elif torch.is_grad_enabled() and inputs.query is None:
+        output, after = _eager(inputs, config)  # the kernel's backward begins with an output
+    elif torch.is_grad_enabled():
         output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]
     else:
         return delta.forward(inputs, config, keep, scale.float(), in_place)
@@ -54,7 +56,7 @@ def step(
     Returns:
         Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
         return None
     if not takes.delta(inputs):
         return None

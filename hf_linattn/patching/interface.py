@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import WHOLE_MASKS, compact_mask, is_compact
+from hf_linattn.attention.row_parts import with_earlier
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
     HIDDEN_ARGUMENT,
@@ -30,6 +31,8 @@ PATCH_PART = f".{NAME}."
 """In the name of every parameter that belongs to a patch."""
 UNPATCHED_IMPL = "_linattn_kept"
 """Attribute of attention modules that keep their own implementation in a patched model: its name."""
+SHARD = "_linattn_shard"
+"""Attribute of such modules while rows are split over processes: the part that this one has."""
 CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 NATIVE_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -88,6 +91,13 @@ def attention(
     if kept is not None:
         if is_causal is not None:
             kwargs["is_causal"] = is_causal
+        shard = module.__dict__.get(SHARD) if child is None else child.shard
+        if shard is not None:
+            seen = read_visibility(attention_mask, query.shape[2], key.shape[2], True)
+            key, value, seen = with_earlier(key, value, seen, shard, type(module).__name__)
+            return native_attention(
+                module, query, key, value, seen, kept, scaling=scaling, dropout=dropout, **kwargs
+            )
         return native_attention(
             module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
         )

@@ -12,10 +12,12 @@ from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.gate_layer import GateLayer
+from hf_linattn.attention.row_parts import continue_row
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.ops.tracing import exporting
+from hf_linattn.parallel.shard import Shard
 from hf_linattn.registry import Recipe
 
 SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
@@ -63,6 +65,7 @@ class PatchedAttention(nn.Module):
         self.forward_info = site.forward_info  # kept: dynamo cannot look it up in the cache of read_source
         self.calls = threading.local()  # .context: of the running call, set by the pre-hook
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
+        self.shard: Shard | None = None  # the part of each row that this process has, while rows are split
         self.base = ""
         self.modifiers: list[str] = []
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
@@ -114,7 +117,7 @@ class PatchedAttention(nn.Module):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "calls"}
+        return {name: value for name, value in self.__dict__.items() if name != "calls"} | {"shard": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -129,6 +132,13 @@ class PatchedAttention(nn.Module):
     def keeps_state(self) -> bool:
         """Whether the state is of constant size."""
         return self.attention.linear
+
+    def whole_rows(self) -> str:
+        """Say why rows cannot be split over processes; "" where they can."""
+        for name in self.modifiers:
+            if type(self._modules[name]).log_gates is not Modifier.log_gates:  # type: ignore[union-attr]
+                return f"{name!r} needs the gates of all tokens"
+        return self.attention.whole_rows()
 
     def refuse(self, site: AttentionSite) -> None:
         """Raise what can be known before the first call.
@@ -264,7 +274,10 @@ class PatchedAttention(nn.Module):
             bool(extras.get("output_attentions")),
             context.hidden,
             gates=context.gates,
+            shard=self.shard,
         )
+        if self.shard is not None:
+            continue_row(call, self.keeps_state)
         for name in self.modifiers:
             self.get_submodule(name)(call)
         output, weights = self.attention(call)

@@ -11,6 +11,7 @@ from hf_linattn.errors import OptionError
 FREE_TO_CHANGE = {
     *("output_dir", "resume", "overwrite", "cpu", "eval_data", "eval_split", "eval_every", "eval_blocks"),
     *("checkpoint_every", "batch_size", "grad_accum", "gradient_checkpointing", "log_with"),
+    "context_parallel",
 }
 """Options that a resumed run may change: none decides the weights (batches are compared as a whole)."""
 

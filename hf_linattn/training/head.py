@@ -32,6 +32,8 @@ DIVISOR = "logits_scaling"
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Entries of configs: logits * scale (Cohere), logits / scale (Granite), cap * tanh(logits / cap) (Gemma)."""
 
+TRIED = 64
+"""Tokens, at most, that a form is tried on."""
 PROBE = 100.0
 """Largest of the logits that a form is tried on: beyond any cap."""
 
@@ -253,7 +255,9 @@ def _known_finish(
     """What follows the output layer of a model, tried on it once; None where a loss must take its logits."""
     if inside not in _FINISHES:
         own = {name: value for name, value in keywords.items() if name != "logits_to_keep"}
-        found = _obstacle(model, linear) or _try_finish(inside, linear, input_ids[:1, :8], own)
+        if own.get("position_ids") is not None:
+            own["position_ids"] = own["position_ids"][:1, :TRIED]
+        found = _obstacle(model, linear) or _try_finish(inside, linear, input_ids[:1, :TRIED], own)
         _FINISHES[inside] = found
         if isinstance(found, str):
             what = f"{type(inside).__name__}: {found}; losses hold all logits of a batch"

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_linattn.errors import TrainingError
+from hf_linattn.parallel import Shard, row_part
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
 from hf_linattn.training.divergence import cross_entropy
 from hf_linattn.training.early_stopping import EarlyStop
@@ -114,6 +115,22 @@ def next_token_losses_of(predictions: Predictions, ids: Tensor) -> Tensor:
     return token_losses(cross_entropy, predictions[:, :-1], ids[:, 1:]).mean(1)
 
 
+def split_token_losses(split: Shard, model: nn.Module, ids: Tensor) -> Tensor:
+    """Compute what this process adds to `next_token_losses` of rows split over processes: [B, N] -> [B].
+
+    The mean over the processes is that of the whole rows.
+
+    Args:
+        split: the part that it reads.
+        model: inside `split_rows`.
+        ids: whole rows.
+    """
+    part = row_part(ids, split)
+    predictions = predict(model, part.ids, position_ids=part.position_ids, use_cache=False)
+    losses = token_losses(cross_entropy, predictions[:, : part.targets.shape[1]], part.targets)
+    return losses.sum(1) * (split.size / (ids.shape[1] - 1))
+
+
 def row_weights(blocks: NDArray[np.int32], count_targets: TargetCount | None) -> NDArray[np.float64]:
     """Weigh rows so that the mean of their mean losses is that over their targets: [B, N] -> [B], mean 1."""
     counts = np.ones(len(blocks)) if count_targets is None else count_targets(blocks)
@@ -130,6 +147,7 @@ def evaluate(
     losses: LossFunction = next_token_losses,
     prepare: Preparation | None = None,
     count_targets: TargetCount | None = None,
+    sharing: int = 1,
 ) -> float:
     """Compute the mean loss over all blocks, in nats per token, shared between the processes.
 
@@ -144,19 +162,21 @@ def evaluate(
         losses: of the rows of a batch.
         prepare: makes the batch of rows; None takes them as they are.
         count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
+        sharing: neighbouring processes that read parts of the same rows.
     """
     was_training = model.training
     model.eval()
     weights = row_weights(blocks, count_targets).tolist()
     total = 0.0
-    stride = batch_size * accelerator.num_processes
-    for start in range(accelerator.process_index * batch_size, -(-len(blocks) // stride) * stride, stride):
+    stride = batch_size * (accelerator.num_processes // sharing)
+    first = accelerator.process_index // sharing * batch_size
+    for start in range(first, -(-len(blocks) // stride) * stride, stride):
         row_ids = np.arange(start, start + batch_size) % len(blocks)
         batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
         values = losses(model, to_device(batch, accelerator))
         total += math.fsum(map(operator.mul, values.tolist(), weights[start:]))  # none behind the last row
     model.train(was_training)
-    return math.fsum(gather_object([total])) / len(blocks)
+    return math.fsum(gather_object([total])) / sharing / len(blocks)
 
 
 class TrainingLoop:
@@ -181,6 +201,7 @@ class TrainingLoop:
         prepare: Preparation | None = None,
         count_targets: TargetCount | None = None,
         rate: Callable[[str], float] = lambda name: 1.0,
+        split: Shard | None = None,
     ) -> None:
         """Build the optimiser, and read the checkpoint where there is one.
 
@@ -195,6 +216,7 @@ class TrainingLoop:
             prepare: makes the batch of rows; None takes them as they are.
             count_targets: tells how many tokens a row's loss is the mean of; None where all have as many.
             rate: factor of the learning rate by the name of the parameter.
+            split: the part of each row that this process reads; None for whole rows.
 
         Raises:
             TrainingError: a way to share the work that is not supported, or a damaged checkpoint.
@@ -203,7 +225,11 @@ class TrainingLoop:
         self.accelerator, self.settings, self.blocks = accelerator, settings, blocks
         self.eval_blocks, self.losses, self.prepare = eval_blocks, losses, prepare
         self.count_targets = count_targets
-        self.global_batch = settings.batch_size * settings.grad_accum * accelerator.num_processes
+        self.split, self.sharing = split, 1 if split is None else split.size
+        self.replicas = accelerator.num_processes // self.sharing
+        self.global_batch = settings.batch_size * settings.grad_accum * self.replicas
+        self.sent_in_step = 0
+        """Bytes that this process sent to those that share its rows, in its last step."""
         sharded = is_sharding(accelerator)
         if not sharded:  # otherwise each part goes there by itself
             model.to(accelerator.device)
@@ -293,7 +319,9 @@ class TrainingLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         row_ids = batch_rows(step, self.global_batch, len(self.blocks), settings.seed)
+        sent = 0 if self.split is None else self.split.sent
         loss = self._backward(row_ids, step)
+        self.sent_in_step = 0 if self.split is None else self.split.sent - sent
         if not math.isfinite(loss):
             raise self._failure(f"the loss is {loss} at step {step}")
         norm = accelerator.clip_grad_norm_(self.parameters, settings.max_grad_norm or math.inf)
@@ -315,10 +343,11 @@ class TrainingLoop:
     def _backward(self, row_ids: NDArray[np.int64], step: int) -> float:
         """Add the gradient of the global batch's mean loss; returns that loss."""
         accelerator, settings = self.accelerator, self.settings
-        shares = row_ids.reshape(settings.grad_accum, accelerator.num_processes, settings.batch_size)
-        local_row_ids = shares[:, accelerator.process_index]
+        shares = row_ids.reshape(settings.grad_accum, self.replicas, settings.batch_size)
+        replica = accelerator.process_index // self.sharing
+        local_row_ids = shares[:, replica]
         weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
-        local_weights = torch.from_numpy(weights[:, accelerator.process_index]).float().to(accelerator.device)
+        local_weights = torch.from_numpy(weights[:, replica]).float().to(accelerator.device)
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
@@ -328,7 +357,7 @@ class TrainingLoop:
             batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 losses = self.losses(self.model, batch)
-                if self.count_targets is not None:  # else all count the same, also those that prepare has split
+                if self.count_targets is not None:  # else all count the same, cut or not
                     losses = losses * local_weights[micro]
                 loss = losses.mean() / settings.grad_accum
                 accelerator.backward(loss)
@@ -345,6 +374,7 @@ class TrainingLoop:
             self.losses,
             self.prepare,
             self.count_targets,
+            self.sharing,
         )
         if not math.isfinite(loss):
             raise self._failure(f"the validation loss is {loss} after step {self.step}")

@@ -358,3 +358,18 @@ def padded(kept: KeyValues, before: int, behind: int) -> KeyValues:
     if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
         return KeyValues(*(x.clone(memory_format=whole) for x in kept))
     return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.valid, (before, behind)))
+
+
+def nobody(tokens: Tokens) -> Tokens:
+    """Return a single one of these tokens, which does not count."""
+    unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
+    return replace(tokens.slice(0, 1), query=None, valid=unseen)
+
+
+def pairs(valid: Tensor, causal: bool) -> Tensor:
+    """Spread `[B, N]` to `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is 0."""
+    length = valid.shape[1]
+    seen = valid[:, None, None].expand(-1, 1, length, -1)
+    seen = seen.tril() if causal else seen
+    alone = ~seen.any(-1, keepdim=True)
+    return seen | (alone & torch.eye(length, dtype=torch.bool, device=valid.device))

@@ -1,6 +1,6 @@
 """window: softmax over the last tokens and the first ones; alone, or with a linear attention for the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.types import ScaledSums, State
+from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
-from . import ring, salient
+from . import ring, salient, split
 from .fused import Share, Turn, fused_step
 from .rest import absorb, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
@@ -213,7 +214,7 @@ class Window(StatefulAttention):
         before = state.linear if self.inner else None
         if before is None or self._nothing_left(pushed.evicted, before):
             return inside(None), pushed.after
-        output, after = self._with_rest(tokens, pushed.evicted or _nobody(tokens), before, inside)
+        output, after = self._with_rest(tokens, pushed.evicted or ring.nobody(tokens), before, inside)
         return output, pushed.after if after is before else pushed.after.with_linear(after)
 
     def _nothing_left(self, evicted: Tokens | None, before: State) -> bool:
@@ -254,7 +255,7 @@ class Window(StatefulAttention):
         assert tokens.query is not None
         key, value, mask = tokens.hide(tokens.key), tokens.hide(self._values(tokens.value)), None
         if tokens.valid is not None:
-            mask = _seen(tokens.valid, causal)
+            mask = ring.pairs(tokens.valid, causal)
         output = F.scaled_dot_product_attention(
             *(tokens.query, key, value, mask),
             is_causal=causal and mask is None,
@@ -270,7 +271,7 @@ class Window(StatefulAttention):
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
         after = ring.from_prompt(tokens, self.size, self.sinks)
-        return after.with_linear(self._absorbed(_nobody(tokens), None)) if self.inner else after
+        return after.with_linear(self._absorbed(ring.nobody(tokens), None)) if self.inner else after
 
     def _absorbed(self, tokens: Tokens, before: State | None) -> State:
         return absorb(self._linear(), without_gates(tokens, self.gate_count), before)
@@ -302,7 +303,7 @@ class Window(StatefulAttention):
                 "program for all lengths has no such number: export with salient=0"
             )
         if state is None:
-            nobody = replace(_nobody(tokens), in_place=False, keep=True)
+            nobody = replace(ring.nobody(tokens), in_place=False, keep=True)
             if tokens.query is None:
                 begun = self._absorbed(nobody, None)
             else:
@@ -345,6 +346,19 @@ class Window(StatefulAttention):
         seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
         return band.normalised_sums(band.softmax_sums(scores, value), other)
+
+    def whole_rows(self) -> str:
+        """Say why rows cannot be split: salient tokens, or the attention of the rest."""
+        if self.salient:
+            return "which tokens are salient is chosen one block after the other. Give salient=0"
+        reason: str = self._linear().whole_rows() if self.inner else ""
+        return reason
+
+    def before(self, parts: Sequence[Tokens], shard: Shard) -> WindowState:
+        """Fetch the last tokens of the processes before, and the sinks; the rest passes its own state on."""
+        rest = self._linear() if self.inner else None
+        outside = self.branches != "linear"
+        return split.before(parts[0], self.size, self.sinks, rest, self.gate_count, outside, shard)
 
     def _empty(self, tokens: Tokens) -> WindowState:
         return WindowState.empty(tokens, self.size, self.sinks)
@@ -467,21 +481,6 @@ class Window(StatefulAttention):
             return None
         flag = max(size, 4) if self.inner and not isinstance(self._linear(), LinearAttention) else 0
         return own + inner + flag
-
-
-def _nobody(tokens: Tokens) -> Tokens:
-    """Return a single one of these tokens, which does not count."""
-    unseen = torch.zeros(tokens.key.shape[0], 1, dtype=torch.bool, device=tokens.key.device)
-    return replace(tokens.slice(0, 1), query=None, valid=unseen)
-
-
-def _seen(valid: Tensor, causal: bool) -> Tensor:
-    """Spread `[B, N]` to `[B, 1, N, N]`; a query that sees nothing sees itself, whose value is 0."""
-    length = valid.shape[1]
-    seen = valid[:, None, None].expand(-1, 1, length, -1)
-    seen = seen.tril() if causal else seen
-    alone = ~seen.any(-1, keepdim=True)
-    return seen | (alone & torch.eye(length, dtype=torch.bool, device=valid.device))
 
 
 class _ZeroGradients(torch.autograd.Function):

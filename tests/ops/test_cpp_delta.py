@@ -131,6 +131,19 @@ def test_without_queries_the_state_is_the_same(shape, decay):
         assert relative_error(got, want) < 1e-6
 
 
+def test_without_queries_the_state_has_gradients():
+    inputs = inputs_of(SHAPES["sizes of real models"], "decay")._replace(query=None)
+    key, value = inputs.key.detach().requires_grad_(), inputs.value.detach().requires_grad_()
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        given = inputs._replace(key=key, value=value)
+        given = given if dtype == torch.float32 else doubled(given)
+        after = delta_rule.attention(given, config_of("decay"), torch.ones(2), keep=True)[1]
+        grads.append(torch.autograd.grad(after.square().sum(), (key, value)))
+    for got, want in zip(*grads, strict=True):
+        assert relative_error(got, want) < 1e-4
+
+
 @pytest.mark.parametrize("decay", ["decay", "channel"])
 def test_one_token_is_written_into_the_state(decay):
     inputs = inputs_of(SHAPES["one token"], f"{decay}, state")
