@@ -3,62 +3,142 @@
 Forward with a state and several segments, backward and one step, with the tiles that a launch would choose.
 """
 
-import os
+import json
+import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import pytest
-from helpers import triton_compiler
+from helpers.paths import ROOT
 
-from hf_linattn.ops.triton import launch as triton_linear
+from hf_linattn.ops.triton import audit, launch, machine_code, targets
+from hf_linattn.ops.triton.targets import Shape
 
 pytestmark = pytest.mark.skipif(
-    not triton_linear.available("cuda"), reason="triton is not installed: pip install triton"
+    not launch.available("cuda"), reason="triton is not installed: pip install triton"
 )
 
-KERNELS = {
-    "accumulate",
-    "gradient_rows",
-    "key_gradients",
-    "outputs",
-    "query_gradients",
-    "segment_states",
-    "step",
-    "value_gradients",
-}
-# KiB that one program may ask for: CUDA C++ Programming Guide, specifications per compute capability
-SHARED = {(8, 0): 163, (9, 0): 227}
+SMALL = {"batch": 2, "heads": 2, "kv_heads": 2, "length": 1024, "state": True, "segment": 256}
+GROUPED = SMALL | {"heads": 4, "kv_heads": 1}
 CASES = {
-    "A100, 64": ((8, 0), (64, 64, "bfloat16", 2, 2, "elu1", False)),
-    "A100, 96, grouped heads": ((8, 0), (96, 96, "bfloat16", 4, 1, "elu1", False)),
-    "H100, 64, grouped heads": ((9, 0), (64, 64, "bfloat16", 4, 1, "elu1", False)),
-    "H100, 128": ((9, 0), (128, 128, "bfloat16", 2, 2, "elu1", False)),
-    "H100, 256": ((9, 0), (256, 256, "bfloat16", 2, 2, "elu1", False)),
-    "A100, 128, float16": ((8, 0), (128, 128, "float16", 2, 2, "relu", False)),
-    "A100, 64, features, decay, grouped heads": ((8, 0), (64, 64, "bfloat16", 4, 1, "none", True)),
-    "H100, 128, decay": ((9, 0), (128, 128, "bfloat16", 2, 2, "elu1", True)),
+    "A100, 64": ("sm_80", Shape(D=64, Dv=64, **SMALL)),
+    "A100, 96, grouped heads": ("sm_80", Shape(D=96, Dv=96, **GROUPED)),
+    "H100, 64, grouped heads": ("sm_90", Shape(D=64, Dv=64, **GROUPED)),
+    "H100, 128": ("sm_90", Shape(**SMALL)),
+    "H100, 256": ("sm_90", Shape(D=256, Dv=256, **SMALL)),
+    "A100, 128, float16": ("sm_80", Shape(dtype="float16", feature_map="relu", **SMALL)),
+    "A100, 64, features, decay, grouped heads": (
+        "sm_80",
+        Shape(D=64, Dv=64, feature_map="none", linked=True, **GROUPED),
+    ),
+    "H100, 128, decay": ("sm_90", Shape(linked=True, **SMALL)),
 }
+
+
+def kernels():
+    """Names of all kernels: functions in triton's language whose docstring has a grid."""
+    found = set()
+    for path in (ROOT / "hf_linattn/ops/triton").glob("*kernels.py"):
+        for name, rest in re.findall(r"@triton\.jit\ndef (\w+)(.*?)(?=\n@triton|\Z)", path.read_text(), re.S):
+            found |= {name} if "Grid:" in rest else set()
+    return found
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
     """Compiles a case in a process where triton compiles, whatever the environment says."""
-    changes = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, text in changes.items():
-                patch.setenv(name, text)
-            pool.submit(os.getpid).result()  # the process starts here, with these
-        yield lambda *arguments: pool.submit(triton_compiler.compiled, *arguments).result()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            yield lambda *case: pool.submit(targets.report, *case).result()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_fit_the_device(compiler, name):
-    capability, case = CASES[name]
-    found = compiler(case, capability)
-    assert {kernel.name for kernel in found} == KERNELS
-    for kernel in found:
-        assert kernel.spilled == 0, kernel
-        assert kernel.registers * kernel.warps * 32 <= 65536, kernel
-        assert kernel.shared <= SHARED[capability] * 1024, kernel
-        assert kernel.tensor_cores == (kernel.name not in ("accumulate", "step")), kernel
+    found = compiler(*CASES[name])
+    # which sums up many segments only
+    assert {kernel.name for kernel in found.kernels} | {"accumulate"} == kernels()
+    for kernel in found.kernels:
+        assert kernel.code.spilled == 0, kernel
+        assert kernel.resident > 0, kernel
+        walks = kernel.name not in ("accumulate", "step")
+        assert bool(kernel.code.products) == walks, kernel
+        assert kernel.code.loop > 0 or not walks, kernel
+
+
+def test_the_command_writes_its_tables(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{audit.BEGIN}\nold\n{audit.END}\nafter\n")
+    small = [
+        "--targets",
+        "gfx942",
+        "--dtypes",
+        "bfloat16",
+        "--widths",
+        "32",
+        "--kernels",
+        "step",
+        "--jobs",
+        "1",
+    ]
+    assert audit.main([*small, "--write", str(page), "--output-dir", str(tmp_path / "out")]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "| `step` | 32 | " in text
+    assert "old" not in text
+    content = json.loads((tmp_path / "out" / "results.json").read_text())
+    row = next(row for row in content["rows"] if row["kernel"] == "step")
+    assert row["code"]["registers"] > 0
+    assert row["work"] > 0
+    assert row["target"] == "gfx942"
+    assert capsys.readouterr().out in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--targets", "sm_70"], "--targets knows sm_80"),
+        (["--widths", "512"], "at most 256"),
+        (["--write", "nowhere.md"], "cannot read nowhere.md"),
+    ],
+)
+def test_bad_arguments_are_one_line(capsys, arguments, text):
+    assert audit.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_tool_is_one_line(monkeypatch):
+    with pytest.raises(Exception, match=r"no_such_tool, which comes with triton's wheels"):
+        machine_code._told("no_such_tool", "file")
+
+
+def test_loops_are_found():
+    body = "\n".join(
+        [
+            "\t/*0000*/ MOV R1, c[0x0] ;",
+            ".L_x_1:",
+            *["\t/*0010*/ @P0 FADD R2, R2, R3 ;"] * 50,
+            "\t/*0020*/ HGMMA.64x64x16.F32.BF16 R4, R5 ;",
+            ".L_x_2:",
+            *["\t/*0030*/ FMUL R2, R2, R3 ;"] * 60,
+            "\t/*0040*/ @P1 BRA `(.L_x_2) ;",
+            "\t/*0050*/ @!P0 BRA `(.L_x_1) ;",
+            ".L_x_3:",
+            "\t/*0060*/ BRA `(.L_x_3) ;",
+        ]
+    )
+    names, loops = machine_code._loops(body, machine_code.SASS)
+    assert len(names) == 115
+    assert [len(loop) for loop in loops] == [113]
+
+
+def test_the_page_has_the_kernels_that_exist():
+    text = (ROOT / "docs/gpu.md").read_text()
+    table = text.partition(audit.BEGIN)[2].partition(audit.END)[0]
+    # `accumulate` runs where there are more segments than the page's shape has
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) | {"accumulate"} == kernels()

@@ -14,6 +14,7 @@ from hf_linattn.ops.triton.problem import (
     VALUE_GRADIENTS,
     KernelSpec,
     Problem,
+    Slots,
     last_contiguous,
 )
 from hf_linattn.ops.types import InputGrads
@@ -80,11 +81,12 @@ def backward(
         return InputGrads(d_query, d_key, d_value, S, z, d_decay)
     run = _Run(call, d_output, total)
     tokens, segments = call.cut(call.length, KEY_GRADIENTS)
-    later = run.rows(d_total, output, R, r, tokens, segments if segments > 1 else 0)
-    before = call.states(S0, z0, tokens, segments - 1)
+    later = run.rows(d_total, output, tokens, segments if segments > 1 else 0)
+    before = call.states(tokens, segments - 1)
     d_query, of_query = run.query_gradients(before, S0, z0, tokens, causal=True)
-    d_value = run.value_gradients(later, R, tokens, causal=True)
-    d_key, of_key, d_S0, d_z0 = run.key_gradients(later, R, r, tokens, causal=True, state=S0 is not None)
+    after = call.before(later, R, r)
+    d_value = run.value_gradients(after, R, tokens, causal=True)
+    d_key, of_key, d_S0, d_z0 = run.key_gradients(after, R, r, tokens, causal=True, state=S0 is not None)
     along = None
     if of_query is not None and of_key is not None:
         along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
@@ -140,14 +142,16 @@ def global_backward(
     d_query, d_key, d_value = (torch.zeros_like(x) for x in (call.query, call.key, call.value))
     if call.length and call.batch:
         tokens, slots = call.cut(call.length, GRADIENT_ROWS)
-        states = run.rows(d_total, output, R, r, tokens, slots)
+        states, factors = run.rows(d_total, output, tokens, slots)
         assert states is not None
+        call.accumulate(states, factors, R, r)
         R, r = call.last_slot(states)
-        d_query, _ = run.query_gradients(None, S, z, tokens, causal=False)
+        d_query, _ = run.query_gradients(Slots(None, None), S, z, tokens, causal=False)
     if call.keys and call.batch:
         tokens, _ = call.cut(call.keys, KEY_GRADIENTS)
-        d_value = run.value_gradients(None, R, tokens, causal=False)
-        d_key, _, _, _ = run.key_gradients(None, R, r, tokens, causal=False, state=False)
+        after = call.before(Slots(None, None), R, r)
+        d_value = run.value_gradients(after, R, tokens, causal=False)
+        d_key, *_ = run.key_gradients(after, R, r, tokens, causal=False, state=False)
     return InputGrads(d_query, d_key, d_value, *_zeros(call, R, r))
 
 
@@ -176,9 +180,7 @@ class _Run:
         shape = (call.batch, call.heads, call.length)
         self.t, self.shift = call.new(*shape), call.new(*shape)
 
-    def launch(
-        self, kernel: Any, spec: KernelSpec, length: int, segment: int, states: Tensor | None, **own: Any
-    ) -> None:
+    def launch(self, kernel: Any, spec: KernelSpec, length: int, segment: int, **own: Any) -> None:
         """Launch a pass over `length` tokens with what all passes take, and what it takes besides."""
         self.call.run(
             kernel,
@@ -190,26 +192,16 @@ class _Run:
             heads=self.call.heads,
             length=length,
             segment=segment,
-            slots=0 if states is None else states.shape[1],
-            STATES=states,
+            SHIFT=self.shift,
             GROUP=self.call.group,
             NORMALISE=self.call.normalise,
             **own,
         )
 
-    def rows(
-        self,
-        d_total: Tensor | None,
-        output: Tensor,
-        R: Tensor | None,
-        r: Tensor | None,
-        segment: int,
-        slots: int,
-    ) -> Tensor | None:
-        """Compute t and shift of every query, and R and r per segment, from the last one on.
+    def rows(self, d_total: Tensor | None, output: Tensor, segment: int, slots: int) -> Slots:
+        """Compute t and shift of every query, and R and r of each segment, counted from the last one.
 
-        R `[B, Hkv, D, Dv]` and r `[B, Hkv, D]` are behind the last token, None for 0. States as
-        `Problem.new_slots`, None where `slots` is 0 because no R is wanted.
+        None where `slots` is 0 because no R is wanted.
         """
         call, output = self.call, last_contiguous(output)
         states = call.new_slots(slots) if slots else None
@@ -219,36 +211,34 @@ class _Run:
             GRADIENT_ROWS,
             call.length,
             segment if slots else ROWS_ALONE,
-            states,
+            T=self.t,
+            STATES=states,
+            slots=slots,
             programs=None if slots else call.batch_heads,
             OUT=output,
             out_strides=output.stride()[:3],
             D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
-            T=self.t,
-            SHIFT=self.shift,
             FACTORS=factors,
         )
-        if states is not None:
-            call.accumulate(states, factors, R, r)
-        return states
+        return Slots(states, factors)
 
     def query_gradients(
-        self, states: Tensor | None, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
+        self, before: Slots, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Compute dq and, where there is decay, phi_q . dphi_q `[B, H, N]`.
 
-        `states` are before each segment but the first, S0 and z0 before it or of all keys.
+        `before` are sums of segments, S0 and z0 before the first or of all keys.
         """
         d_query = torch.empty_like(self.call.query)
-        along = self.along(QUERY_GRADIENTS, self.call.heads)
+        blocks = -(-self.call.D // self.call.tile(QUERY_GRADIENTS).block)
+        along = self.along(blocks, self.call.heads)
         self.launch(
             self.kernels.query_gradients,
             QUERY_GRADIENTS,
             self.call.length,
             segment,
-            states,
+            **self.call.before(before, S0, z0),
             T=self.t,
-            SHIFT=self.shift,
             S0=S0,
             Z0=z0,
             D_Q=d_query,
@@ -258,16 +248,15 @@ class _Run:
         )
         return d_query, None if along is None else along.sum(0)
 
-    def along(self, spec: KernelSpec, heads: int) -> Tensor | None:
+    def along(self, blocks: int, heads: int) -> Tensor | None:
         """Allocate products of features and their gradients, `[blocks of columns, B, heads, N]`."""
         if self.call.decay is None:
             return None
-        blocks = -(-self.call.D // self.call.tile(spec).block)
         return self.call.new(blocks, self.call.batch, heads, self.call.length)
 
     def key_gradients(
         self,
-        later: Tensor | None,
+        after: dict[str, Any],
         R: Tensor | None,
         r: Tensor | None,
         segment: int,
@@ -277,19 +266,19 @@ class _Run:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Compute dk; phi_k . dphi_k `[B, Hkv, N]` where there is decay; dS0 and dz0 where there was a state.
 
-        `later` is what `rows` returned; R and r are behind the last token, or of all queries.
+        `after` passes what `rows` returned; R and r are behind the last token, or of all queries.
         """
         d_key = torch.empty_like(self.call.key)
         d_S0, d_z0 = self.call.new_state() if state else (None, None)
-        along = self.along(KEY_GRADIENTS, self.call.kv_heads)
+        blocks = -(-self.call.D // self.call.tile(KEY_GRADIENTS).block)
+        along = self.along(blocks, self.call.kv_heads)
         self.launch(
             self.kernels.key_gradients,
             KEY_GRADIENTS,
             self.call.keys,
             segment,
-            later,
+            **after,
             T=self.t,
-            SHIFT=self.shift,
             D_S=R,
             D_Z=r,
             D_K=d_key,
@@ -302,16 +291,16 @@ class _Run:
         return d_key, None if along is None else along.sum(0), d_S0, d_z0
 
     def value_gradients(
-        self, later: Tensor | None, R: Tensor | None, segment: int, *, causal: bool
+        self, after: dict[str, Any], R: Tensor | None, segment: int, *, causal: bool
     ) -> Tensor:
-        """Compute dv; `later` is what `rows` returned, R is after the last token, or of all queries."""
+        """Compute dv; `after` passes what `rows` returned, R is after the last token, or of all queries."""
         d_value = torch.empty_like(self.call.value)
         self.launch(
             self.kernels.value_gradients,
             VALUE_GRADIENTS,
             self.call.keys,
             segment,
-            later,
+            **after,
             D_S=R,
             D_V=d_value,
             d_v_strides=d_value.stride()[:3],

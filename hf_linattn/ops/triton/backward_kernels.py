@@ -2,23 +2,28 @@
 # (the bodies are Triton's language; Python's types do not describe them)
 """Normalised linear attention for GPUs, backward: what runs on the device. Names as in `kernels`.
 
-Of the forward only inputs, outputs and totals are kept. With g = d_num, t = d_total, R = dL/dS, r = dL/dz:
+Of the forward only inputs, outputs and totals are kept. With c = 1 / total, g = d_out, R = dL/dS, r = dL/dz:
 
-    g_i = d_out_i / total_i,    t_i = -g_i . out_i + d_total_i        (not normalised: g = d_out, t = d_total)
-    d_phi_q_i = sum_{j<=i} (g_i . v_j + t_i) phi_k_j + S_{<i} g_i + z_{<i} t_i          forward in time
-    d_phi_k_j = sum_{i>=j} (g_i . v_j + t_i) phi_q_i + R_{>j} v_j + r_{>j}              backward in time
-    d_v_j     = sum_{i>=j} (phi_q_i . phi_k_j) g_i + R_{>j}^T phi_k_j
+    t_i = total_i d_total_i - g_i . out_i                           (not normalised: c = 1, t = d_total)
+    d_phi_q_i = c_i (sum_{j<=i} (g_i . v_j + t_i) phi_k_j + S_{<i} g_i + z_{<i} t_i)       forward in time
+    d_phi_k_j = sum_{i>=j} (g_i . v_j + t_i) c_i phi_q_i + R_{>j} v_j + r_{>j}             backward in time
+    d_v_j     = sum_{i>=j} (c_i phi_q_i . phi_k_j) g_i + R_{>j}^T phi_k_j
+
+The factor c stands with the queries' features, so that g and v go to the products as they lie in memory.
 
 `gradient_rows` gives t and the sums of R per segment; the three others each walk the chunks of one segment
 with a state on chip, like `outputs`. Each splits the columns of what it writes over programs and needs the
-other width whole, so nothing is added up across programs: no atomics, the same bits every time.
+other width whole, so nothing is added up across programs: no atomics, the same bits every time. (Keys and
+values in one walk would read less, but have no room for their registers at any width.)
 """
 
 import triton
 import triton.language as tl
 
 from hf_linattn.ops.triton.kernels import (
+    added,
     dot,
+    exponential,
     head_pointer,
     key_features,
     link,
@@ -26,8 +31,11 @@ from hf_linattn.ops.triton.kernels import (
     load_state,
     load_tile,
     locate_program,
+    operand,
+    partial_sums,
     query_features,
-    rounded,
+    reciprocal,
+    repeated,
     row_and_block,
     row_shift,
     store_state,
@@ -37,24 +45,21 @@ from hf_linattn.ops.triton.kernels import (
 
 
 @triton.jit
-def load_gradients(
-    D_OUT,
-    TOTAL,
-    tokens,
-    inside,
-    stride,
-    columns,
-    DV: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Compute g of some rows, `[rows, columns]`, rounded once for all its uses."""
-    g = load_tile(D_OUT, tokens, inside, stride, columns, DV).to(tl.float32)
+def load_scale(TOTAL, tokens, inside, NORMALISE: tl.constexpr):
+    """Load c of some rows, 0 behind the last one."""
     if NORMALISE:
-        total = tl.load(TOTAL + tokens, mask=inside, other=0.0)
-        seen = total != 0
-        g = tl.where(seen[:, None], g / tl.where(seen, total, 1.0)[:, None], 0.0)
-    return rounded(g, OPERAND)
+        return reciprocal(tl.load(TOTAL + tokens, mask=inside, other=0.0))
+    else:
+        return inside.to(tl.float32)
+
+
+@triton.jit
+def scaled(x, scale, NEEDED: tl.constexpr):
+    """Scale rows of features, where there is a scale."""
+    if NEEDED:
+        return x.to(tl.float32) * scale[:, None]
+    else:
+        return x
 
 
 @triton.jit
@@ -62,11 +67,9 @@ def derivative(x, shift, FEATURE_MAP: tl.constexpr):
     """Compute phi'(x); `shift` of the row for queries, 0 for keys. The output ignores it: a constant."""
     x = x.to(tl.float32)
     if FEATURE_MAP == "elu1":
-        return tl.where(x > 0, 1.0, tl.exp(x - shift))
-    elif FEATURE_MAP == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
+        return tl.where(x > 0, 1.0, exponential(x - shift))
     else:
-        return tl.full(x.shape, 1.0, tl.float32)
+        return tl.where(x > 0, 1.0, 0.0)
 
 
 @triton.jit
@@ -88,10 +91,10 @@ def gradient_rows(
     every = tl.arange(0, BLOCK_D)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
-    big_r = tl.zeros([BLOCK, BLOCK_V], tl.float32)
-    small_r = tl.zeros([BLOCK], tl.float32)
+    big_r = tl.zeros([BLOCK_V, BLOCK], tl.float32)  # transposed, as S
+    small_r = tl.zeros([16, BLOCK], tl.float32)
     first = tl.program_id(1) * segment
-    factor = 1.0 + tl.sum(small_r, 0)
+    factor = 1.0
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
         inside = tokens < length
@@ -105,33 +108,34 @@ def gradient_rows(
             row = (batch_head * GROUP + member) * length
             d_out = head_pointer(D_OUT, d_out_strides, batch, head)
             query = head_pointer(Q, q_strides, batch, head)
-            g = load_gradients(
-                d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
-            )
+            g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
             t = tl.zeros([CHUNK], tl.float32)
             if D_TOTAL is not None:
                 t += tl.load(D_TOTAL + row + tokens, mask=inside, other=0.0)
+                if NORMALISE:
+                    t *= tl.load(TOTAL + row + tokens, mask=inside, other=0.0)
             if NORMALISE:
                 out = head_pointer(OUT, out_strides, batch, head)
-                out = load_tile(out, tokens, inside, out_strides[2], columns, DV)
-                t -= tl.sum(g * out.to(tl.float32), 1)
+                out = load_tile(out, start, inside, out_strides[2], columns, DV)
+                t -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
             shift = tl.zeros([CHUNK], tl.float32)
             if FEATURE_MAP == "elu1":
-                shift = row_shift(load_tile(query, tokens, inside, q_strides[2], every, D), every, D)
+                shift = row_shift(load_tile(query, start, inside, q_strides[2], every, D), every, D)
             first_block = inside & (block == 0)
             tl.store(T + row + tokens, t, mask=first_block)
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
             if STATES is not None:
-                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+                q = load_tile(query, start, inside, q_strides[2], rows, D)
+                scale = load_scale(TOTAL + row, tokens, inside, NORMALISE)
                 if LINKED:
-                    g *= of_state[:, None]
-                    t *= of_state
-                big_r += dot(tl.trans(phi_q), g, OPERAND)
-                small_r += tl.sum(t[:, None] * phi_q, 0)
+                    scale *= of_state
+                phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+                phi_q = scaled(phi_q, scale, NORMALISE or LINKED or (OPERAND == "fp16"))
+                big_r += dot(tl.trans(g), operand(phi_q, OPERAND), OPERAND)
+                small_r += partial_sums(phi_q, t)
     if STATES is not None:
         base = STATES + (batch_head * slots + slots - 1 - tl.program_id(1)) * (D * DV + D)
-        store_state(base, base + D * DV, big_r, small_r, rows, columns, D, DV, True)
+        store_state(base, base + D * DV, tl.trans(big_r), tl.sum(small_r, 0), rows, columns, D, DV, True)
         if LINKED:
             slot = slots - 1 - tl.program_id(1)
             tl.store(FACTORS + batch_head * slots + slot, factor, mask=block == 0)
@@ -139,11 +143,11 @@ def gradient_rows(
 
 @triton.jit
 def query_gradients(
-    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, S0, Z0, D_Q, ALONG,
+    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, FACTORS, S0, Z0, D_Q, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
     row, block = row_and_block(D, BLOCK)
@@ -157,21 +161,29 @@ def query_gradients(
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
-    s, z = load_state(STATES, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    s, z = load_state(
+        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV, SUMMED
+    )
+    s = tl.trans(s)
+    z = tl.where(tl.arange(0, 16)[:, None] == 0, z[None, :], 0.0)
     first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
         inside = tokens < length
-        g = load_gradients(
-            D_OUT, TOTAL + row * length, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
-        )
+        g = load_tile(D_OUT, start, inside, d_out_strides[2], columns, DV)
         t = tl.load(T + row * length + tokens, mask=inside, other=0.0)
-        d_phi = dot(g, tl.trans(s), OPERAND) + t[:, None] * z[None, :]
+        d_phi = dot(g, operand(s, OPERAND), OPERAND)
+        d_phi += dot(repeated(t, OPERAND), operand(z, OPERAND), OPERAND)
+        near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-            v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
+            k = load_tile(K, start, keep, k_strides[2], rows, D)
+            v = load_tile(V, start, keep, v_strides[2], columns, DV)
+            features = key_features(
+                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
+            )
+            phi_k = operand(features, OPERAND)
+            weight = keep.to(tl.float32)
             d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
             d_scores = tl.where(order[:, None] >= order[None, :], d_scores, 0.0)
             if LINKED:
@@ -180,31 +192,34 @@ def query_gradients(
                 )
                 d_scores = linked_pairs(d_scores, running, label, False)
                 d_phi *= of_state[:, None]
-                s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
-                z = z * left + tl.sum(phi_k * of_key[:, None], 0)
-            else:
-                s += dot(tl.trans(phi_k), v, OPERAND)
-                z += tl.sum(phi_k, 0)
-            d_phi += dot(d_scores, phi_k, OPERAND)
+                weight *= of_key
+                v = v.to(tl.float32) * of_key[:, None]
+                s *= left
+                z *= left
+            s += dot(tl.trans(v), phi_k, OPERAND)
+            z += partial_sums(features, weight)
+            near = dot(d_scores, phi_k, OPERAND)
         if (FEATURE_MAP != "none") or (ALONG is not None):
-            q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
+            q = load_tile(Q, start, inside, q_strides[2], rows, D)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
+        scale = load_scale(TOTAL + row * length, tokens, inside, NORMALISE)
+        d_phi = added(d_phi, near, scale, BLOCK_V)
         if ALONG is not None:
-            phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+            phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
             place = (block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + row) * length + tokens
             tl.store(ALONG + place, tl.sum(phi_q * d_phi, 1), mask=inside)
         if FEATURE_MAP != "none":
             d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
-        store_tile(D_Q, d_phi, tokens, inside, d_q_strides[2], rows, D)
+        store_tile(D_Q, d_phi, start, inside, d_q_strides[2], rows, D)
 
 
 @triton.jit
 def key_gradients(
-    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, D_S, D_Z, D_K, D_S0, D_Z0, ALONG,
+    Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, FACTORS, D_S, D_Z, D_K, D_S0, D_Z0, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_k_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
@@ -218,69 +233,82 @@ def key_gradients(
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
-    big_r, small_r = load_state(STATES, D_S, D_Z, batch_head, slot, slots, rows, columns, D, DV)
+    big_r, small_r = load_state(
+        STATES, FACTORS, D_S, D_Z, batch_head, slot, slots, rows, columns, D, DV, SUMMED
+    )
+    big_r = tl.trans(big_r)
+    small_r = tl.where(tl.arange(0, 16)[:, None] == 0, small_r[None, :], 0.0)
     first = tl.program_id(1) * segment
     chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
     for index in range(chunks):
-        tokens = first + (chunks - 1 - index) * CHUNK + order
+        start = first + (chunks - 1 - index) * CHUNK
+        tokens = start + order
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-        d_phi = dot(v, tl.trans(big_r), OPERAND) + small_r[None, :]
+        v = load_tile(V, start, keep, v_strides[2], columns, DV)
+        d_phi = dot(v, operand(big_r, OPERAND), OPERAND)
+        d_phi += dot(repeated(tl.full([CHUNK], 1.0, tl.float32), OPERAND), operand(small_r, OPERAND), OPERAND)
         if LINKED:
             running, label, of_state, of_key, left = link(
-                DECAY, LABELS, batch_head, batch, first + (chunks - 1 - index) * CHUNK, length, CHUNK
+                DECAY, LABELS, batch_head, batch, start, length, CHUNK
             )
             d_phi *= of_key[:, None]
             big_r *= left
             small_r *= left
+        near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
                 row = (batch_head * GROUP + member) * length
-                d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
-                query = Q + batch * q_strides[0] + head * q_strides[1]
-                g = load_gradients(
-                    d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
-                )
+                d_out = head_pointer(D_OUT, d_out_strides, batch, head)
+                query = head_pointer(Q, q_strides, batch, head)
+                g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
-                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
+                q = load_tile(query, start, inside, q_strides[2], rows, D)
                 shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
-                phi_q = query_features(q, shift, inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+                features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+                features = scaled(
+                    features,
+                    load_scale(TOTAL + row, tokens, inside, NORMALISE),
+                    NORMALISE or (OPERAND == "fp16"),
+                )
+                phi_q = operand(features, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
                 d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
                 if LINKED:
                     d_scores = linked_pairs(d_scores, running, label, True)
-                    g *= of_state[:, None]
-                    t *= of_state
-                d_phi += dot(d_scores, phi_q, OPERAND)
-                big_r += dot(tl.trans(phi_q), g, OPERAND)
-                small_r += tl.sum(t[:, None] * phi_q, 0)
+                near += dot(d_scores, phi_q, OPERAND)
+                features = scaled(features, of_state, True) if LINKED else features
+                big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
+                small_r += partial_sums(features, t)
+        d_phi = added(d_phi, near, keep.to(tl.float32), BLOCK_V)
         if (FEATURE_MAP != "none") or (ALONG is not None):
-            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
+            k = load_tile(K, start, keep, k_strides[2], rows, D)
         if ALONG is not None:
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
+            phi_k = key_features(
+                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
+            )
             place = (
                 block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + batch_head
             ) * length + tokens
             tl.store(ALONG + place, tl.sum(phi_k * d_phi, 1), mask=inside)
         if FEATURE_MAP != "none":
             d_phi *= derivative(k, 0.0, FEATURE_MAP)
-        store_tile(D_K, tl.where(keep[:, None], d_phi, 0.0), tokens, inside, d_k_strides[2], rows, D)
+        store_tile(D_K, d_phi, start, inside, d_k_strides[2], rows, D)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
-            store_state(
-                D_S0 + batch_head * D * DV, D_Z0 + batch_head * D, big_r, small_r, rows, columns, D, DV, True
-            )
+            D_S0 += batch_head * D * DV
+            D_Z0 += batch_head * D
+            store_state(D_S0, D_Z0, tl.trans(big_r), tl.sum(small_r, 0), rows, columns, D, DV, True)
 
 
 @triton.jit
 def value_gradients(
-    Q, K, VALID, DECAY, LABELS, D_OUT, TOTAL, STATES, D_S, D_V,
+    Q, K, VALID, DECAY, LABELS, D_OUT, TOTAL, SHIFT, STATES, FACTORS, D_S, D_V,
     q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
@@ -290,39 +318,50 @@ def value_gradients(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
-    big_r, _ = load_state(STATES, D_S, None, batch_head, slot, slots, rows, columns, D, DV)
+    big_r, _ = load_state(STATES, FACTORS, D_S, None, batch_head, slot, slots, rows, columns, D, DV, SUMMED)
+    big_r = tl.trans(big_r)
     first = tl.program_id(1) * segment
     chunks = tl.cdiv(tl.minimum(segment, length - first), CHUNK)
     for index in range(chunks):
-        tokens = first + (chunks - 1 - index) * CHUNK + order
+        start = first + (chunks - 1 - index) * CHUNK
+        tokens = start + order
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
-        d_value = dot(phi_k, big_r, OPERAND)
+        k = load_tile(K, start, keep, k_strides[2], rows, D)
+        phi_k = operand(
+            key_features(k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS),
+            OPERAND,
+        )
+        d_value = dot(phi_k, tl.trans(operand(big_r, OPERAND)), OPERAND)
         if LINKED:
             running, label, of_state, of_key, left = link(
-                DECAY, LABELS, batch_head, batch, first + (chunks - 1 - index) * CHUNK, length, CHUNK
+                DECAY, LABELS, batch_head, batch, start, length, CHUNK
             )
             d_value *= of_key[:, None]
             big_r *= left
+        near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             for member in range(GROUP):
                 head = kv_head * GROUP + member
                 row = (batch_head * GROUP + member) * length
-                d_out = D_OUT + batch * d_out_strides[0] + head * d_out_strides[1]
-                query = Q + batch * q_strides[0] + head * q_strides[1]
-                g = load_gradients(
-                    d_out, TOTAL + row, tokens, inside, d_out_strides[2], columns, DV, NORMALISE, OPERAND
+                d_out = head_pointer(D_OUT, d_out_strides, batch, head)
+                query = head_pointer(Q, q_strides, batch, head)
+                g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
+                q = load_tile(query, start, inside, q_strides[2], rows, D)
+                shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
+                features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+                features = scaled(
+                    features,
+                    load_scale(TOTAL + row, tokens, inside, NORMALISE),
+                    NORMALISE or (OPERAND == "fp16"),
                 )
-                q = load_tile(query, tokens, inside, q_strides[2], rows, D)
-                phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, EPS, OPERAND)
+                phi_q = operand(features, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
                 scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)
                 if LINKED:
                     scores = linked_pairs(scores, running, label, True)
-                d_value += dot(scores, g, OPERAND)
-                if LINKED:
-                    g *= of_state[:, None]
-                big_r += dot(tl.trans(phi_q), g, OPERAND)
-        store_tile(D_V, d_value, tokens, inside, d_v_strides[2], columns, DV)
+                near += dot(scores, g, OPERAND)
+                features = scaled(features, of_state, True) if LINKED else features
+                big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
+        d_value = added(d_value, near, keep.to(tl.float32), BLOCK_D)
+        store_tile(D_V, d_value, start, inside, d_v_strides[2], columns, DV)

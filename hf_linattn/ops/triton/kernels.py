@@ -5,10 +5,11 @@
     num_i = sum_{j<=i} (phi_q(q_i) . phi_k(k_j)) v_j + phi_q(q_i)^T S_0,    total_i: with 1, z_0 for v_j, S_0
 
 The sequence is cut into segments, a segment into chunks. `segment_states` sums each segment, `accumulate`
-makes of that the state before each, and `outputs` walks the chunks of one segment with S and z on chip:
-quadratic inside a chunk, through S between chunks ("Transformers are RNNs", arXiv:2006.16236, equations 18 to
-20). The feature map, the normaliser, the key mask, grouped heads and the state before are parts of these
-three, so each of q, k, v is read from memory at most twice and nothing but the output is written.
+makes of that the state before each where there are many, and `outputs` walks the chunks of one segment with S
+and z on chip: quadratic inside a chunk, through S between chunks ("Transformers are RNNs", arXiv:2006.16236,
+equations 18 to 20). The feature map, the normaliser, the key mask, grouped heads and the state before are
+parts of these three, so each of q, k, v is read from memory at most twice and nothing but the output is
+written.
 
 Numbers. Sums, S, z and totals are float32. A tensor core takes operands of fewer bits; `OPERAND` says which:
 
@@ -17,7 +18,9 @@ Numbers. Sums, S, z and totals are float32. A tensor core takes operands of fewe
               so that scores, S and tiny features stay in its range
     "tf32x3"  float32 in three products, nearly exact;  "ieee": float32 without tensor cores
 
-A feature is rounded once, before its first use, so that numerator and total see the same one.
+A feature is rounded once, before its first use. z is kept as 16 rows that add up to it, as many as a product
+takes, so that phi_q . z is one, and sums over rows stay within a thread. S is kept transposed, so that
+features of keys are computed once and both products that want them read them from shared memory.
 
 Names in shapes: batch_head = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in
 memory as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
@@ -29,11 +32,18 @@ import triton.language as tl
 
 
 @triton.jit
+def operand(x, OPERAND: tl.constexpr):
+    """Round x to what a product takes; the type is float32 but for bfloat16's."""
+    if OPERAND == "bf16":
+        return x.to(tl.bfloat16)
+    else:
+        return rounded(x.to(tl.float32), OPERAND)
+
+
+@triton.jit
 def rounded(x, OPERAND: tl.constexpr):
     """Round float32 x to the bits that an operand keeps, still float32."""
-    if OPERAND == "bf16":
-        x = x.to(tl.bfloat16).to(tl.float32)
-    elif OPERAND == "bf16 by bits":
+    if OPERAND == "bf16 by bits":
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
@@ -66,8 +76,8 @@ def dot(a, b, OPERAND: tl.constexpr):
         b = (b * column[None, :]).to(tl.float16)
         return tl.dot(a, b) * of_row[:, None] * of_column[None, :]
     elif OPERAND == "bf16 by bits":
-        a = rounded(a.to(tl.float32), OPERAND)
-        b = rounded(b.to(tl.float32), OPERAND)
+        a = operand(a.to(tl.float32), OPERAND)
+        b = operand(b.to(tl.float32), OPERAND)
         return tl.dot(a, b, input_precision="ieee")
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=OPERAND)
@@ -82,18 +92,29 @@ def row_and_block(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_tile(X, tokens, keep, stride, columns, WIDTH: tl.constexpr):
-    """Load rows `tokens` and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
-    # 64-bit rows: B * H * N * D passes 2^31 at a million tokens
-    pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
-    return tl.load(pointers, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
+def tile_pointers(X, start, stride, columns, ROWS: tl.constexpr):
+    """Point to rows from `start` on and `columns` of X `[N, WIDTH]`."""
+    # 64 bits to the first row, for B * H * N * D passes 2^31 at a million tokens; 32 from there
+    offsets = tl.arange(0, ROWS)[:, None] * stride + columns[None, :]
+    return X + tl.cast(start, tl.int64) * stride + offsets
 
 
 @triton.jit
-def store_tile(X, x, tokens, keep, stride, columns, WIDTH: tl.constexpr):
-    """Store rows `tokens` and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`."""
-    pointers = X + tokens.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(pointers, x.to(X.dtype.element_ty), mask=keep[:, None] & (columns < WIDTH)[None, :])
+def load_tile(X, start, keep, stride, columns, WIDTH: tl.constexpr):
+    """Load rows from `start` on and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
+    mask = keep[:, None]
+    if WIDTH // columns.shape[0] * columns.shape[0] != WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(tile_pointers(X, start, stride, columns, keep.shape[0]), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(X, x, start, keep, stride, columns, WIDTH: tl.constexpr):
+    """Store rows from `start` on and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`."""
+    mask = keep[:, None]
+    if WIDTH // columns.shape[0] * columns.shape[0] != WIDTH:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(tile_pointers(X, start, stride, columns, keep.shape[0]), x.to(X.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -121,23 +142,48 @@ def visible(VALID, batch, tokens, strides, length):
 
 
 @triton.jit
+def exponential(x):
+    """Compute exp(x); below 2^-126 it may be 0."""
+    return tl.exp2(x * 1.4426950408889634)  # one instruction on GPUs, where exp takes six
+
+
+@triton.jit
 def key_features(
-    x, keep, columns, WIDTH: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr
+    x,
+    keep,
+    columns,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr,
 ):
-    """Compute phi_k of a tile, float32; 0 where not `keep` and behind WIDTH."""
-    x = x.to(tl.float32)
-    # where, not minimum and maximum: those lose a NaN
-    if FEATURE_MAP == "elu1":
-        x = tl.where(x > 0, x + 1, tl.exp(x))
-    elif FEATURE_MAP == "relu":
-        x = tl.where(x < 0, 0.0, x) + EPS
-    return rounded(tl.where(keep[:, None] & (columns < WIDTH)[None, :], x, 0.0), OPERAND)
+    """Compute phi_k of a tile, not rounded yet; 0 behind WIDTH, and where not `keep` if MASKED.
+
+    Not MASKED: `keep` hides what is behind the last token, whose features are finite and nobody's. (Where
+    products scale their columns by the largest, it must not be that.)
+    """
+    if FEATURE_MAP == "none":  # what is hidden was loaded as 0
+        return x
+    else:
+        x = x.to(tl.float32)
+        # where, not minimum and maximum: those lose a NaN
+        if FEATURE_MAP == "elu1":  # noqa: SIM108 (Triton wants statements)
+            x = tl.where(x > 0, x + 1, exponential(x))
+        else:
+            x = tl.where(x < 0, 0.0, x) + EPS
+        if MASKED:
+            x = tl.where(keep[:, None], x, 0.0)
+        if WIDTH // x.shape[1] * x.shape[1] != WIDTH:
+            x = tl.where((columns < WIDTH)[None, :], x, 0.0)
+        return x
 
 
 @triton.jit
 def row_shift(x, columns, WIDTH: tl.constexpr):
     """Compute m = min(max_d x_d, 0) of rows: exp(x - m) does not underflow, the output ignores it."""
-    x = tl.where((columns < WIDTH)[None, :], x.to(tl.float32), float("-inf"))
+    x = x.to(tl.float32)
+    if WIDTH // x.shape[1] * x.shape[1] != WIDTH:
+        x = tl.where((columns < WIDTH)[None, :], x, float("-inf"))
     return tl.minimum(tl.max(x, 1), 0.0)
 
 
@@ -145,20 +191,52 @@ def row_shift(x, columns, WIDTH: tl.constexpr):
 def query_features(
     x,
     shift,
-    keep,
     columns,
     WIDTH: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr,
-    OPERAND: tl.constexpr,
 ):
-    """Compute phi_q of a tile, float32; `shift` `[rows]` is for elu1."""
+    """Compute phi_q of a tile; `shift` `[rows]` is for elu1. Rows behind the last token are finite."""
     if FEATURE_MAP == "elu1":
         x = x.to(tl.float32)
-        x = tl.where(x > 0, x + 1, tl.exp(x - shift[:, None]))
-        return key_features(x, keep, columns, WIDTH, "none", EPS, OPERAND)
+        x = tl.where(x > 0, x + 1, exponential(x - shift[:, None]))
+        if WIDTH // x.shape[1] * x.shape[1] != WIDTH:
+            x = tl.where((columns < WIDTH)[None, :], x, 0.0)
+        return x
     else:
-        return key_features(x, keep, columns, WIDTH, FEATURE_MAP, EPS, OPERAND)
+        return key_features(x, shift, columns, WIDTH, False, FEATURE_MAP, EPS)
+
+
+@triton.jit
+def added(a, b, scale, WHOLE: tl.constexpr):
+    """Compute (a + b) scale for products a, b `[rows, columns]` and `scale` `[rows]`.
+
+    Apart where WHOLE, the width that a program has whole, gives it eight warps: four of them would compute
+    what the others do, were one product to feed the other.
+    """
+    if WHOLE > 64:
+        return a * scale[:, None] + b * scale[:, None]
+    else:
+        return (a + b) * scale[:, None]
+
+
+@triton.jit
+def reciprocal(total):
+    """Compute 1 / total, 0 for 0: a row that sees nothing is 0, and all others are exact."""
+    return tl.where(total != 0, 1.0 / tl.where(total != 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def repeated(x, OPERAND: tl.constexpr):
+    """Repeat numbers of rows in 16 columns, as many as a product takes at the least."""
+    return operand(tl.broadcast_to(x[:, None], [x.shape[0], 16]), OPERAND)
+
+
+@triton.jit
+def partial_sums(x, weight):
+    """Sum up rows of x `[R, W]`, weighted, to the 16 rows that a product takes: their sum is meant."""
+    x = x.to(tl.float32) * weight[:, None]
+    return tl.sum(tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]), 0)
 
 
 @triton.jit
@@ -185,9 +263,9 @@ def link(DECAY, LABELS, batch_head, batch, start, length, CHUNK: tl.constexpr):
         last += tl.load(row + tl.minimum(start + CHUNK, length) - 1)
     running = tl.cumsum(decay, 0)
     end = tl.sum(decay, 0)
-    of_state = tl.where(label == before, tl.exp(running), 0.0)
-    of_key = tl.where(label == last, tl.exp(end - running), 0.0)
-    left = tl.where(before == last, tl.exp(end), 0.0)
+    of_state = tl.where(label == before, exponential(running), 0.0)
+    of_key = tl.where(label == last, exponential(end - running), 0.0)
+    left = tl.where(before == last, exponential(end), 0.0)
     return running, label, of_state, of_key, left
 
 
@@ -198,32 +276,43 @@ def linked_pairs(pairs, running, label, KEYS_FIRST: tl.constexpr):
     if KEYS_FIRST:
         difference = -difference
     # pairs that the order of tokens hides are 0 already, and would be large here
-    factor = tl.exp(tl.minimum(difference, 0.0))
+    factor = exponential(tl.minimum(difference, 0.0))
     return tl.where(label[:, None] == label[None, :], pairs * factor, 0.0)
 
 
 @triton.jit
-def load_state(STATES, S0, Z0, batch_head, slot, slots, rows, columns, D: tl.constexpr, DV: tl.constexpr):
-    """Load S `[rows, columns]` and z `[rows]` from `slot` of STATES `[batch_heads, slots, D DV + D]`.
+def load_state(
+    STATES, FACTORS, S0, Z0, batch_head, slot, slots, rows, columns,
+    D: tl.constexpr, DV: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Load S `[rows, columns]` and z `[rows]` after `slot` of STATES `[batch_heads, slots, D DV + D]`.
 
-    Below 0, and where STATES is None, S0 and Z0.
+    Below 0, and where STATES is None, S0 and Z0. SUMMED: each slot has what came before in it already; else
+    they are summed up here, each with what it leaves of those before, FACTORS `[batch_heads, slots]` or None.
     """
     inside = (rows < D)[:, None] & (columns < DV)[None, :]
     offsets = rows[:, None] * DV + columns[None, :]
     s = tl.zeros(offsets.shape, tl.float32)
     z = tl.zeros(rows.shape, tl.float32)
-    inside_before = inside
-    inside_z = rows < D
-    if STATES is not None:
-        inside_before = inside & (slot < 0)
-        inside_z = (rows < D) & (slot < 0)
-        base = STATES + (batch_head * slots + slot) * (D * DV + D)
-        s += tl.load(base + offsets, mask=inside & (slot >= 0), other=0.0)
-        z += tl.load(base + D * DV + rows, mask=(rows < D) & (slot >= 0), other=0.0)
+    before = True
+    if (STATES is not None) and SUMMED:
+        before = slot < 0
     if S0 is not None:
-        s += tl.load(S0 + batch_head * D * DV + offsets, mask=inside_before, other=0.0)
+        s += tl.load(S0 + batch_head * D * DV + offsets, mask=inside & before, other=0.0)
     if Z0 is not None:
-        z += tl.load(Z0 + batch_head * D + rows, mask=inside_z, other=0.0)
+        z += tl.load(Z0 + batch_head * D + rows, mask=(rows < D) & before, other=0.0)
+    if STATES is not None:
+        first = 0
+        if SUMMED:
+            first = tl.maximum(slot, 0)
+        for one in range(first, slot + 1):
+            base = STATES + (batch_head * slots + one) * (D * DV + D)
+            if (FACTORS is not None) and not SUMMED:
+                factor = tl.load(FACTORS + batch_head * slots + one)
+                s *= factor
+                z *= factor
+            s += tl.load(base + offsets, mask=inside, other=0.0)
+            z += tl.load(base + D * DV + rows, mask=rows < D, other=0.0)
     return s, z
 
 
@@ -250,24 +339,31 @@ def segment_states(
     V = head_pointer(V, v_strides, batch, head)
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    s = tl.zeros([BLOCK_D, BLOCK], tl.float32)
-    z = tl.zeros([BLOCK_D], tl.float32)
-    factor = 1.0 + tl.sum(z, 0)
+    s = tl.zeros([BLOCK, BLOCK_D], tl.float32)  # transposed: keys, the costly operand, stay in shared memory
+    z = tl.zeros([16, BLOCK_D], tl.float32)
+    factor = 1.0
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-        v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-        phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
+        k = load_tile(K, start, keep, k_strides[2], rows, D)
+        v = load_tile(V, start, keep, v_strides[2], columns, DV)
+        features = key_features(
+            k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
+        )
+        phi_k = operand(features, OPERAND)
+        weight = keep.to(tl.float32)
         if LINKED:
             _, _, _, of_key, left = link(DECAY, LABELS, batch_head, batch, start, length, CHUNK)
-            s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
-            z = z * left + tl.sum(phi_k * of_key[:, None], 0)
+            weight *= of_key
+            v = v.to(tl.float32) * of_key[:, None]
+            s *= left
+            z *= left
             factor *= left
-        else:
-            s += dot(tl.trans(phi_k), v, OPERAND)
-            z += tl.sum(phi_k, 0)
+        s += dot(tl.trans(v), phi_k, OPERAND)
+        z += partial_sums(features, weight)
+    s = tl.trans(s)
+    z = tl.sum(z, 0)
     base = STATES + (batch_head * slots + slot) * (D * DV + D)
     store_state(base, base + D * DV, s, z, rows, columns, D, DV, block == 0)
     if LINKED:
@@ -319,11 +415,11 @@ def accumulate(
 
 @triton.jit
 def outputs(
-    Q, K, V, VALID, DECAY, LABELS, STATES, S0, Z0, OUT, TOTAL, S, Z,
+    Q, K, V, VALID, DECAY, LABELS, STATES, FACTORS, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, OPERAND: tl.constexpr,
+    NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
 
@@ -339,46 +435,69 @@ def outputs(
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
-    s, z = load_state(STATES, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV)
+    s, z = load_state(
+        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV, SUMMED
+    )
+    s = tl.trans(s)
+    # 16 rows whose sum is z
+    z = tl.where(tl.arange(0, 16)[:, None] == 0, z[None, :], 0.0)
     first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
         inside = tokens < length
-        q = load_tile(Q, tokens, inside, q_strides[2], rows, D)
-        phi_q = query_features(q, row_shift(q, rows, D), inside, rows, D, FEATURE_MAP, EPS, OPERAND)
-        numerator = dot(phi_q, s, OPERAND)
-        total = tl.sum(phi_q * z[None, :], 1)
+        q = load_tile(Q, start, inside, q_strides[2], rows, D)
+        phi_q = operand(query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS), OPERAND)
+        total = tl.sum(dot(phi_q, tl.trans(operand(z, OPERAND)), OPERAND), 1)
+        near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, tokens, keep, k_strides[2], rows, D)
-            v = load_tile(V, tokens, keep, v_strides[2], columns, DV)
-            phi_k = key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND)
-            scores = dot(phi_q, tl.trans(phi_k), OPERAND)
-            scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
+            k = load_tile(K, start, keep, k_strides[2], rows, D)
+            v = load_tile(V, start, keep, v_strides[2], columns, DV)
+            features = key_features(
+                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
+            )
+            phi_k = operand(features, OPERAND)
+            weight = keep.to(tl.float32)
             if LINKED:
                 running, label, of_state, of_key, left = link(
                     DECAY, LABELS, batch_head, batch, start, length, CHUNK
                 )
-                scores = linked_pairs(scores, running, label, False)
-                numerator *= of_state[:, None]
                 total *= of_state
-            numerator += dot(scores, v, OPERAND)
-            total += tl.sum(scores, 1)
+                weight *= of_key
+                z *= left
+            z += partial_sums(features, weight)
+            scores = dot(phi_q, tl.trans(phi_k), OPERAND)
+            scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
             if LINKED:
-                s = s * left + dot(tl.trans(phi_k), v.to(tl.float32) * of_key[:, None], OPERAND)
-                z = z * left + tl.sum(phi_k * of_key[:, None], 0)
-            else:
-                s += dot(tl.trans(phi_k), v, OPERAND)
-                z += tl.sum(phi_k, 0)
+                scores = linked_pairs(scores, running, label, False)
+            total += tl.sum(scores, 1)
+            near = dot(scores, v, OPERAND)
+        numerator = dot(phi_q, tl.trans(operand(s, OPERAND)), OPERAND)
+        if CAUSAL:
+            if LINKED:
+                numerator *= of_state[:, None]
+                v = v.to(tl.float32) * of_key[:, None]
+                s *= left
+            s += dot(tl.trans(v), phi_k, OPERAND)
+        scale = tl.full([CHUNK], 1.0, tl.float32)
         if NORMALISE:
-            # no epsilon: a row that sees nothing is 0, and all others are exact
-            seen = total != 0
-            numerator = tl.where(seen[:, None], numerator / tl.where(seen, total, 1.0)[:, None], 0.0)
-        store_tile(OUT, numerator, tokens, inside, out_strides[2], columns, DV)
+            scale = reciprocal(total)
+        numerator = added(numerator, near, scale, BLOCK_D)
+        store_tile(OUT, numerator, start, inside, out_strides[2], columns, DV)
         tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):
-            store_state(S + batch_head * D * DV, Z + batch_head * D, s, z, rows, columns, D, DV, block == 0)
+            store_state(
+                S + batch_head * D * DV,
+                Z + batch_head * D,
+                tl.trans(s),
+                tl.sum(z, 0),
+                rows,
+                columns,
+                D,
+                DV,
+                block == 0,
+            )
 
 
 @triton.jit
@@ -400,12 +519,13 @@ def step(
     if VALID is not None:
         keep = tl.load(VALID + batch * valid_strides[0] + tl.arange(0, 1)) != 0
     token = tl.arange(0, 1)
-    k = load_tile(head_pointer(K, k_strides, batch, head), token, keep, 0, rows, D)
-    v = load_tile(head_pointer(V, v_strides, batch, head), token, keep, 0, columns, DV)
-    phi_k = tl.sum(key_features(k, keep, rows, D, FEATURE_MAP, EPS, OPERAND), 0)
-    s, z = load_state(None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV)
+    k = load_tile(head_pointer(K, k_strides, batch, head), 0, keep, 0, rows, D)
+    v = load_tile(head_pointer(V, v_strides, batch, head), 0, keep, 0, columns, DV)
+    phi_k = key_features(k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS)
+    phi_k = tl.sum(operand(phi_k, OPERAND).to(tl.float32), 0)
+    s, z = load_state(None, None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV, True)
     if DECAY is not None:
-        factor = tl.exp(tl.load(DECAY + batch_head))
+        factor = exponential(tl.load(DECAY + batch_head))
         s *= factor
         z *= factor
     s += phi_k[:, None] * v.to(tl.float32)
@@ -415,12 +535,12 @@ def step(
     for member in range(GROUP):
         query_head = head * GROUP + member
         row = batch_head * GROUP + member
-        q = load_tile(head_pointer(Q, q_strides, batch, query_head), token, token == 0, 0, rows, D)
-        phi_q = query_features(q, row_shift(q, rows, D), token == 0, rows, D, FEATURE_MAP, EPS, OPERAND)
-        phi_q = tl.sum(phi_q, 0)
+        q = load_tile(head_pointer(Q, q_strides, batch, query_head), 0, token == 0, 0, rows, D)
+        phi_q = query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS)
+        phi_q = tl.sum(operand(phi_q, OPERAND).to(tl.float32), 0)
         output = tl.sum(phi_q[:, None] * s, 0)
         total = tl.sum(phi_q * z, 0)
         if NORMALISE:
-            output = tl.where(total != 0, output / tl.where(total != 0, total, 1.0), 0.0)
+            output *= reciprocal(total)
         tl.store(OUT + row * DV + columns, output.to(OUT.dtype.element_ty), mask=columns < DV)
         tl.store(TOTAL + row, total, mask=first)

@@ -1,8 +1,9 @@
 """Normalised linear attention on GPUs by Triton: forward, backward, one token; causal or over all keys.
 
 Importing this page does not import triton, the first call does. The kernels are in `kernels` and
-`backward_kernels`. A causal forward is three launches, or one where the batch alone fills the device;
-a backward is seven, or four. Results do not depend on the order in which programs run.
+`backward_kernels`. A causal forward is one launch where the batch alone fills the device, two where few
+segments do, else three; a backward four, five or seven. Results do not depend on the order in which
+programs run.
 """
 
 from __future__ import annotations
@@ -175,8 +176,9 @@ def global_forward(
     S, z = call.dense(S0, z0)
     if call.keys and call.batch:
         tokens, slots = call.cut(call.keys, SEGMENT_STATES)
-        states = call.states(S, z, tokens, slots)
+        states, factors = call.states(tokens, slots)
         assert states is not None
+        call.accumulate(states, factors, S, z)
         S, z = call.last_slot(states)
     if S is None or z is None or not call.length or not call.batch:
         return _nothing(call, S, z)
@@ -205,13 +207,13 @@ def _outputs(
     tokens, segments = call.cut(call.length, OUTPUTS)
     # the last segment's own sum is not needed before anything
     slots = segments - 1 if causal else 0
-    states = call.states(S0, z0, tokens, slots)
+    before = call.before(call.states(tokens, slots), S0, z0)
     output, total = call.new_output()
     call.run(
         kernels.outputs,
         OUTPUTS,
         segments,
-        STATES=states,
+        **before,
         S0=S0,
         Z0=z0,
         OUT=output,
@@ -222,7 +224,6 @@ def _outputs(
         heads=call.heads,
         length=call.length,
         segment=tokens,
-        slots=slots,
         GROUP=call.group,
         NORMALISE=call.normalise,
         CAUSAL=causal,

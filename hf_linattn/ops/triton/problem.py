@@ -24,6 +24,10 @@ SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
 
 
+FAR = 1 << 23
+"""Numbers from row to row: 256 rows and their columns stay below 2^31."""
+
+
 class KernelSpec(NamedTuple):
     """What a kernel is launched with, whatever the call.
 
@@ -49,6 +53,15 @@ GRADIENT_ROWS = KernelSpec("gradient_rows", "q", "D", ("D", "DV"))
 QUERY_GRADIENTS = KernelSpec("query_gradients", "qkv", "D", ("DV",), per_query_head=True)
 KEY_GRADIENTS = KernelSpec("key_gradients", "qkv", "D", ("DV",))
 VALUE_GRADIENTS = KernelSpec("value_gradients", "qk", "DV", ("D",))
+DIRECT = 1 << 19
+"""Bytes of slots that a program may read to sum them up itself; more get a launch of their own."""
+
+
+class Slots(NamedTuple):
+    """Sums of segments, `[batch_heads, slots, D Dv + D]`, and what each leaves of those before; or None."""
+
+    states: Tensor | None
+    factors: Tensor | None
 
 
 class Device(NamedTuple):
@@ -119,8 +132,11 @@ def operand_of(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """Copy x where its last dimension is strided (the gradient of a sum is one number expanded)."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Copy x where its last dimension is strided (the gradient of a sum is one number expanded).
+
+    And where rows are so far apart that 32 bits do not count what lies between those of a chunk.
+    """
+    return x if x.stride(-1) == 1 and x.stride(-2) < FAR else x.contiguous()
 
 
 class Problem:
@@ -252,26 +268,33 @@ class Problem:
         assert S.dtype == z.dtype == torch.float32, (S.dtype, z.dtype)
         return S.contiguous(), z.contiguous()
 
-    def states(self, S: Tensor | None, z: Tensor | None, segment: int, slots: int) -> Tensor | None:
-        """Compute states after each of the first `slots` segments, as `new_slots`; None for no slots."""
+    def states(self, segment: int, slots: int) -> Slots:
+        """Compute the sum of each of the first `slots` segments."""
         from hf_linattn.ops.triton import kernels
 
         if not slots:
-            return None
-        states, factors = self.new_slots(slots), self.new_factors(slots)
+            return Slots(None, None)
+        found = Slots(self.new_slots(slots), self.new_factors(slots))
         self.run(
             kernels.segment_states,
             SEGMENT_STATES,
             slots,
-            STATES=states,
-            FACTORS=factors,
+            STATES=found.states,
+            FACTORS=found.factors,
             kv_heads=self.kv_heads,
             length=self.keys,
             segment=segment,
             slots=slots,
         )
-        self.accumulate(states, factors, S, z)
-        return states
+        return found
+
+    def before(self, found: Slots, S: Tensor | None, z: Tensor | None) -> dict[str, Any]:
+        """Pass what `load_state` reads: sums of few segments as they are, else summed up, with S and z."""
+        few = found.states is None or found.states[0].numel() * 4 <= DIRECT
+        if not few and found.states is not None:
+            self.accumulate(found.states, found.factors, S, z)
+        slots = 0 if found.states is None else found.states.shape[1]
+        return {"STATES": found.states, "FACTORS": found.factors, "SUMMED": not few, "slots": slots}
 
     def accumulate(self, states: Tensor, factors: Tensor | None, S: Tensor | None, z: Tensor | None) -> None:
         """Sum up along the slots, in place, from S and z on."""

@@ -101,8 +101,6 @@ def configuration(
         rows = total._replace(chunk=min(total.chunk, 32))
     if group > 1 and kind == "bf16, wgmma":
         key = values = WALKS["bf16"][index]
-    elif group > 1 or kind == "fp16" or (kind == "bf16" and index == 0):
-        key = walk._replace(block=max(walk.block // 2, 16))
 
     def of(tile: Tile, width: int) -> Tile:
         return tile._replace(block=min(tile.block, width))

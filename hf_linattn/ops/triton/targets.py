@@ -1,0 +1,304 @@
+"""GPUs that are not there: the kernels compiled for them as a launch on them would, and what came out.
+
+Only in a process of its own, as `compiled` starts them: a driver without a device replaces triton's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.triton import launch, machine_code, problem
+from hf_linattn.ops.triton.tiles import Tile
+
+CALLS = ("forward", "backward", "token")
+TIMED = 50
+"""Calls in each of the rounds whose shortest is the host's time: others use the processor too."""
+ROUNDS = 10
+
+
+class Target(NamedTuple):
+    """A GPU: its numbers are of CUDA's programming guide and AMD's architecture tables.
+
+    Attributes:
+        device: one that has it.
+        capability: as `torch.cuda.get_device_capability` says it; (0, 0) for AMD.
+        processors: multiprocessors, or compute units.
+        shared: KiB of shared memory of a processor.
+        largest: KiB that one program may have.
+        threads: of a processor.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    processors: int
+    shared: int
+    largest: int
+    threads: int
+
+
+TARGETS = {
+    "sm_80": Target("A100", (8, 0), 108, 164, 163, 2048),
+    "sm_90": Target("H100", (9, 0), 132, 228, 227, 2048),
+    "sm_100": Target("B200", (10, 0), 148, 228, 227, 2048),
+    "sm_120": Target("RTX 5090", (12, 0), 170, 100, 99, 1536),
+    "gfx942": Target("MI300X", (0, 0), 304, 64, 64, 2048),
+}
+
+
+class Shape(NamedTuple):
+    """What is computed; tensors `[batch, heads, length, D]` and `[batch, kv_heads, length, D or Dv]`."""
+
+    dtype: str = "bfloat16"
+    D: int = 128
+    Dv: int = 128
+    heads: int = 32
+    kv_heads: int = 32
+    length: int = 8192
+    batch: int = 1
+    feature_map: str = "elu1"
+    linked: bool = False
+    state: bool = False
+    segment: int | None = None
+
+
+class Compiled(NamedTuple):
+    """One launch on one target.
+
+    Attributes:
+        name: of the kernel.
+        calls: how often forward, backward and token launch it.
+        tile: how it is cut.
+        grid: programs.
+        tensors: arguments as large as the queries: each is read or written once.
+        resident: programs that a processor holds at once.
+        work: warp instructions per 64 tokens (a token: per token) and query head.
+        code: what was compiled.
+    """
+
+    name: str
+    calls: dict[str, int]
+    tile: Tile
+    grid: tuple[int, ...]
+    tensors: int
+    resident: int
+    work: int
+    code: machine_code.Code
+
+
+class Report(NamedTuple):
+    """All launches of forward, backward and one token.
+
+    Attributes:
+        kernels: each kernel once.
+        launches: by call.
+        tensors: passes over memory of tensors as large as the queries, by call.
+        host: microseconds of Python and of triton's binder per call; {} where nothing was timed.
+    """
+
+    kernels: list[Compiled]
+    launches: dict[str, int]
+    tensors: dict[str, int]
+    host: dict[str, float]
+
+
+class NoDevice:
+    """A driver that knows only what it compiles for."""
+
+    def __init__(self, name: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        amd = name.startswith("gfx")
+        self.target = GPUTarget("hip", name, 64) if amd else GPUTarget("cuda", int(name[3:]), 32)
+        # triton keeps compiled kernels by number of device
+        self.number = int(name.lstrip("smgfx_"))
+
+    def get_current_device(self) -> int:
+        """Name the device by a number of its own."""
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        """Name the only stream."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Tell what is compiled for."""
+        return self.target
+
+
+def compiled(
+    cases: Sequence[tuple[str, Shape]],
+    *,
+    kernels: Sequence[str] | None = None,
+    calls: Sequence[str] = CALLS,
+    timed: bool = False,
+    jobs: int = 1,
+) -> Iterator[Report]:
+    """Compile cases, each a name of TARGETS and a shape, in processes whose triton does not interpret.
+
+    Args:
+        cases: what to compile.
+        kernels: names; None for all.
+        calls: of CALLS.
+        timed: measure the host too.
+        jobs: processes.
+    """
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_compile_here) as pool:
+        futures = [pool.submit(report, *case, kernels=kernels, calls=calls, timed=timed) for case in cases]
+        for future in futures:
+            yield future.result()
+
+
+def _compile_here() -> None:
+    os.environ["TRITON_INTERPRET"] = "0"
+
+
+def report(
+    name: str,
+    shape: Shape,
+    *,
+    kernels: Sequence[str] | None = None,
+    calls: Sequence[str] = CALLS,
+    timed: bool = False,
+) -> Report:
+    """Compile one case, in this process. Arguments as those of `compiled`."""
+    target = TARGETS[name]
+    found: dict[str, Compiled] = {}
+    launches, tensors = dict.fromkeys(calls, 0), dict.fromkeys(calls, 0)
+    call = ""
+
+    def compile_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
+        launches[call] += 1
+        large = sum(
+            isinstance(x, Tensor) and x.dim() == 4 and x.shape[2] == shape.length for x in arguments.values()
+        )
+        tensors[call] += 0 if call == "token" else large
+        if kernels is not None and kernel.__name__ not in kernels:
+            return
+        if kernel.__name__ in found:
+            calls_of = found[kernel.__name__].calls
+            calls_of[call] = calls_of.get(call, 0) + 1
+            return
+        built = _build(kernel, grid, tile, arguments)
+        code = machine_code.read(built)
+        found[kernel.__name__] = Compiled(
+            kernel.__name__,
+            {call: 1},
+            tile,
+            grid,
+            large,
+            _resident(target, code, tile.warps),
+            _work(shape, code, grid, tile, call),
+            code,
+        )
+
+    host = {}
+    with _target(name), torch.no_grad():
+        for call, run in _calls(shape, "meta").items():
+            if call in calls:
+                with mock.patch.object(problem.Problem, "launch", compile_only):
+                    run()
+        if timed:  # torch is slower without memory than with
+            small = shape._replace(heads=2, kv_heads=2, length=512, segment=256)
+            host = {call: _host(run) for call, run in _calls(small, "cpu").items() if call in calls}
+    return Report(list(found.values()), launches, tensors, host)
+
+
+@contextmanager
+def _target(name: str) -> Iterator[None]:
+    """Be on a device that is not there."""
+    from triton.runtime import driver
+
+    target = TARGETS[name]
+    driver.set_active(NoDevice(name))
+    about = problem.Device(target.capability, target.processors)
+    hip = "6.4" if name.startswith("gfx") else None
+    of = mock.patch.object(problem, "device_of", return_value=about)
+    with of, mock.patch("torch.version.hip", hip):
+        yield
+
+
+def _build(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> Any:
+    """Compile, or find what was compiled, as a launch does; but do not launch."""
+    return kernel.run(grid=grid, warmup=True, num_warps=tile.warps, num_stages=tile.stages, **arguments)
+
+
+def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
+    """Make the three calls, on tensors that hold nothing."""
+    dtype = getattr(torch, shape.dtype)
+    sizes = (shape.heads, shape.D), (shape.kv_heads, shape.D), (shape.kv_heads, shape.Dv)
+    batch, kv_heads, length = shape.batch, shape.kv_heads, shape.length
+
+    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    query, key, value = (
+        new(batch, length, heads, width, dtype=dtype).transpose(1, 2) for heads, width in sizes
+    )
+    state = new(batch, kv_heads, shape.D, shape.Dv), new(batch, kv_heads, shape.D)
+    before = state if shape.state else (None, None)
+    decay = new(batch, kv_heads, length) if shape.linked else None
+    documents = new(batch, length, dtype=torch.int32) if shape.linked else None
+    links: dict[str, Any] = {"log_decay": decay, "documents": documents, "segment": shape.segment}
+    output = new(batch, length, shape.heads, shape.Dv, dtype=dtype).transpose(1, 2)
+    total, how = new(batch, shape.heads, length), (shape.feature_map, True)
+    given = query, key, value, None, *before
+    one = [x[:, :, :1] for x in (query, key, value)]
+    last = None if decay is None else decay[:, :, :1]
+    after = (None, *state) if shape.state else (None, None, None)
+    return {
+        "forward": lambda: launch.forward(*given, *how, **links),
+        "backward": lambda: launch.backward(output, *after, *given, output, total, *how, **links),
+        "token": lambda: launch.decode(*one, None, *state, *how, log_decay=last, in_place=True),
+    }
+
+
+def _resident(target: Target, code: machine_code.Code, warps: int) -> int:
+    """Count the programs that a processor holds, by registers, shared memory and threads."""
+    if target.capability == (0, 0):  # four units of 512 registers a lane; a warp has 64 lanes
+        units = min(512 // (-(-code.registers // 8) * 8), 8)
+        by_registers, by_threads = 4 * units // warps, target.threads // (64 * warps)
+        reserved = 0
+    else:
+        by_registers = 65536 // (-(-code.registers * 32 // 256) * 256 * warps)
+        by_threads, reserved = target.threads // (32 * warps), 1024
+    by_memory = target.shared * 1024 // max(code.shared + reserved, 1)
+    fits = code.shared <= target.largest * 1024
+    return min(by_registers, by_threads, by_memory) if fits else 0
+
+
+def _work(shape: Shape, code: machine_code.Code, grid: tuple[int, ...], tile: Tile, call: str) -> int:
+    """Count warp instructions per 64 tokens and query head; of a token, and of a sum of states, in all."""
+    rows = shape.batch * shape.heads
+    programs = grid[0] / rows
+    if call == "token":
+        return round(code.instructions * tile.warps * programs)
+    if tile is problem.SCAN:
+        return round(code.instructions * tile.warps * grid[0] * grid[1] / rows * 64 / shape.length)
+    return round(code.loop * tile.warps * programs * 64 / tile.chunk)
+
+
+def _host(run: Callable[[], Any]) -> float:
+    """Measure microseconds of Python and of triton's binder in a call, without the driver: the best round."""
+
+    def bind_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
+        _build(kernel, grid, tile, arguments)
+
+    with mock.patch.object(problem.Problem, "launch", bind_only):
+        run()
+        rounds = []
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            for _ in range(TIMED):
+                run()
+            rounds.append((time.perf_counter() - begin) / TIMED * 1e6)
+    return min(rounds)
