@@ -161,6 +161,9 @@ def _chosen(
 ) -> tuple[Tensor, Tensor]:
     """Rank candidates by |v - S phi(k) / z phi(k)|, 0 for the second term of an empty state.
 
+    Of equal ones the first stays. Copies of a token are equal while the state is empty, but for roundings that
+    change with the cuts of a prefill, so errors are compared to 16 bits.
+
     Args:
         phi_k: features of all columns.
         value: of all columns.
@@ -174,6 +177,8 @@ def _chosen(
     """
     predicted = linear.normalised(*linear.read(_at(phi_k, columns), state))
     error = (_at(value, columns) - predicted).square().sum(-1)
+    mantissa, exponent = torch.frexp(error)
+    error = torch.ldexp((mantissa * 2**16).round(), exponent)
     counts = holds[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
     order = error.masked_fill(~counts, -1.0).sort(stable=True, dim=-1, descending=True).indices
     ranked = columns.gather(2, order)
