@@ -95,8 +95,8 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     if shard is not None:
         where["bytes_exchanged"] = exchanged
     if arguments.branches:
-        facts = {"train_length": length, "windows": sizes, "sentences": []}
-        run.begin(facts, {} if shard is None else where)
+        of_branches = {"train_length": length, "windows": sizes, "sentences": []}
+        run.begin(of_branches, {} if shard is None else where)
     else:
         _check_tokenizers(arguments, specs, documents, texts)
         compared = specs[: len(arguments.compare or [])]
