@@ -161,8 +161,8 @@ def _chosen(
 ) -> tuple[Tensor, Tensor]:
     """Rank candidates by |v - S phi(k) / z phi(k)|, 0 for the second term of an empty state.
 
-    Of equal ones the first stays. Copies of a token are equal while the state is empty, but for roundings that
-    change with the cuts of a prefill, so errors are compared to 16 bits.
+    Of equal ones the first stays. Copies of a token are equal while the state is empty, up to roundings that
+    change with the cuts of a prefill: errors are compared to 16 bits.
 
     Args:
         phi_k: features of all columns.

@@ -201,10 +201,9 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
             numbers = f"{code.registers}, {code.spilled}, {code.shared / 1024:.0f}, {kernel.resident}"
             cells_of.setdefault((kernel.name, shape.D), {})[name] = f"{numbers}; {products}; {kernel.work:,}"
     order = list(dict.fromkeys(kernel for kernel, _ in cells_of))
-    for (kernel, width), cells in sorted(
-        cells_of.items(), key=lambda row: (order.index(row[0][0]), row[0][1])
-    ):
-        lines.append(f"| `{kernel}` | {width} | {' | '.join(cells.get(name, '') for name in names)} |")
+    for kernel_name, width in sorted(cells_of, key=lambda row: (order.index(row[0]), row[1])):
+        row = cells_of[kernel_name, width]
+        lines.append(f"| `{kernel_name}` | {width} | {' | '.join(row.get(name, '') for name in names)} |")
     return "\n".join(lines) + "\n"
 
 

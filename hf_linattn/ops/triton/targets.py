@@ -251,14 +251,15 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     links: dict[str, Any] = {"log_decay": decay, "documents": documents, "segment": shape.segment}
     output = new(batch, length, shape.heads, shape.Dv, dtype=dtype).transpose(1, 2)
     total, how = new(batch, shape.heads, length), (shape.feature_map, True)
-    given = query, key, value, None, *before
-    one = [x[:, :, :1] for x in (query, key, value)]
+    given: tuple[Any, ...] = query, key, value, None, *before, *how
+    one: tuple[Any, ...] = *(x[:, :, :1] for x in (query, key, value)), None, *state, *how
     last = None if decay is None else decay[:, :, :1]
     after = (None, *state) if shape.state else (None, None, None)
+    back: tuple[Any, ...] = output, *after, *given[:6], output, total, *how
     return {
-        "forward": lambda: launch.forward(*given, *how, **links),
-        "backward": lambda: launch.backward(output, *after, *given, output, total, *how, **links),
-        "token": lambda: launch.decode(*one, None, *state, *how, log_decay=last, in_place=True),
+        "forward": lambda: launch.forward(*given, **links),
+        "backward": lambda: launch.backward(*back, **links),
+        "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
     }
 
 
