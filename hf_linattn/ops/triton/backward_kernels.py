@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (the bodies are Triton's language; Python's types do not describe them)
-"""Normalised linear attention for GPUs, backward: what runs on the device. Names as in `kernels`.
+"""Normalised linear attention for GPUs, backward: what runs on the device. Names as in `kernel_functions`.
 
 Of the forward only inputs, outputs and totals are kept. With c = 1 / total, g = d_out, R = dL/dS, r = dL/dz:
 
@@ -20,7 +20,7 @@ values in one walk would read less, but have no room for their registers at any 
 import triton
 import triton.language as tl
 
-from hf_linattn.ops.triton.kernels import (
+from hf_linattn.ops.triton.kernel_functions import (
     added,
     dot,
     exponential,
