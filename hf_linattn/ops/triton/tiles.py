@@ -2,8 +2,8 @@
 
 The bfloat16 tiles are the largest tried that compile for sm_80 and sm_90 without spilled registers and
 within their shared memory (`tests/ops/test_triton_compiled.py` holds them to that; at heads of 256 `outputs`
-spills 8 bytes). Float32 operands spill at some widths whatever the tile. An autotuner would need a device to choose, would slow every first call, and
-could make two runs of one program differ.
+spills 8 bytes). Float32 operands spill at some widths whatever the tile. An autotuner would need a device to
+choose, would slow every first call, and could make two runs of one program differ.
 """
 
 from __future__ import annotations
