@@ -201,7 +201,10 @@ class Visibility:
         columns = self.columns
         if self.queries != 1 or columns is None or self.summed is not None or torch.compiler.is_compiling():
             return self._counted(device)
-        if columns.is_inference():  # whose changes are not counted
+        own = columns.untyped_storage().data_ptr()
+        if columns.is_inference() or any(  # whose changes are not counted; what a layer has by itself
+            x is not None and x.untyped_storage().data_ptr() != own for x in (self.documents, self.window)
+        ):
             return self._counted(device)
         parts = self.documents is None, self.window is None
         about = columns._version, self.causal, self.keys, device, parts

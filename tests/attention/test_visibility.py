@@ -154,3 +154,12 @@ def test_analyse_refuses_added_values():
     bias = torch.full((1, 1, 4, 4), 0.5).masked_fill(~mask, torch.finfo(torch.float32).min)
     with pytest.raises(UnsupportedMaskError, match="adds values"):
         analyse(read_visibility(bias, 4, 4, is_causal=True), 0)
+
+
+def test_layers_with_windows_of_their_own_count_for_themselves():
+    """A decoded token's count is shared by the layers that have the same mask, and by no others."""
+    mask = torch.arange(-9, 1)[None, None, None].contiguous()
+    visibility = Visibility(True, 1, 10, mask)
+    for size in (4, 7, 4):
+        assert visibility.windowed(size, mask.device).count(mask.device).item() == size
+    assert visibility.count(mask.device).item() == 10
