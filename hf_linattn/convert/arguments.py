@@ -172,8 +172,11 @@ class ConvertArguments(TrainingArguments):
     train_projections: bool = option(
         False, "stage transfer also trains copies of the query, key, value and output projections"
     )
-    drop_window: float = option(
-        0.0, "part of the steps of stage distill in which hybrids have no window", minimum=0, maximum=1
+    drop_window: float = of_preset(
+        "drop_window",
+        "part of the steps of stage distill in which hybrids have no window",
+        minimum=0,
+        maximum=1,
     )
     ce_weight: float = of_preset(
         "ce_weight", "weight of the text's own loss, added to the divergence in stage distill", minimum=0
@@ -210,7 +213,9 @@ class ConvertArguments(TrainingArguments):
             setattr(self, name, recipe[name])
         super().__post_init__()
         if self.compile and self.gradient_checkpointing and self.drop_window:
-            raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
+            if "drop_window" not in self.filled:
+                raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
+            self.drop_window = 0.0
         stages = self.chosen_stages()
         if self.chosen_preset.chooses_layers:
             self._check_chosen_layers(stages)

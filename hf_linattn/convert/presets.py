@@ -15,14 +15,29 @@ SMALL = 100_000_000
 """Parameters; below, hybrids of a recipe that was measured train all weights, above LoRA."""
 
 PLAIN: Mapping[str, Any] = MappingProxyType(
-    {"batch_size": 8, "adam_beta2": 0.95, "patch_rate": 1.0, "ce_weight": 0.0, "eval_every": 50}
+    {
+        "batch_size": 8,
+        "adam_beta2": 0.95,
+        "patch_rate": 1.0,
+        "ce_weight": 0.0,
+        "eval_every": 50,
+        "drop_window": 0.0,
+    }
 )
 """The options' own defaults."""
 
 SMALL_STEPS: Mapping[str, Any] = MappingProxyType(
-    {"batch_size": 2, "adam_beta2": 0.999, "patch_rate": 10.0, "ce_weight": 1.0, "eval_every": 200}
+    {
+        "batch_size": 2,
+        "adam_beta2": 0.999,
+        "patch_rate": 10.0,
+        "ce_weight": 1.0,
+        "eval_every": 200,
+        "drop_window": 0.1,
+    }
 )
-"""What is best in docs/results.md: steps of few rows that learn from the teacher and from the text."""
+"""What is best in docs/results.md: steps of few rows that learn from the teacher and from the text, some
+without the window of hybrids."""
 
 FORMER = {
     "quick": "--preset plain",
@@ -50,6 +65,17 @@ class Preset:
     patch: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses_layers: bool = False
+
+    def options_for(self, context: int | None) -> dict[str, Any]:
+        """Return the patch's options for a model of so many positions; None where it does not say.
+
+        A window is a thirty-second of the context, 64 to 256 tokens: then it and the state take a twentieth
+        of what a full context of softmax does (docs/smollm2.md).
+        """
+        options = dict(self.options)
+        if "size" in options and context is not None:
+            options["size"] = min(max(context // 32, options["size"]), 256)
+        return options
 
     def tokens(self, stage: str, total: int, named: list[str] | None) -> int:
         """Give a stage its share of the tokens of all; those of a named stage without one are distill's.

@@ -73,7 +73,7 @@ class Conversion:
         for stage, count in zip(STAGES, steps, strict=True):
             words += [f"--{stage}-tokens", str(count * step)]
         # more and smaller steps, whose squared gradients AdamW remembers for longer (docs/convert.md)
-        words += ["--finetune-tokens", "0", "--adam-beta2", "0.999", *self.settings]
+        words += ["--finetune-tokens", "0", "--drop-window", "0", "--adam-beta2", "0.999", *self.settings]
         every = str(-(-steps[-1] // self.validations))
         words += ["--eval-every", every, "--checkpoint-every", every]
         return [*words, "--output-dir", str(self.folder), "--resume"]

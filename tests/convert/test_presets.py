@@ -23,7 +23,7 @@ from hf_linattn.registry import parse
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 SMALL = tuple(word for word in BASE if word not in ("--preset", "plain"))
-RECIPE = ("batch_size", "adam_beta2", "patch_rate", "ce_weight", "eval_every")
+RECIPE = ("batch_size", "adam_beta2", "patch_rate", "ce_weight", "eval_every", "drop_window")
 
 
 def told(**given):
@@ -34,7 +34,7 @@ def test_the_bare_command_is_the_best_recipe():
     argv = ["--model", "model", "--data", "train.txt", "--output-dir", "out"]
     arguments = ConvertArguments(**vars(build_parser().parse_args(argv)))
     assert arguments == told()
-    assert [getattr(arguments, name) for name in RECIPE] == [2, 0.999, 10, 1, 200]
+    assert [getattr(arguments, name) for name in RECIPE] == [2, 0.999, 10, 1, 200, 0.1]
     assert [arguments.stage_tokens(name) for name in arguments.chosen_stages()] == [100_000, 900_000]
     plan = resolve(arguments).arguments
     assert plan.patch == "window+gated"
@@ -47,7 +47,7 @@ def test_the_bare_command_is_the_best_recipe():
     plain = resolve(told(preset="plain"))
     assert [stage.tokens for stage in plain.stages] == [200_000, 800_000]
     assert (plain.arguments.patch, plain.arguments.options) == ("hedgehog", None)
-    assert [getattr(plain.arguments, name) for name in RECIPE] == [8, 0.95, 1, 0, 50]
+    assert [getattr(plain.arguments, name) for name in RECIPE] == [8, 0.95, 1, 0, 50, 0]
 
 
 def test_what_is_given_wins():
@@ -62,6 +62,23 @@ def test_what_is_given_wins():
     assert arguments.patch == "window+linear"
     assert arguments.options == {"window": {"size": 8}, "linear": {"feature_map": "elu1", "front": True}}
     assert arguments.batch_size == 2  # the recipe stays
+
+
+@pytest.mark.parametrize(
+    ("context", "size"), [(None, 64), (512, 64), (4096, 128), (8192, 256), (131_072, 256)]
+)
+def test_windows_grow_with_the_context(context, size):
+    for name in ("hybrid", "recall"):
+        assert PRESETS[name].options_for(context) == {**PRESETS["hybrid"].options, "size": size}
+    assert PRESETS["linear"].options_for(context) == PRESETS["linear"].options
+
+
+def test_the_window_stays_where_it_cannot_be_dropped():
+    both = {"compile": True, "gradient_checkpointing": True}
+    assert told(**both).drop_window == 0
+    assert told(compile=True).drop_window == 0.1
+    with pytest.raises(OptionError, match="--drop-window needs"):
+        told(**both, drop_window=0.1)
 
 
 def test_named_stages_share_all_tokens():
