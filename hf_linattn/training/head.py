@@ -32,7 +32,7 @@ DIVISOR = "logits_scaling"
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Entries of configs: logits * scale (Cohere), logits / scale (Granite), cap * tanh(logits / cap) (Gemma)."""
 
-TRIED = 64
+TRIED = 8
 """Tokens, at most, that a form is tried on."""
 PROBE = 100.0
 """Largest of the logits that a form is tried on: beyond any cap."""

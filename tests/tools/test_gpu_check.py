@@ -86,6 +86,7 @@ def test_folders_of_others_are_refused(refused, tmp_path):
 CHILD = """
 import json, os, signal, sys, time
 sys.path.insert(0, {folder!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 import gpu_check
 args = gpu_check.build_parser().parse_args(sys.argv[1:])
 path = args.output_dir / (args.stages[0] + ".jsonl")
@@ -164,7 +165,8 @@ def test_ctrl_c_ends_both_and_keeps_the_rows(tmp_path):
     child = tmp_path / "child.py"
     child.write_text(CHILD.format(folder=str(gpu_kit.FOLDER), deed="time.sleep(60)"))
     code = (
-        f"import sys; sys.path.insert(0, {str(gpu_kit.FOLDER)!r})\n"
+        f"import signal, sys; sys.path.insert(0, {str(gpu_kit.FOLDER)!r})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import gpu_check; run = gpu_check.supervised\n"
         f"gpu_check.supervised = lambda stage, args: run(stage, args, [sys.executable, {str(child)!r}])\n"
         "gpu_check.about = lambda dry: {}\n"
