@@ -346,8 +346,10 @@ class TrainingLoop:
         shares = row_ids.reshape(settings.grad_accum, self.replicas, settings.batch_size)
         replica = accelerator.process_index // self.sharing
         local_row_ids = shares[:, replica]
-        weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
-        local_weights = torch.from_numpy(weights[:, replica]).float().to(accelerator.device)
+        local_weights = None  # all rows count the same, cut by a preparation or not
+        if self.count_targets is not None:
+            weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
+            local_weights = torch.from_numpy(weights[:, replica]).float().to(accelerator.device)
         total = torch.zeros((), device=accelerator.device)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
@@ -357,7 +359,7 @@ class TrainingLoop:
             batch = to_device(rows, accelerator)
             with nullcontext() if last else accelerator.no_sync(self.model):
                 losses = self.losses(self.model, batch)
-                if self.count_targets is not None:  # else all count the same, cut or not
+                if local_weights is not None:
                     losses = losses * local_weights[micro]
                 loss = losses.mean() / settings.grad_accum
                 accelerator.backward(loss)

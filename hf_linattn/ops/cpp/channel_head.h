@@ -121,8 +121,7 @@ protected:
     }
 
     void set_corrections(int row) {
-        const float *w = w_ + row * value_row_, beta = beta_[row];
-        for (int e = 0; e < value_row_; e += WIDTH) store(u_ + row * value_row_ + e, load(w + e) * beta);
+        set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]);
     }
 
     // The state after a chunk.

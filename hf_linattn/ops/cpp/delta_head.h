@@ -78,6 +78,10 @@ protected:
         for (int i = 0; i < key_row_; i += WIDTH) store(d + i, (load(d + i) - load(y + i) * along) * inverse);
     }
 
+    void set_scaled(float* to, const float* from, float factor) const {
+        for (int e = 0; e < value_row_; e += WIDTH) store(to + e, load(from + e) * factor);
+    }
+
     void add_scaled(float* to, const float* from, float factor) const {
         for (int e = 0; e < value_row_; e += WIDTH) store(to + e, load(to + e) + load(from + e) * factor);
     }
@@ -211,8 +215,7 @@ protected:
     }
 
     void set_corrections(int row) {
-        const float *w = w_ + row * value_row_, beta = beta_[row];
-        for (int e = 0; e < value_row_; e += WIDTH) store(u_ + row * value_row_ + e, load(w + e) * beta);
+        set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]);
     }
 
     // The state after a chunk; the keys are scaled for it.

@@ -209,7 +209,7 @@ def _alive(context: Context) -> bool:
     try:
         torch.cuda.synchronize()
         return bool(torch.ones(1, device="cuda").item() == 1)
-    except Exception:
+    except RuntimeError:  # as errors of the device are
         print("the device no longer answers: a new process goes on", file=sys.stderr, flush=True)
         return False
 
