@@ -63,6 +63,17 @@ def scaled(x, scale, NEEDED: tl.constexpr):
 
 
 @triton.jit
+def weighed_features(
+    q, SHIFT, TOTAL, tokens, inside, rows, D: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Compute c phi_q of the queries of one head, of which SHIFT and TOTAL are rows."""
+    shift = tl.load(SHIFT + tokens, mask=inside, other=0.0)
+    features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+    return scaled(features, load_scale(TOTAL, tokens, inside, NORMALISE), NORMALISE or (OPERAND == "fp16"))
+
+
+@triton.jit
 def derivative(x, shift, FEATURE_MAP: tl.constexpr):
     """Compute phi'(x); `shift` of the row for queries, 0 for keys. The output ignores it: a constant."""
     x = x.to(tl.float32)
@@ -265,12 +276,8 @@ def key_gradients(
                 g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
                 q = load_tile(query, start, inside, q_strides[2], rows, D)
-                shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
-                features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
-                features = scaled(
-                    features,
-                    load_scale(TOTAL + row, tokens, inside, NORMALISE),
-                    NORMALISE or (OPERAND == "fp16"),
+                features = weighed_features(
+                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
                 )
                 phi_q = operand(features, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
@@ -348,12 +355,8 @@ def value_gradients(
                 query = head_pointer(Q, q_strides, batch, head)
                 g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
                 q = load_tile(query, start, inside, q_strides[2], rows, D)
-                shift = tl.load(SHIFT + row + tokens, mask=inside, other=0.0)
-                features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
-                features = scaled(
-                    features,
-                    load_scale(TOTAL + row, tokens, inside, NORMALISE),
-                    NORMALISE or (OPERAND == "fp16"),
+                features = weighed_features(
+                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
                 )
                 phi_q = operand(features, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
