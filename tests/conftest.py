@@ -1,6 +1,7 @@
 """Tests never reach for a hub and use one thread each, also when pytest is started by hand."""
 
 import os
+import random
 
 import pytest
 
@@ -8,6 +9,15 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 # torch's form, whatever libraries this machine has: tests of the others ask for `compiled`
 os.environ.setdefault("HF_LINATTN_CPP", "0")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whichever tests ran before it in its process."""
+    import torch  # here, when the number of threads above is set
+
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
