@@ -127,7 +127,7 @@ def test_folder_of_something_else_is_left_alone(model, text, tmp_path, capsys):
 
 
 def test_failed_job_shows_the_end_of_its_log(model, text, tmp_path, capsys):
-    assert main(command(model, text, tmp_path / "out", "--lr", "1e30", "--jobs", "1")) == 1
+    assert main(command(model, text, tmp_path / "out", "--lr", "1e30", "--jobs", "3")) == 1
     error = capsys.readouterr().err
     assert "convert hybrid" in error
     assert "failed (exit status" in error

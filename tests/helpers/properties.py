@@ -79,19 +79,23 @@ PAIRS = [
     if serves(family, case) and (family in VARIANTS or ", " not in case)
 ]
 CAUSAL = [(family, case) for family, case in PAIRS if family not in ENCODERS]
-WHOLE = ("llama", "mqa, odd head_dim", "gemma3", "bert")
-"""Families with all cases in every run; the others have `REPRESENTATIVES`, and the rest with `-m full`."""
+WHOLE = ("llama", "bert")
+"""Families with all cases in every run."""
+FIRST = ("mqa, odd head_dim", "gemma3")
+"""Families with the first case of each patch; others have `REPRESENTATIVES`, and the rest with `-m full`."""
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
 
 
 def marked(pairs):
     """The pairs as pytest parameters; those that only `-m full` runs are marked."""
     return [
-        pytest.param(
-            family, case, marks=() if family in WHOLE or case in REPRESENTATIVES else pytest.mark.full
-        )
+        pytest.param(family, case, marks=() if _always(family, case) else pytest.mark.full)
         for family, case in pairs
     ]
+
+
+def _always(family, case):
+    return family in WHOLE or case in REPRESENTATIVES or (family in FIRST and ", " not in case)
 
 
 CUTS = (0, 7, 71, 72, 100)

@@ -1,5 +1,7 @@
 """Tiny random models whose attention matters, and greedy decoding without any cache."""
 
+import copy
+
 import torch
 import transformers
 
@@ -35,16 +37,31 @@ ENCODER_DECODER_SIZES = {
 
 def build(cls, seed=1, dtype=torch.float64, implementation="sdpa", **config):
     """A model of this class; weights of std 0.2, since the usual 0.02 would hide errors in attention."""
+    key = repr((cls, seed, implementation, sorted(config.items())))
+    # making one takes ten times as long as copying it, and thousands of tests want the same few
+    model, generator = _made.pop(key, None) or _fresh(
+        getattr(transformers, cls), seed, implementation, config
+    )
+    _made[key] = model, generator
+    if len(_made) > 32:
+        del _made[next(iter(_made))]
+    torch.set_rng_state(generator)
+    return copy.deepcopy(model).to(dtype)  # the same weights in every dtype
+
+
+_made = {}
+
+
+def _fresh(cls, seed, implementation, config):
     torch.manual_seed(seed)
-    cls = getattr(transformers, cls)
     if implementation == "sdpa" and not cls._supports_sdpa:
         implementation = "eager"
-    model = cls(cls.config_class(**config, attn_implementation=implementation)).double().eval()
+    model = cls(cls.config_class(**copy.deepcopy(config), attn_implementation=implementation)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
-    return model.to(dtype)  # the same weights in every dtype
+    return model, torch.get_rng_state()
 
 
 def llama(layers=2, **options):

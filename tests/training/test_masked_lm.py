@@ -175,6 +175,7 @@ def test_resumed_run_ends_with_the_same_bytes(model, monkeypatch):
     assert from_pretrained(f"{model}-cut").cls.predictions.transform.dense.weight.shape == (32, 32)
 
 
+@pytest.mark.full
 def test_processes_and_division_of_the_batch_do_not_matter(workplace):
     common = [*SHORT, "--no-dropout", "--patch", "elu1", "--max-steps", "3"]
     two = ["--batch-size", "2", "--output-dir", "two"]
