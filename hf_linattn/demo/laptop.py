@@ -23,10 +23,9 @@ TOKENS = 100_000
 EVAL_TOKENS = 2304
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 80
-BLOCK_SIZE, BATCH_SIZE = 512, 2
-OPTIONS = {"size": 64, "half_life": 1024, "sinks": 4}
-"""Models that others trained give much of their attention to the first tokens; these stay exact."""
-ORIGINAL, SWAPPED = "original", "swapped"
+BLOCK_SIZE = 512
+PRESET = "hybrid"
+ORIGINAL, SWAPPED, CONVERTED = "original", "swapped", PRESET
 
 EPILOG = f"""\
 examples:
@@ -36,8 +35,8 @@ examples:
 
 rows:
   original   the model as it is
-  swapped    {{patch}} put in its place, without any training
-  hybrid     the same, converted by hf_linattn.convert: attention transfer, then distillation with LoRA
+  swapped    window+gated of the preset put in its place, without any training
+  hybrid     the same, converted by hf_linattn.convert with nothing but model, text and tokens said
 
 The folder gets model/ (where --model names none), data/, runs/hybrid/distill (the converted model),
 perplexity/, samples.json, results.json, results.csv, logs/ and report.html. Interrupted at any moment, the
@@ -47,12 +46,10 @@ same command goes on where it stopped. After the model is there, nothing is down
 
 def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
-    from hf_linattn.demo.hybrid import PATCH
-
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.demo.laptop",
         description="Convert a real language model to a hybrid, measure it, chat with it, write one page.",
-        epilog=EPILOG.format(patch=PATCH),
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, positive_int
@@ -131,33 +128,33 @@ def run(args: argparse.Namespace) -> Path:
 
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
-    from hf_linattn.demo import hybrid
+    from hf_linattn.cli.jobs import last_step
+    from hf_linattn.convert.presets import PRESETS
     from hf_linattn.demo.steps import Steps
+    from hf_linattn.patching.loading import load_config
+
+    preset, folder = PRESETS[PRESET], args.output_dir / "runs" / CONVERTED
+    stages = [folder / stage for stage, share in preset.shares.items() if share]
+    words = ["hf_linattn.convert", "--model", model, "--data", data.train, "--eval-data", data.held_out]
+    words += ["--tokens", str(args.tokens), "--block-size", str(args.block_size), "--eval-blocks", "8"]
+    words += ["--mixed-precision", "bf16" if multiplies_bf16(args.cpu) else "no", "--seed", str(args.seed)]
+    words += [*(["--cpu"] if args.cpu else []), "--checkpoint-every", "25"]
+    words += ["--output-dir", str(folder), "--resume"]
+    step = args.block_size * preset.recipe["batch_size"]
+    convert = {
+        "finished": lambda: (stages[-1] / "results.json").exists() and (folder / "report.html").exists(),
+        "progress": lambda: sum(last_step(stage / "train.csv") for stage in stages) * step / args.tokens,
+        "weight": 500.0,
+    }
+    context = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
+    patch = ["--patch", str(preset.patch), "--options", json.dumps(preset.options_for(context))]
 
     steps = Steps(args.output_dir, data, args.seed)
-    run = hybrid.Conversion(
-        model,
-        args.output_dir / "runs" / hybrid.NAME,
-        data.train,
-        data.held_out,
-        tokens=args.tokens,
-        block_size=args.block_size,
-        batch_size=BATCH_SIZE,
-        eval_blocks=8,
-        options=OPTIONS,
-        settings=[
-            *("--lora", "16", "--patch-rate", "1", "--ce-weight", "0", "--seed", str(args.seed)),
-            *("--mixed-precision", "bf16" if multiplies_bf16(args.cpu) else "no"),
-            *(["--cpu"] if args.cpu else []),
-        ],
-    )
     steps.perplexity(ORIGINAL, model, tokens=args.eval_tokens)
-    patch = ["--patch", hybrid.PATCH, "--options", json.dumps({**hybrid.OPTIONS, **OPTIONS})]
     steps.perplexity(SWAPPED, model, tokens=args.eval_tokens, words=patch)
-    convert = {"finished": run.finished, "progress": run.progress, "weight": 500.0}
-    steps.add(hybrid.NAME, ["python", "-m", *run.words], name="convert", **convert)
-    steps.perplexity(hybrid.NAME, str(run.result), tokens=args.eval_tokens, after=("convert",))
-    steps.sample([model, str(run.result)], tokens=args.new_tokens, after=("convert",))
+    steps.add(CONVERTED, ["python", "-m", *words], name="convert", **convert)
+    steps.perplexity(CONVERTED, str(stages[-1]), tokens=args.eval_tokens, after=("convert",))
+    steps.sample([model, str(stages[-1])], tokens=args.new_tokens, after=("convert",))
     note = "The prompt is a question in the model's chat template; both answer greedily."
     steps.report([*data.notes, note], "--title", f"{args.model or MODEL}, converted")
     return steps

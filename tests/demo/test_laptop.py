@@ -41,7 +41,10 @@ def test_notebook_then_the_command_again(model, tmp_path, monkeypatch, capsys):
     assert " left" in printed.err
     rows = {row["row"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
     assert set(rows) == {"original", "swapped", "hybrid"}
-    assert rows["hybrid"]["training_tokens"] == 256
+    assert rows["hybrid"]["training_tokens"] == (1 + 4) * 2 * 32  # steps of transfer and of distill
+    shown = json.loads((folder / "commands.json").read_text())
+    assert "--options" not in shown["hybrid"][0]  # the preset's
+    assert '"size": 64, "sinks": 4' in shown["swapped"][0]
     assert rows["hybrid"]["state_bytes"] > 0 == rows["hybrid"]["bytes_per_token"]
     assert all(row["perplexity_64"] > 1 for row in rows.values())
     page = (folder / "report.html").read_text(encoding="utf-8")
