@@ -272,7 +272,7 @@ def check_what_is_refused(path):
             with pytest.raises(UnsupportedCallError, match=text.split(",")[0]):
                 checks.takes(key, tokens, rows)
             folder.patch.delenv(check.TRITON)
-        patch.setattr(check, "_triton_too_old", lambda: "triton 3.1.0 is older than 3.5")
+        patch.setattr(check, "triton_too_old", lambda: "triton 3.1.0 is older than 3.5")
         patch.setattr(launch, "available", lambda device: True)
         patch.delattr(problem.importlib.import_module("triton"), "knobs")  # which it has not yet
         with pytest.warns(UserWarning, match="triton 3.1.0 is older"):

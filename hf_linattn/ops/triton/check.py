@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,15 +41,28 @@ T = TypeVar("T")
 
 
 class Verdict(NamedTuple):
-    """What a check found: None in `why` where the kernels may be used."""
+    """What a check found: None in `why` where the kernels may be used, whose `form` this is."""
 
     why: str | None
     device: str
+    form: str = "triton"
 
     @property
     def text(self) -> str:
         """One line."""
-        return f"triton, checked on {self.device}" if self.why is None else f"torch: {self.why}"
+        return f"{self.form}, checked on {self.device}" if self.why is None else f"torch: {self.why}"
+
+
+class Trial(Protocol):
+    """What is checked once; two that are equal compare so."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, with its number."""
+
+    @property
+    def name(self) -> str:
+        """Text without the device."""
 
 
 def asked() -> Literal["auto", "0", "1"]:
@@ -68,16 +81,23 @@ class Checks:
     Args:
         kernels: has the functions of `launch`.
         length: tokens of the trial.
+
+    Class attributes:
+        form: who computes where the kernels do, in a word.
+        kernels_of: what they are, for messages.
     """
+
+    form: ClassVar[str] = "triton"
+    kernels_of: ClassVar[str] = "Triton kernels of linear attention"
 
     def __init__(self, kernels: Any = launch, length: int = selftest.LENGTH) -> None:
         self.kernels, self.length = kernels, length
-        self.verdicts: dict[Key, Verdict] = {}
+        self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
         self._running = threading.local()
 
-    def takes(self, key: Key, tokens: int = 0, rows: int = 0, *, compiling: bool = False) -> bool:
+    def takes(self, key: Any, tokens: int = 0, rows: int = 0, *, compiling: bool = False) -> bool:
         """Tell whether the kernels compute a call; check them if nobody has.
 
         Args:
@@ -95,64 +115,79 @@ class Checks:
             return False
         verdict = self.verdicts.get(key)
         if verdict is None or tokens > problem.LONGEST or rows > SAFE_ROWS:
-            dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (key.D, key.Dv)
-            why = None if launch.available(key.device) else "triton is not installed"
-            why = why or _triton_too_old() or problem.refusal(dtypes, widths, tokens, rows)
-            why = why or _device_refusal(key.device, key.operand)
+            why = self.refusal(key, tokens, rows)
             if why is not None:
                 return self._without(wish, why, compiling)
             still = compiling or _capturing(key.device)
             verdict = self._known(key) if still else self._checked(key)
         if wish == "1":
-            _insist(key, verdict)
+            self._insist(key, verdict)
         return verdict is not None and verdict.why is None
+
+    def refusal(self, key: Any, tokens: int, rows: int) -> str | None:
+        """Say what is known to hinder before anything is tried; None for nothing."""
+        dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (key.D, key.Dv)
+        why = None if launch.available(key.device) else "triton is not installed"
+        why = why or triton_too_old() or problem.refusal(dtypes, widths, tokens, rows)
+        return why or device_refusal(key.device, key.operand)
+
+    def worth_saying(self, why: str) -> bool:
+        """Tell whether somebody would wonder: nobody expects kernels of float64."""
+        return "float64" not in why
+
+    def disagreement(self, key: Any) -> str | None:
+        """Run the trial and say what differs from float64; None where nothing does."""
+        return selftest.disagreement(key, self.kernels, self.length)
+
+    def file(self, device: torch.device) -> Path | None:
+        """Name the file of verdicts; None where no folder can be found."""
+        return _file(device)
 
     def _without(self, wish: str, why: str, compiling: bool) -> bool:
         """Go on without kernels, said once, or raise."""
         if wish == "1":
-            raise UnsupportedCallError(f"{TRITON}=1 insists on Triton kernels: {why}")
+            raise UnsupportedCallError(f"{TRITON}=1 insists on {self.kernels_of}: {why}")
         if why not in self.refused:
             self.refused[why] = None
-            if not compiling and "float64" not in why:  # nobody expects those to be fast
+            if not compiling and self.worth_saying(why):
                 warnings.warn(
-                    f"Triton kernels of linear attention are not used: {why}. Torch operations compute the "
-                    "same, more slowly.",
+                    f"{self.kernels_of} are not used: {why}. Torch operations compute the same, more slowly.",
                     stacklevel=2,
                 )
         return False
 
-    def _known(self, key: Key) -> Verdict | None:
+    def _known(self, key: Trial) -> Verdict | None:
         """Look a verdict up, on the disk too."""
         with self._lock:
             if key not in self.verdicts:
-                told = _read(_file(key.device)).get(key.name, "")
+                told = _read(self.file(key.device)).get(key.name, "")
                 if told != "":
-                    self.verdicts[key] = Verdict(told, device_name(key.device))
+                    self.verdicts[key] = Verdict(told, device_name(key.device), self.form)
             return self.verdicts.get(key)
 
-    def _checked(self, key: Key) -> Verdict:
+    def _checked(self, key: Trial) -> Verdict:
         with self._lock:
             verdict = self._known(key)
             if verdict is not None:
                 return verdict
             why, lasting = self._run(key)
-            verdict = self.verdicts[key] = Verdict(why, device_name(key.device))
+            verdict = self.verdicts[key] = Verdict(why, device_name(key.device), self.form)
             if lasting:
-                _write(_file(key.device), key.name, why)
+                _write(self.file(key.device), key.name, why)
         if why is not None:
             warnings.warn(
-                f"Triton kernels of linear attention ({key.name}) on {verdict.device}: {why}. Torch "
+                f"{self.kernels_of} ({key.name}) on {verdict.device}: {why}. Torch "
                 f"operations compute the same from now on, more slowly; {TRITON}=0 silences this. {REPORT}",
                 stacklevel=2,
             )
         return verdict
 
-    def _run(self, key: Key) -> tuple[str | None, bool]:
+    def _run(self, key: Trial) -> tuple[str | None, bool]:
         """Run the trial; return what is wrong, and whether that will last."""
 
         def run() -> str | None:
             self._running.now = True
-            return selftest.disagreement(key, self.kernels, self.length)
+            return self.disagreement(key)
 
         try:
             why = _apart(run, key.device)
@@ -161,26 +196,25 @@ class Checks:
             return f"they did not run ({type(error).__name__}: {line[:300]})", not _passing(error)
         return (None if why is None else f"they disagree with float64: {why}"), True
 
+    def _insist(self, key: Trial, verdict: Verdict | None) -> None:
+        """Raise where kernels were insisted on and cannot be used."""
+        if verdict is None:
+            raise UnsupportedCallError(
+                f"{TRITON}=1 insists on {self.kernels_of}, and they have not been checked for {key.name}: "
+                "run the model once before it is compiled or captured"
+            )
+        if verdict.why is not None:
+            raise UnsupportedCallError(
+                f"{TRITON}=1 insists on {self.kernels_of} ({key.name}) on {verdict.device}, and "
+                f"{verdict.why}. Unset it: torch operations compute the same. {REPORT}"
+            )
+
     def summary(self) -> list[str]:
         """Say which form runs, a line for each kind of call so far."""
         if asked() == "0":
             return [f"torch: {TRITON}=0"]
         lines = [f"{key.name}: {verdict.text}" for key, verdict in self.verdicts.items()]
         return lines + [f"torch: {why}" for why in self.refused]
-
-
-def _insist(key: Key, verdict: Verdict | None) -> None:
-    """Raise where kernels were insisted on and cannot be used."""
-    if verdict is None:
-        raise UnsupportedCallError(
-            f"{TRITON}=1 insists on Triton kernels, and they have not been checked for {key.name}: run the "
-            "model once before it is compiled or captured"
-        )
-    if verdict.why is not None:
-        raise UnsupportedCallError(
-            f"{TRITON}=1 insists on Triton kernels ({key.name}) on {verdict.device}, and {verdict.why}. "
-            f"Unset it: torch operations compute the same. {REPORT}"
-        )
 
 
 def _apart(run: Callable[[], T], device: torch.device) -> T:
@@ -225,7 +259,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 @functools.cache
-def _triton_too_old() -> str | None:
+def triton_too_old() -> str | None:
     try:
         version = str(importlib.import_module("triton").__version__)
         found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
@@ -235,7 +269,7 @@ def _triton_too_old() -> str | None:
     return f"triton {version} is older than {wanted}" if found < OLDEST else None
 
 
-def _device_refusal(device: torch.device, operand: str) -> str | None:
+def device_refusal(device: torch.device, operand: str) -> str | None:
     """Say what a device lacks; None for nothing that is known before it is tried."""
     capability = problem.device_of(device).capability
     if operand == "bf16" and (0, 0) < capability < (8, 0):
@@ -250,7 +284,18 @@ def device_name(device: torch.device) -> str:
 
 
 def _file(device: torch.device) -> Path | None:
-    """Name the file of verdicts after all that could change them; None where no folder can be found."""
+    """Name the file of verdicts on kernels of this folder."""
+    kernels = (path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return verdicts_file(device, measured_tiles.digest(device), *kernels)
+
+
+def verdicts_file(device: torch.device, *kernels: str) -> Path | None:
+    """Name a file of verdicts after all that could change them; None where no folder can be found.
+
+    Args:
+        device: where kernels run.
+        kernels: texts that change with them.
+    """
     try:
         folder = switches.cache_folder()
     except RuntimeError:  # nobody's home
@@ -259,8 +304,7 @@ def _file(device: torch.device) -> Path | None:
     parts = [
         importlib.import_module("triton").__version__,
         *(torch.__version__, torch.version.cuda, torch.version.hip, driver),
-        *(device_name(device), problem.device_of(device), measured_tiles.digest(device)),
-        *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(device_name(device), problem.device_of(device), *kernels),
     ]
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
     return folder / f"triton-{digest}.json"
@@ -298,6 +342,8 @@ def _write(path: Path | None, name: str, why: str | None) -> None:
 
 CHECKS = Checks()
 """Of the kernels that are used."""
+ALL = [CHECKS]
+"""Of all kernels that are checked so."""
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int | None = None) -> bool:
@@ -336,7 +382,7 @@ def _key(
     how = Form(*form)
     if how.kind == "none":
         dtype = features_dtype(dtype)
-    usable = launch.available(device) and _triton_too_old() is None
+    usable = launch.available(device) and triton_too_old() is None
     operand = problem.operand_of((dtype, value_dtype)) if usable else ""
     return Key(device, dtype, value_dtype, D, Dv, 1 + grouped, operand, how)
 
@@ -374,4 +420,4 @@ def narrowed(inputs: Inputs, query_dtype: torch.dtype, value_dtype: torch.dtype,
 
 def summary() -> list[str]:
     """Say which form computes linear attention on GPUs, a line for each kind of call so far."""
-    return CHECKS.summary()
+    return list(dict.fromkeys(line for checks in ALL for line in checks.summary()))
