@@ -1,4 +1,4 @@
-"""The delta rule, by the C++ kernels where they are asked for, else in torch operations."""
+"""The delta rule: by C++ kernels on CPUs, by fla's on GPUs, where these may be used, else by torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import delta, takes
 from hf_linattn.ops.eager import delta_rule
+from hf_linattn.ops.fla import check, rule
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs, accumulator_dtype
 
@@ -29,16 +30,14 @@ def attention(
     Returns:
         Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
     """
-    compiled = torch.compiler.is_compiling() or exporting()
-    if compiled or not takes.delta(inputs):
-        output, after = _eager(inputs, config)
-    elif torch.is_grad_enabled() and inputs.query is None:
-        output, after = _eager(inputs, config)  # the kernel's backward begins with an output
-    elif torch.is_grad_enabled():
-        output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]
-    else:
+    tracing = torch.compiler.is_compiling() or exporting()
+    without_output = torch.is_grad_enabled() and inputs.query is None  # with which a backward in C++ begins
+    if tracing or without_output or not takes.delta(inputs):
+        return _by_fla_or_torch(inputs, config, scale, tracing)
+    if not torch.is_grad_enabled():
         return delta.forward(inputs, config, keep, scale.float(), in_place)
-    return None if output is None else output * scale.to(output)[:, None, None], after
+    output, after = _Delta.apply(*inputs, config)  # type: ignore[no-untyped-call]
+    return _scaled(output, scale), after
 
 
 def step(
@@ -66,7 +65,14 @@ def step(
     return output, after
 
 
-def _eager(inputs: DeltaInputs, config: DeltaConfig) -> tuple[Tensor | None, Tensor]:
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale.to(x)[:, None, None]
+
+
+def _by_fla_or_torch(
+    inputs: DeltaInputs, config: DeltaConfig, scale: Tensor, tracing: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Make gates of their logits, hide what does not count, bring keys and queries to length 1; compute."""
     query, key, value, logits, state, valid, documents = inputs
     assert logits is not None
     dtype = accumulator_dtype(key, value)
@@ -80,7 +86,12 @@ def _eager(inputs: DeltaInputs, config: DeltaConfig) -> tuple[Tensor | None, Ten
         log_decay = None if log_decay is None else log_decay.masked_fill(hidden[..., None], 0)
     query = None if query is None else F.normalize(query.to(dtype), dim=-1, eps=delta.EPS)
     key = F.normalize(key.to(dtype), dim=-1, eps=delta.EPS)
-    return delta_rule.causal(query, key, value.to(dtype), beta, log_decay, state, documents)
+    terms = (beta, log_decay, state, documents)
+    if key.is_cuda and not tracing and check.takes(query, key, value, *terms):
+        query = None if query is None else _scaled(query, scale)  # whose product is not rounded
+        return rule.causal(query, key, value, *terms)
+    output, after = delta_rule.causal(query, key, value.to(dtype), *terms)
+    return None if output is None else _scaled(output, scale), after
 
 
 class _Delta(torch.autograd.Function):

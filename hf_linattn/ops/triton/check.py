@@ -85,10 +85,14 @@ class Checks:
     Class attributes:
         form: who computes where the kernels do, in a word.
         kernels_of: what they are, for messages.
+        most_tokens: of calls that `refusal` need not look at again once there is a verdict.
+        most_rows: likewise.
     """
 
     form: ClassVar[str] = "triton"
     kernels_of: ClassVar[str] = "Triton kernels of linear attention"
+    most_tokens: ClassVar[int] = problem.LONGEST
+    most_rows: ClassVar[int] = SAFE_ROWS
 
     def __init__(self, kernels: Any = launch, length: int = selftest.LENGTH) -> None:
         self.kernels, self.length = kernels, length
@@ -114,7 +118,7 @@ class Checks:
         if wish == "0" or getattr(self._running, "now", False):
             return False
         verdict = self.verdicts.get(key)
-        if verdict is None or tokens > problem.LONGEST or rows > SAFE_ROWS:
+        if verdict is None or tokens > self.most_tokens or rows > self.most_rows:
             why = self.refusal(key, tokens, rows)
             if why is not None:
                 return self._without(wish, why, compiling)
@@ -260,6 +264,7 @@ def _capturing(device: torch.device) -> bool:
 
 @functools.cache
 def triton_too_old() -> str | None:
+    """Say why this triton is not used; None where it is."""
     try:
         version = str(importlib.import_module("triton").__version__)
         found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
