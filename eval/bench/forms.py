@@ -10,29 +10,33 @@ from hf_linattn.ops.triton import check
 
 
 @contextmanager
-def watched() -> Iterator[dict[str, bool]]:
-    """Collect name of a call -> whether Triton kernels compute it, for all calls meanwhile."""
-    seen: dict[str, bool] = {}
-    ask = check.CHECKS.takes
+def watched() -> Iterator[dict[str, str]]:
+    """Collect name of a call -> who computes it, for all calls meanwhile."""
+    seen: dict[str, str] = {}
 
-    def takes(key: Any, *arguments: Any, **options: Any) -> bool:
-        answer = ask(key, *arguments, **options)
-        seen[key.name] = answer
-        return answer
+    def watch(checks: check.Checks) -> None:
+        ask = checks.takes
 
-    check.CHECKS.takes = takes  # type: ignore[method-assign]
+        def takes(key: Any, *arguments: Any, **options: Any) -> bool:
+            answer = ask(key, *arguments, **options)
+            seen[key.name] = checks.form if answer else "torch operations"
+            return answer
+
+        checks.takes = takes  # type: ignore[method-assign]
+
+    every = list(check.ALL)
+    for checks in every:
+        watch(checks)
     try:
         yield seen
     finally:
-        del check.CHECKS.takes  # the method of the class again
+        for checks in every:
+            del checks.takes  # the method of the class again
 
 
-def text(seen: dict[str, bool]) -> str | None:
+def text(seen: dict[str, str]) -> str | None:
     """Say it in a word or two; None where nothing was asked, as on a CPU."""
-    if not seen:
-        return None
-    words = {True: "triton", False: "torch operations"}
-    return " and ".join(dict.fromkeys(words[answer] for answer in seen.values()))
+    return " and ".join(dict.fromkeys(seen.values())) or None
 
 
 def wish(device: str) -> str:
@@ -45,5 +49,8 @@ def wish(device: str) -> str:
 
     if device != "cuda":
         return kernels().get(device, "not known on this device")
-    asked = {"auto": "triton where it agrees with float64, else torch operations", "1": "triton, or an error"}
+    asked = {
+        "auto": "triton and fla where they agree with float64, else torch operations",
+        "1": "triton and fla, or an error",
+    }
     return asked.get(check.asked(), "torch operations")

@@ -107,7 +107,7 @@ def kernels() -> dict[str, str]:
     found = {"cpu": auto.verdict()}
     if torch.cuda.is_available():
         calls = "; ".join(check.summary())
-        found["cuda"] = calls or "triton where it agrees with float64, else torch: nothing was computed yet"
+        found["cuda"] = calls or "kernels where they agree with float64, else torch: nothing was computed yet"
     return found
 
 
@@ -151,6 +151,13 @@ windows, with a linear attention for the rest or without:
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
   any other device                   vectorised torch operations (eager/window.py)
+the delta rule:
+  CPU with a library of C++ kernels, at most 32 bits
+                                     kernels in C++ (cpp/delta.py)
+  CUDA or ROCm with fla-core, where its kernels agree with float64 on that device (fla/check.py),
+  in chunks for bfloat16 and float16 alone
+                                     its kernels (fla/rule.py), unless compiled by torch.compile
+  all others                         torch operations in chunks (eager/delta_rule.py)
 a library of C++ kernels:
   {build.CPP + " not set":35}one that came with the package, else one that was compiled here for
                                      this processor and these sources; it must agree with torch on a

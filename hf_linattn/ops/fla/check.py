@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from hf_linattn.ops.fla import rule, selftest
 from hf_linattn.ops.fla.selftest import Key
 from hf_linattn.ops.triton import check, launch
 
-OLDEST = (0, 5)
+OLDEST = (0, 5, 2)
 """Of fla-core: older ones were not tried."""
 WIDEST = 256
 MOST_NUMBERS = 2**31 - 1
@@ -88,8 +89,7 @@ def _missing(kind: rule.Kind, recurrent: bool) -> str | None:
     if importlib.util.find_spec("fla") is None or not version:
         return ABSENT
     try:
-        found = tuple(int(part) for part in version.split(".")[:2])
-        if found < OLDEST:
+        if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
             return f"fla-core {version} is older than {'.'.join(map(str, OLDEST))}"
         rule.function(kind, recurrent)
     except Exception as error:  # whatever its import raises

@@ -9,6 +9,7 @@ from helpers.fixtures_bench import QUICK, arguments, refused, results_of
 
 from hf_linattn.eval.bench import __main__ as bench
 from hf_linattn.eval.bench import candidates, forms, plots, run, timing
+from hf_linattn.ops.fla.check import DELTA
 from hf_linattn.ops.triton import check, selftest
 
 
@@ -86,12 +87,18 @@ def test_the_form_of_calls_on_an_accelerator_is_recorded(monkeypatch):
         assert [check.CHECKS.takes(key, 5, 2, compiling=False) for key in keys[:1]] == [True]
         assert forms.text(seen) == "triton"
         check.CHECKS.takes(keys[1])
-    assert forms.text(seen) == "triton and torch operations"
-    assert "takes" not in vars(check.CHECKS)
+        assert forms.text(seen) == "triton and torch operations"
+        DELTA.takes(keys[0])
+    assert forms.text(seen) == "fla and torch operations"
+    assert not any("takes" in vars(checks) for checks in check.ALL)
 
 
 def test_runs_with_and_without_kernels_are_two(tmp_path, monkeypatch, capsys):
-    said = {"": "triton where it agrees", "1": "triton, or an error", "0": "torch operations"}
+    said = {
+        "": "triton and fla where they agree",
+        "1": "triton and fla, or an error",
+        "0": "torch operations",
+    }
     for text, words in said.items():
         monkeypatch.setenv(check.TRITON, text)
         assert forms.wish("cuda").startswith(words)
