@@ -17,14 +17,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from hf_linattn.attention.masks import MATCHES, expect_past, fingerprint, once, with_notes
 from hf_linattn.attention.tokens import Tokens, joined
 from hf_linattn.errors import CacheError
-
-
-def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
-    """Hash which tokens count: boolean `[B, N]` -> int64 `[B]`. Hashes of pieces from `start` add up."""
-    index = torch.arange(start + 1, start + valid.shape[1] + 1, device=valid.device)
-    return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
 
 
 def all_valid_fingerprint(batch: int, length: int, device: torch.device) -> Tensor:
@@ -116,36 +111,51 @@ class StateLayer(CacheLayerMixin):
             return False
         return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
 
-    def mask_matches(self, valid: Tensor | None) -> bool:
-        """Tell whether a mask of all tokens `[B, seen]` shows those that are in the state; None shows all."""
-        if valid is None:
-            assert self.visible is not None
-            batch, device = self.visible.shape[0], self.visible.device
-            valid = torch.ones(batch, self._summed(), dtype=torch.bool, device=device)
-        before = self.visible
-        if before is None:
-            before = all_valid_fingerprint(valid.shape[0], self._summed(), valid.device)
-        return bool((fingerprint(valid) == before).all())
+    def mask_matches(self, valid: Tensor | None, mask: Tensor | None = None) -> bool:
+        """Tell whether a mask shows the tokens that are in the state.
 
-    def _advance(self, tokens: Tokens) -> None:
-        """Add tokens to the fingerprint."""
+        Args:
+            valid: of all tokens before, boolean `[B, seen]`; None shows all.
+            mask: that it was read from, by which layers whose states hold the same tokens ask once.
+        """
+
+        def answer() -> bool:
+            shown = valid
+            if shown is None:
+                assert self.visible is not None
+                batch, device = self.visible.shape[0], self.visible.device
+                shown = torch.ones(batch, self._summed(), dtype=torch.bool, device=device)
+            before = self.visible
+            if before is None:
+                before = all_valid_fingerprint(shown.shape[0], self._summed(), shown.device)
+            return bool((fingerprint(shown) == before).all())
+
+        return once(mask, MATCHES, (self._summed(), self.visible), answer)
+
+    def _advance(self, tokens: Tokens, mask: Tensor | None = None) -> None:
+        """Add tokens to the fingerprint, which is one object for all layers that have seen the same."""
         valid, batch, device = tokens.valid, tokens.key.shape[0], tokens.key.device
-        if valid is None and self.visible is None:
+        start, before = self._summed(), self.visible
+        if valid is None and before is None:
             return
-        if valid is None:
-            valid = torch.ones(batch, tokens.length, dtype=torch.bool, device=device)
-        if self.visible is None and bool(valid.all()):
-            return
-        start = self._summed()
-        before = all_valid_fingerprint(batch, start, device) if self.visible is None else self.visible
-        self.visible = before + fingerprint(valid, start)
 
-    def write(self, state: Any, tokens: Tokens) -> None:
+        def after() -> Tensor:
+            new = (
+                torch.ones(batch, tokens.length, dtype=torch.bool, device=device) if valid is None else valid
+            )
+            past = all_valid_fingerprint(batch, start, device) if before is None else before
+            return with_notes(past + fingerprint(new, start))
+
+        about = start, tokens.length, batch, before, valid is None
+        self.visible = once(mask, "after", about, after)
+
+    def write(self, state: Any, tokens: Tokens, mask: Tensor | None = None) -> None:
         """Store the state after a call.
 
         Args:
             state: after every token so far.
             tokens: the new ones; kept only while the past is recorded.
+            mask: that shows them, by which layers share what they keep of it.
         """
         if isinstance(self.seen, Tensor):
             self._write_static(state, tokens.length)
@@ -154,7 +164,7 @@ class StateLayer(CacheLayerMixin):
             if self.base is None:
                 self.base = (self.state, self.visible)
             self.tail.append(tokens)
-        self._advance(tokens)
+        self._advance(tokens, mask)
         if state is not self.state:  # not written over
             self.state = state_like(state, [own_storage(x) for x in state])
         self.seen += tokens.length
@@ -185,6 +195,8 @@ class StateLayer(CacheLayerMixin):
         """Return (columns, offset) of the mask, past columns included."""
         if self.max_cache_len is not None:
             return self.max_cache_len, 0
+        if not torch.compiler.is_compiling():
+            expect_past(self._summed(), self.visible)
         return int(self.seen) + query_length, 0
 
     def get_max_length(self) -> int:
@@ -226,12 +238,16 @@ class StateLayer(CacheLayerMixin):
             self.pending = joined(tail).slice(0, recorded - count) if recorded > count else None
         self.tail, self.base = [], None
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+    def _map(self, function: Callable[[Tensor], Tensor], about: object = None) -> None:
+        """Change every tensor, the fingerprint once for all layers where `about` says by what."""
+
         def each(state: Any) -> Any:
             return None if state is None else state_like(state, [function(x) for x in state])
 
         self.state = each(self.state)
-        self.visible = None if self.visible is None else function(self.visible)
+        if (before := self.visible) is not None:
+            on = None if about is None else before
+            self.visible = once(on, "moved", (about,), lambda: with_notes(function(before)))
         self.tail = [part.map(function) for part in self.tail]
         if self.base is not None:
             state, visible = self.base
@@ -240,15 +256,15 @@ class StateLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put rows into a new order (beam search)."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)), beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0), repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
-        self._map(lambda x: x[indices, ...])
+        self._map(lambda x: x[indices, ...], indices)
 
     def reset(self) -> None:
         """Forget everything; static tensors stay where compiled code expects them."""
@@ -302,8 +318,8 @@ class HybridStateLayer(StateLayer, LinearAttentionAndFullAttentionLayer):  # typ
         StateLayer.crop(self, tokens_to_remove)
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        super()._map(function)
+    def _map(self, function: Callable[[Tensor], Tensor], about: object = None) -> None:
+        super()._map(function, about)
         for name in ("conv_states", "recurrent_states"):
             states = getattr(self, name)
             if isinstance(states, dict):

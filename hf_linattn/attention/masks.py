@@ -15,8 +15,9 @@ approximated.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,58 @@ They compute with boolean ones, or with additive ones, so no compact ones; windo
 dropped in others, so masks count all keys; masks are only handed on, even where the model asks for real ones;
 chunks are dropped.
 """
+
+
+SHARED = "_linattn_shared"
+"""Attribute of a compact mask: what the layers of a forward have found out about it, by name."""
+MATCHES = "matches"
+"""Name of the answer whether the past of a mask is what a state has summed."""
+T = TypeVar("T")
+_asked = threading.local()  # .past: of the cache layer that the next mask is made for
+
+
+def fingerprint(valid: Tensor, start: int = 0) -> Tensor:
+    """Hash which tokens count: boolean `[B, N]` -> int64 `[B]`. Hashes of pieces from `start` add up."""
+    index = torch.arange(start + 1, start + valid.shape[1] + 1, device=valid.device)
+    return (valid * (index * 2654435761 % 2**32)).sum(1)  # multiplicative hashing, Knuth 6.4
+
+
+def expect_past(length: int, visible: Tensor | None) -> None:
+    """Note what a layer has summed, before its mask is made: one wait then answers for both.
+
+    Args:
+        length: tokens.
+        visible: their `fingerprint`; None where none of them is padded.
+    """
+    _asked.past = length, visible
+
+
+def with_notes(x: Tensor) -> Tensor:
+    """Let layers share what they compute of a tensor, by `once`."""
+    setattr(x, SHARED, {})
+    return x
+
+
+def once(on: Tensor | None, name: str, about: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """Compute what every layer of a forward would compute of one mask: the first one does.
+
+    Args:
+        on: the mask, or what else layers have in common; one that has no notes, or None, shares nothing.
+        name: of what is computed.
+        about: on what else it depends: tensors count as equal where they are the same object.
+        make: computes it.
+    """
+    notes: dict[str, tuple[tuple[Any, ...], Any]] | None = getattr(on, SHARED, None)
+    if on is None or notes is None or torch.compiler.is_compiling():
+        return make()
+    about = (*about, None if on.is_inference() else on._version)
+    known = notes.get(name)
+    if known is None or not all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(known[0], about, strict=True)
+    ):
+        known = notes[name] = about, make()
+    found: T = known[1]
+    return found
 
 
 def is_compact(mask: Tensor | None) -> bool:
@@ -229,14 +282,15 @@ def _encode(
     dtype = CAUSAL if pattern.kind == "causal" else BIDIRECTIONAL
     index = torch.arange(length, device=device) + kv_offset
     rows = [(index - q_offset)[None]]
-    visible = None
+    visible, told = None, []
     if pattern.documents is not None:
         visible = pattern.documents + 1
     elif attention_mask is not None:
         width = attention_mask.shape[-1]
         visible = attention_mask[:, index.clamp(max=width - 1)] & (index < width)
-        if not torch.compiler.is_compiling() and bool(visible.all()):
-            visible = None
+        if not torch.compiler.is_compiling():
+            all_visible, told = _ask(visible, q_offset)
+            visible = None if all_visible else visible
     if visible is not None or pattern.overlay is not None:
         ones = torch.ones_like(index)[None]
         rows.append(ones if visible is None else visible)
@@ -251,4 +305,27 @@ def _encode(
         rows += [torch.full_like(index, window)[None], chunk]
     if pattern.documents is not None:
         rows.append(rows[1])
-    return torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]
+    mask = torch.stack([row.to(dtype).expand(batch, length) for row in rows], 1)[:, None]
+    if not torch.compiler.is_compiling():
+        with_notes(mask)
+        for about, matches in told:
+            once(mask, MATCHES, about, matches.__bool__)
+    return mask
+
+
+def _ask(visible: Tensor, q_offset: int | Tensor) -> tuple[bool, list[tuple[tuple[int, Tensor], bool]]]:
+    """Ask whether all tokens are visible, and whether those before are visible as a layer has summed them."""
+    length, before = _asked.__dict__.pop("past", (0, None))
+    if (
+        before is None
+        or length != q_offset
+        or (before.shape, before.device)
+        != (
+            visible.shape[:1],
+            visible.device,
+        )
+    ):
+        return bool(visible.all()), []
+    same = (fingerprint(visible[:, :length]) == before).all()
+    all_visible, matches = torch.stack([visible.all(), same]).tolist()  # waits once
+    return all_visible, [((length, before), matches)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_linattn.attention.base import Attention, Output
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
+from hf_linattn.attention.masks import once
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse, running_max
@@ -123,7 +124,7 @@ class StatefulAttention(Attention):
                 "would stay the same in the program. Pass use_cache=False and the whole text"
             )
         visibility = _compact(call, past)
-        documents = visibility.documents
+        documents, mask = visibility.documents, _common_mask(visibility)
         if documents is not None:
             documents = documents.expand(query.shape[0], -1)
         new = _new_columns(documents, past, call.key.shape[2])
@@ -144,15 +145,15 @@ class StatefulAttention(Attention):
         if call.shard is not None:
             state = self.before([tokens], call.shard)
         if layer is not None:
-            state = self._state_before(layer, documents)
+            state = self._state_before(layer, documents, mask)
             tokens.in_place = layer.may_overwrite()
-        if new is not None and visibility.may_be_packed and _is_packed(new, past):
+        if new is not None and visibility.may_be_packed and _is_packed(new, past, mask):
             tokens.documents = running_max(new.long())
             if self._take_apart(tokens, layer):
                 return self._one_by_one(tokens).to(query.dtype)
         output, state = self.causal(tokens, state)
         if layer is not None:
-            layer.write(state, tokens)
+            layer.write(state, tokens, mask)
         return output if output.dtype == query.dtype else output.to(query.dtype)
 
     def _take_apart(self, tokens: Tokens, layer: StateLayer | None) -> bool:
@@ -193,7 +194,7 @@ class StatefulAttention(Attention):
             rows.append(torch.cat(parts, 2))
         return torch.cat(rows)
 
-    def _state_before(self, layer: StateLayer, documents: Tensor | None) -> Any:
+    def _state_before(self, layer: StateLayer, documents: Tensor | None, mask: Tensor | None) -> Any:
         """Return the state of all earlier tokens, once the mask still shows them as they were summed.
 
         Raises:
@@ -203,7 +204,7 @@ class StatefulAttention(Attention):
             valid = None if documents is None else documents[:, : layer.seen] > 0
             if layer.pending is not None:
                 self._absorb_pending(layer, valid)
-            if (layer.visible is not None or valid is not None) and not layer.mask_matches(valid):
+            if (layer.visible is not None or valid is not None) and not layer.mask_matches(valid, mask):
                 raise UnsupportedMaskError(
                     "the attention mask shows other past tokens than those already summed into the "
                     "state: pass the mask of all tokens so far, unchanged"
@@ -269,11 +270,20 @@ def _new_columns(documents: Tensor | None, past: int | Tensor, length: int) -> T
     return documents.index_select(1, past + torch.arange(length, device=documents.device))
 
 
-def _is_packed(new: Tensor, past: int | Tensor) -> bool:
+def _is_packed(new: Tensor, past: int | Tensor, mask: Tensor | None) -> bool:
     """Whether the new tokens may be of several documents."""
     if not isinstance(past, int) or past:
         return False
-    return torch.compiler.is_compiling() or bool((new > 1).any())
+    return torch.compiler.is_compiling() or once(mask, "packed", (), lambda: bool((new > 1).any()))
+
+
+def _common_mask(visibility: Visibility) -> Tensor | None:
+    """Return the mask that all layers have in common; None where this one has read something else."""
+    columns, documents = visibility.columns, visibility.documents
+    if columns is None or documents is None or torch.compiler.is_compiling():
+        return columns
+    same = documents.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
+    return columns if same else None
 
 
 def _holds_many(labels: Tensor) -> bool:
