@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention
+from hf_linattn.attention import LinearAttention, upcast
 from hf_linattn.registry import register
 
 
@@ -32,5 +32,5 @@ class Elu1(LinearAttention):
         return (query.clamp(max=0) - self.query_log_scale(query).unsqueeze(-1)).exp() + query.clamp(min=0)
 
     def query_log_scale(self, query: Tensor) -> Tensor:
-        """min(max_d q_d, 0)."""
-        return query.detach().amax(-1).clamp(max=0)
+        """min(max_d q_d, 0), never in 16 bits: exp is taken of differences to it."""
+        return upcast(query.detach().amax(-1).clamp(max=0))

@@ -1,4 +1,4 @@
-"""Measure the most memory that a call has in use at once, above what was there before it.
+"""Measure the most memory that a call has in use at once, above what was there before it; and what it moves.
 
 CUDA: torch's allocator counts it. CPU: torch's profiler writes down every allocation and release of tensors;
 the running sum has its top. Buffers that a library takes for itself, outside torch's allocator, are in
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 METHODS = {"cpu": "torch.profiler's record of allocations", "cuda": "torch.cuda.max_memory_allocated"}
 MEMINFO = Path("/proc/meminfo")
@@ -34,6 +36,40 @@ def peak(call: Callable[[], Any], device: str = "cpu") -> int | None:
         del output
         return int(torch.cuda.max_memory_allocated() - before)
     return _recorded(call) if kind == "cpu" else None
+
+
+class _Moved(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        inputs = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        is_view = function.is_view or (
+            not function._schema.is_mutable
+            and all(
+                x.untyped_storage()._cdata in inputs
+                for x in tree_leaves(result)
+                if isinstance(x, torch.Tensor)
+            )
+        )
+        if not is_view and "empty" not in function.name():
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+
+def moved(call: Callable[[], Any]) -> int:
+    """Count the bytes that torch's operations of a call read and write, each tensor of each operation once.
+
+    Caches are not thought of, and kernels of other libraries not seen. The device "meta" computes nothing.
+    """
+    with _Moved() as count:
+        call()
+    return count.bytes
 
 
 def _recorded(call: Callable[[], Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -152,16 +152,18 @@ class LinearAttention(StatefulAttention):
     def _vectorised(self, tokens: Tokens, state: State | None) -> linear.Sums:
         """Compute `sums` by torch operations, the maps too by spans: in float32 they are large."""
         documents, key, value = tokens.documents, tokens.key, tokens.value
-        more: dict[str, Any] = {}
-        if key.device.type != "cpu" and key.dtype == torch.bfloat16:
-            more["products"] = key.dtype  # where those are many times as fast
+        products = _products(key, value)
+        # these maps round once as well where they compute in 16 bits
+        narrow = products is not None and self.fused != "none"
 
         def run(part: slice | None, before: State | None) -> linear.Sums:
             cut = tokens if part is None else tokens.slice(part.start, min(part.stop, tokens.length))
             assert cut.query is not None
             labels = documents if part is None or documents is None else documents[:, part]
-            phi_q, (phi_k, values, decay) = self.query_map(upcast(cut.query)), self.mapped(cut)
-            return linear.causal(phi_q, phi_k, values, before, labels, decay, in_place=cut.in_place, **more)
+            phi_q, decay = self.query_map(cut.query if narrow else upcast(cut.query)), self._log_decays(cut)
+            phi_k = cut.hide(self.key_map(cut.key if narrow else upcast(cut.key)))
+            values = cut.hide(cut.value if products is not None else upcast(cut.value))
+            return linear.causal(phi_q, phi_k, values, before, labels, decay, cut.in_place, products)
 
         if not torch.compiler.is_compiling():  # a graph would be bound to these sizes
             features = self.features or key.shape[3]
@@ -277,6 +279,12 @@ class LinearAttention(StatefulAttention):
         if site.kv_heads is None or features is None or site.value_dim is None:
             return None
         return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)
+
+
+def _products(key: Tensor, value: Tensor) -> torch.dtype | None:
+    """Choose the dtype of products: bfloat16 off the CPU, where those are many times as fast."""
+    narrow = key.device.type != "cpu" and key.dtype == value.dtype == torch.bfloat16
+    return torch.bfloat16 if narrow else None
 
 
 def _may_step(tokens: Tokens, state: State | None) -> bool:

@@ -5,6 +5,7 @@ import torch
 from helpers import definitions, tiny_models
 
 from hf_linattn import patch_model
+from hf_linattn.attention import Tokens
 from hf_linattn.eval.bench import memory
 from hf_linattn.ops.eager import linear
 
@@ -32,8 +33,6 @@ def test_memory_grows_with_the_tokens_alone(monkeypatch, train):
     monkeypatch.setattr(linear, "SPAN", 128)
 
     def tokens(length):
-        from hf_linattn.attention import Tokens
-
         given = (torch.randn(1, 2, length, 64, requires_grad=train) for _ in "qkv")
         return Tokens(*given, 1.0)
 
@@ -87,3 +86,50 @@ def test_products_in_bfloat16(kind):
         )
         for got, want in zip((output, total, *state), exact, strict=True):
             assert float((got - want).norm() / want.norm()) < 6e-3
+
+
+@pytest.mark.usefixtures("vectorised")
+@pytest.mark.parametrize("spec", ["elu1", "relu", "hedgehog"])
+@pytest.mark.parametrize("length", [1, 300])
+def test_models_in_bfloat16(monkeypatch, spec, length):
+    """Maps in 16 bits, and queries all of whose numbers are far below 0."""
+    monkeypatch.setattr(
+        "hf_linattn.attention.linear._products",
+        lambda key, value: torch.bfloat16 if key.dtype == torch.bfloat16 else None,
+    )
+    attention = patch_model(tiny_models.llama(1), spec).model.layers[0].self_attn.linattn.attention
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, heads, length, 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    given[0][:, 0] = given[0][:, 0].abs() * -20
+    valid = torch.rand(2, length, generator=generator) < 0.8
+    valid[:, 0] = True
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        own = [x.to(dtype).requires_grad_() for x in given]
+        output = attention.to(dtype).causal(Tokens(*own, 8**-0.5, valid), None)[0]
+        assert output.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+        weight = torch.linspace(-1, 1, output.numel()).view(output.shape)
+        grads = torch.autograd.grad((output * weight.to(output)).sum(), own)
+        results.append([output.detach(), *grads])
+    for got, want in zip(*results, strict=True):
+        assert float((got - want).norm()) < 3e-2 * float(want.norm() + weight.norm() * (length == 1))
+
+
+@pytest.mark.parametrize(("spec", "most"), [("elu1", 21), ("relu", 17)])
+def test_what_it_moves_in_bfloat16(spec, most):
+    """In times queries, keys, values and outputs; `pytest -s` prints it."""
+    model = patch_model(tiny_models.llama(1, dtype=torch.bfloat16, head_dim=64), spec)
+    attention = model.model.layers[0].self_attn.linattn.attention
+    for length in (4096, 8192):
+        given = [torch.empty(1, length, 2, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)] * 3
+
+        def call(given=given):
+            with torch.no_grad():
+                return attention.causal(Tokens(*given, 0.125), None)[0].to(torch.bfloat16)
+
+        times = memory.moved(call) / (4 * given[0].numel() * 2)
+        print(f"{spec}, {length:,} tokens: {times:.1f} times q + k + v + o")
+        assert 6 < times < most + (length > 4096) * 2  # two spans are put together
+    x = torch.empty(10, 10, device="meta")
+    assert memory.moved(lambda: (x.view(100), x.mT, torch.empty_like(x))) == 0
+    assert memory.moved(lambda: (x + x[0], x.add_(1))) == (210 + 200) * 4

@@ -142,13 +142,16 @@ def causal(
             one.
         log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
         in_place: a single token may write its state over the one before.
-        products: dtype to which their operands are rounded, sums stay in that of the features; None for that.
+        products: dtype to which operands are rounded, and in which they may come; sums are float32 then. None
+            for that of the features.
 
     Returns:
         Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
     """
     length = phi_k.shape[2]
     if length == 1:
+        if products is not None:
+            phi_q, phi_k, value = (x.float() for x in (phi_q, phi_k, value))
         return step(phi_q, phi_k, value, state, log_decay, in_place)
 
     def run(part: slice, before: State | None) -> Sums:
@@ -214,15 +217,17 @@ def _block(
     log_decay: Tensor | None,
     products: torch.dtype | None = None,
 ) -> Sums:
+    sums, rounded = (phi_k.dtype, phi_k.dtype) if products is None else (torch.float32, products)
+
     def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
-        if products is None:
-            return torch.einsum(equation, a, b)
-        return torch.einsum(equation, a.to(products), b.to(products)).to(a.dtype)
+        return torch.einsum(equation, a.to(rounded), b.to(rounded))
 
     length = phi_k.shape[2]
-    if products is not None:  # numerator and total see the same features
-        phi_q, phi_k = (x.to(products).to(x.dtype) for x in (phi_q, phi_k))
     query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
+    if products is not None:  # once for all, and laid out as products read them
+        query, dense = query.transpose(2, 3), torch.contiguous_format
+        query, key, values = (x.to(products, memory_format=dense).contiguous() for x in (query, key, values))
+        query = query.transpose(2, 3)
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
     intra: Tensor = lower.to(key.dtype)
     key_out, query_in, between, from_state = key, query, None, None
@@ -246,16 +251,16 @@ def _block(
         key_out = key_out * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
         query_in = query_in * (label == first)[:, None, None, :, :, None]  # the first one looks back
         reader = torch.cat([first, last[:, -1:]], 1)
-        follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(key.dtype)
+        follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(sums)
         between = follows if between is None else between * follows
-        same_document = (reader[..., 0] == label[:, :1, 0])[:, None].to(key.dtype)
+        same_document = (reader[..., 0] == label[:, :1, 0])[:, None].to(sums)
         from_state = same_document if from_state is None else from_state * same_document
-    added = product("bhncd,bhnce->bhnde", key_out, values)
-    states, final = _states_before(added, key_out.sum(3), state, between, from_state)
+    added = product("bhncd,bhnce->bhnde", key_out, values).to(sums)
+    states, final = _states_before(added, key_out.sum(3, dtype=sums), state, between, from_state)
     scores = product("bhgncd,bhnkd->bhgnck", query, key) * intra
-    numerator = product("bhgnck,bhnke->bhgnce", scores, values)
+    numerator = product("bhgnck,bhnke->bhgnce", scores, values).to(sums)
     numerator = numerator + product("bhgncd,bhnde->bhgnce", query_in, states.S)
-    total = scores.sum(-1) + torch.einsum("bhgncd,bhnd->bhgnc", query_in, states.z)
+    total = scores.sum(-1, dtype=sums) + torch.einsum("bhgncd,bhnd->bhgnc", query_in.to(sums), states.z)
     numerator, total = (leading(x.flatten(3, 4), 3, length).flatten(1, 2) for x in (numerator, total))
     return numerator, total, final
 
@@ -313,6 +318,7 @@ def blocks(x: Tensor, size: int, span: int = 0) -> Tensor:
         index = index + torch.arange(size + span, device=x.device)
         return F.pad(x, (0, 0, 0, 2 * size - 1))[..., index, :]
     count = (length + size - 1) // size
-    x = F.pad(x, (0, 0, 0, count * size - length))
+    if missing := count * size - length:  # a copy
+        x = F.pad(x, (0, 0, 0, missing))
     cut: Tensor = x.unfold(-2, size + span, size).mT if span else x.unflatten(-2, (count, size))
     return cut
