@@ -25,6 +25,7 @@ from helpers.tiny_models import (
     positions,
     tokens,
 )
+from helpers.versions import OLD
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from hf_linattn import patch_model, unpatch_model
@@ -165,6 +166,8 @@ def test_rows_and_tokens_of_a_cache():
         apart = copy.deepcopy(cache)
         assert distance(in_pieces(model, ids.flip(0), (30, 35), cache), want.flip(0)[:, 30:35]) < 1e-9
         assert distance(in_pieces(model, ids.flip(0), (30, 40), apart), want.flip(0)[:, 30:]) < 1e-9
+        if OLD and isinstance(cache, DynamicCache):
+            continue  # its reset keeps the length
         cache.reset()
         assert distance(in_pieces(model, ids, (0, 10, 40), cache), want) < 1e-9
     cache = DynamicCache(config=model.config)
@@ -178,6 +181,7 @@ def test_rows_and_tokens_of_a_cache():
     assert distance(in_pieces(model, ids[1:], (30, 40), cache), want[1:, 30:]) < 1e-9
 
 
+@pytest.mark.skipif(OLD, reason="this transformers fails there, unpatched too")
 @torch.no_grad()
 def test_cropping_a_window_that_records_its_past():
     cls, config, _ = SLIDING["gemma3, keep"]
@@ -218,6 +222,7 @@ def test_a_cache_of_the_unpatched_model():
     assert in_pieces(model, ids, (20, 30), before).shape == (1, 10, 97)
 
 
+@pytest.mark.skipif(OLD, reason="this transformers has no cache quantised to fp8")
 def test_caches_that_keep_no_gates():
     model = shaken(llama(dtype=torch.float32))
     cache = QuantizedCache("fp8", model.config)

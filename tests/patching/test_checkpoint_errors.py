@@ -110,7 +110,10 @@ CONFIGS = [
     ({"model_type": "gpt2"}, "LlamaForCausalLM has no class for GPT2Config"),
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel has no class for LlamaConfig"),
     ({"architectures": ["Trainer"]}, "names no class of transformers"),
-    ({"architectures": {"a": 1}}, "names no class of transformers"),
+    (
+        {"architectures": {"a": 1}},
+        "names no class of transformers|Validation error for field 'architectures'",
+    ),
     ({"architectures": None}, "names no class of transformers"),
     ({"hidden_size": "wide"}, "does not describe a llama model"),
     ({"num_attention_heads": 0}, "does not describe a llama model"),

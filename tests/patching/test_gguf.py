@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import transformers.modeling_gguf_pytorch_utils  # monkeypatch finds it once it is imported
 from helpers.fixtures_finetune import BASE, surroundings, workplace
 from helpers.gguf_files import FILE, gguf, write
 from helpers.tiny_models import llama, tokens
