@@ -3,10 +3,10 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import copy
+import importlib
 
 import pytest
 import torch
-import transformers.modeling_gguf_pytorch_utils  # monkeypatch finds it once it is imported
 from helpers.fixtures_finetune import BASE, surroundings, workplace
 from helpers.gguf_files import FILE, gguf, write
 from helpers.tiny_models import llama, tokens
@@ -21,6 +21,7 @@ from hf_linattn.patching import gguf as marks
 from hf_linattn.patching.loading import load_config, load_tokenizer
 
 pytest.importorskip("accelerate")
+UTILS = importlib.import_module("transformers.modeling_gguf_pytorch_utils")  # in 5.17 no attribute
 IDS = tokens(2, 20)
 
 
@@ -98,7 +99,7 @@ def test_no_such_file(folder, file, error):
 
 
 def test_without_the_package(folder, monkeypatch):
-    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
+    monkeypatch.setattr(UTILS, "is_gguf_available", lambda: False)
     with pytest.raises(CheckpointError, match=r"needs the packages gguf and accelerate .*hf-linattn\[gguf\]"):
         hf_linattn.from_pretrained(folder, gguf_file=FILE)
 
@@ -132,7 +133,7 @@ def test_what_cannot_be_read_by_its_path_is_one_line(folder, file, tmp_path, mon
         with pytest.raises(CheckpointError, match=message) as caught:
             load(str(source))
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
+    monkeypatch.setattr(UTILS, "is_gguf_available", lambda: False)
     with pytest.raises(CheckpointError, match=r"needs the packages gguf and accelerate"):
         load(file)
 
