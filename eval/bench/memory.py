@@ -40,26 +40,21 @@ def peak(call: Callable[[], Any], device: str = "cpu") -> int | None:
 
 class _Moved(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
-        inputs = {
-            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
-        is_view = function.is_view or (
-            not function._schema.is_mutable
-            and all(
-                x.untyped_storage()._cdata in inputs
-                for x in tree_leaves(result)
-                if isinstance(x, torch.Tensor)
-            )
-        )
-        if not is_view and "empty" not in function.name():
-            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        read, written = _tensors((args, kwargs)), _tensors(result)
+        memory = {x.untyped_storage()._cdata for x in read}
+        same = all(x.untyped_storage()._cdata in memory for x in written)  # a view, unless it is written over
+        if not (same and not function._schema.is_mutable) and "empty" not in function.name():
+            self.bytes += sum(x.numel() * x.element_size() for x in (*read, *written))
         return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def moved(call: Callable[[], Any]) -> int:
@@ -67,7 +62,8 @@ def moved(call: Callable[[], Any]) -> int:
 
     Caches are not thought of, and kernels of other libraries not seen. The device "meta" computes nothing.
     """
-    with _Moved() as count:
+    count = _Moved()
+    with count:
         call()
     return count.bytes
 

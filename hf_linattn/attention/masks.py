@@ -282,7 +282,8 @@ def _encode(
     dtype = CAUSAL if pattern.kind == "causal" else BIDIRECTIONAL
     index = torch.arange(length, device=device) + kv_offset
     rows = [(index - q_offset)[None]]
-    visible, told = None, []
+    visible = None
+    told: list[tuple[tuple[Any, ...], bool]] = []
     if pattern.documents is not None:
         visible = pattern.documents + 1
     elif attention_mask is not None:
@@ -313,18 +314,11 @@ def _encode(
     return mask
 
 
-def _ask(visible: Tensor, q_offset: int | Tensor) -> tuple[bool, list[tuple[tuple[int, Tensor], bool]]]:
+def _ask(visible: Tensor, q_offset: int | Tensor) -> tuple[bool, list[tuple[tuple[Any, ...], bool]]]:
     """Ask whether all tokens are visible, and whether those before are visible as a layer has summed them."""
     length, before = _asked.__dict__.pop("past", (0, None))
-    if (
-        before is None
-        or length != q_offset
-        or (before.shape, before.device)
-        != (
-            visible.shape[:1],
-            visible.device,
-        )
-    ):
+    here = q_offset, visible.shape[:1], visible.device
+    if before is None or not isinstance(q_offset, int) or (length, before.shape, before.device) != here:
         return bool(visible.all()), []
     same = (fingerprint(visible[:, :length]) == before).all()
     all_visible, matches = torch.stack([visible.all(), same]).tolist()  # waits once
