@@ -134,13 +134,15 @@ class LinearAttention(StatefulAttention):
         config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gate = self.gate()
-            inputs = self.kernel_inputs(tokens, divide, state, gate)
+            inputs = self._rounded(self.kernel_inputs(tokens, divide, state, gate), tokens)
             if state is not None and tokens.in_place and tokens.length == 1 and native.may_overwrite(state):
                 output, total = native.step(inputs, config, gate)[:2]
                 return output, total, state
             outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
             inputs = self.kernel_inputs(tokens, divide, state)
+            if backend == "cpp":
+                inputs = self._rounded(inputs, tokens)
             if backend == "triton":
                 inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
                 if _may_step(tokens, state):
@@ -224,6 +226,14 @@ class LinearAttention(StatefulAttention):
             query, key = self.query_map(upcast(tokens.query)), self.key_map(upcast(tokens.key))
             value, decay = upcast(tokens.value), None
         return Inputs(query, key, value, tokens.valid, S, z, decay, tokens.documents)
+
+    def _rounded(self, inputs: Inputs, tokens: Tokens) -> Inputs:
+        """Bring features to the model's bfloat16 where the kernels in C++ multiply in it."""
+        assert tokens.query is not None
+        short = tokens.query.dtype == tokens.key.dtype == torch.bfloat16
+        if self.fused != "none" or not short or tokens.length == 1 or not native.rounds():
+            return inputs
+        return inputs._replace(query=inputs.query.to(torch.bfloat16), key=inputs.key.to(torch.bfloat16))
 
     def _log_decays(self, tokens: Tokens) -> Tensor | None:
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""

@@ -36,12 +36,20 @@ BLOCKS_PER_CALL = 16
 
 
 def attention(window: Window, other: ScaledSums | None) -> Tensor:
-    """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen."""
-    if not fits(window.query, window.key, window.value, None, 0.0):
-        sums = accumulator_dtype(*window[:3])
+    """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen.
+
+    Tensors of 16 bits go to the kernels in C++ as they are, to torch's in float32; the output is in their
+    dtype.
+    """
+    sums, dtype = accumulator_dtype(*window[:3]), window.query.dtype
+    fused = fits(window.query, window.key, window.value, None, 0.0)
+    wide_already = all(x.dtype == sums for x in window[:3])
+    if not wide_already and not (fused and takes.window(window, other)):
         query, key, value = (x.to(sums) for x in window[:3])
         wide = window._replace(query=query, key=key, value=value)
-        return window_blocks.attention(wide, other).to(window.query.dtype)
+        return attention(wide, other).to(dtype)
+    if not fused:
+        return window_blocks.attention(window, other)
     arguments = (*window[:4], *(other or (None, None, None)), window.span, window.scaling)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_of_window(*arguments)[0]  # type: ignore[no-any-return]

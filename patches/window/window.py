@@ -410,12 +410,13 @@ class Window(StatefulAttention):
             other: sums over tokens elsewhere that share the normaliser.
         """
         assert tokens.query is not None
-        query, key, value = upcast(tokens.query), upcast(seen.key), upcast(self._values(seen.value))
+        query, key, value = tokens.query, seen.key, self._values(seen.value)
         if self.sinks:
-            sinks = self._sink_sums(tokens.scaling, query, seen)
+            sinks = self._sink_sums(tokens.scaling, upcast(query), seen)
             other = sinks if other is None else band.add_sums(sinks, other)
         if span is None:
-            return window_attention.decode(query, key, value, seen.valid, tokens.scaling, other)
+            wide = upcast(query), upcast(key), upcast(value)
+            return window_attention.decode(*wide, seen.valid, tokens.scaling, other)
         assert seen.valid is not None
         return window_attention.attention(
             types.Window(query, key, value, seen.valid, span, tokens.scaling), other

@@ -106,7 +106,8 @@ def load(path: Path) -> ctypes.CDLL:
             f"{path} cannot be loaded ({error}): delete it, or name another folder by XDG_CACHE_HOME. "
             f"{_without()}"
         ) from error
-    loaded.linattn_threaded.restype = ctypes.c_int64
+    for name in ("threaded", "rounds"):
+        getattr(loaded, f"linattn_{name}").restype = ctypes.c_int64
     for name in KERNELS:
         function = getattr(loaded, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None

@@ -69,16 +69,22 @@ inline uint16_t float_to_bfloat16(float x) {  // to the nearest, ties to even; N
 
 constexpr int AHEAD = 8;  // tokens; heads lie between them in memory, so processors do not guess what comes
 
+template <class T>
+inline void prefetch(const T* source, int64_t token, int count) {
+    const char* ahead = reinterpret_cast<const char*>(source + AHEAD * token);
+    for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(ahead + i);
+}
+
 // `count` numbers to float32.
 inline void read(const Array& x, int64_t from, int count, float* to) {
     if (x.dtype == FLOAT32) {
         const float* source = at<float>(x.data) + from;
-        const char* ahead = reinterpret_cast<const char*>(source + AHEAD * x.token);
-        for (int i = 0; i < count * 4; i += 64) __builtin_prefetch(ahead + i);
+        prefetch(source, x.token, count);
         for (int i = 0; i < count; ++i) to[i] = source[i];
         return;
     }
     const uint16_t* source = at<uint16_t>(x.data) + from;
+    prefetch(source, x.token, count);
     if (x.dtype == BFLOAT16)
         for (int i = 0; i < count; ++i) to[i] = bfloat16_to_float(source[i]);
     else

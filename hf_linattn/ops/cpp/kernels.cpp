@@ -9,7 +9,6 @@
 #include "delta_step.h"
 #include "linear_backward.h"
 #include "linear_forward.h"
-#include "linear_forward_bfloat16.h"
 #include "window_backward.h"
 #include "window_decode.h"
 #include "window_forward.h"
@@ -21,6 +20,10 @@ void run_all(const Problem& p, float number) {
     const int64_t batch_heads = p.batch * p.kv_heads;
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic) if (p.threads > 1 && batch_heads > 1)
     for (int64_t batch_head = 0; batch_head < batch_heads; ++batch_head) Kernel(p, number, batch_head).run();
+}
+
+[[maybe_unused]] bool all_bfloat16(std::initializer_list<Array> tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [](const Array& x) { return x.dtype == BFLOAT16; });
 }
 
 }  // namespace
@@ -35,11 +38,20 @@ int64_t linattn_threaded() {
 #endif
 }
 
+int64_t linattn_rounds() {
+#if defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void linattn_forward(const LinearProblem* p, float eps) {
 #if defined(__AVX512BF16__)
-    if (LinearForwardBfloat16::takes(*p)) return run_all<LinearForwardBfloat16>(*p, eps);
+    const bool rounds = all_bfloat16({p->query, p->key});  // values then lose no more than scores
+    if (rounds && p->causal && p->length > 1) return run_all<LinearForward<Pair>>(*p, eps);
 #endif
-    p->causal ? run_all<LinearForward>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
+    p->causal ? run_all<LinearForward<float>>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
 }
 
 void linattn_backward(const LinearProblem* p, float eps) {
@@ -55,7 +67,13 @@ void linattn_delta_backward(const DeltaProblem* p, float eps) {
     p->decays > 1 ? run_all<ChannelBackward>(*p, eps) : run_all<DeltaBackward>(*p, eps);
 }
 
-void linattn_window_forward(const WindowProblem* p, float scaling) { run_all<WindowForward>(*p, scaling); }
+void linattn_window_forward(const WindowProblem* p, float scaling) {
+#if defined(__AVX512BF16__)
+    if (all_bfloat16({p->query, p->key, p->value}) && scaling > 0)
+        return run_all<WindowForward<Pair>>(*p, scaling);
+#endif
+    run_all<WindowForward<float>>(*p, scaling);
+}
 
 void linattn_window_backward(const WindowProblem* p, float scaling) { run_all<WindowBackward>(*p, scaling); }
 

@@ -31,6 +31,10 @@ protected:
 
     static void reserve(int64_t count) { Scratch::of_thread().reserve(count, BLOCKS); }
     static float* alloc(int64_t rows, int64_t columns) { return Scratch::of_thread().take(rows * columns); }
+    template <class Element>
+    static Element* alloc_of(int64_t count) {
+        return reinterpret_cast<Element*>(Scratch::of_thread().take(count));
+    }
 
     int64_t first_query() const { return head_ * shared_; }
     int64_t last_query() const { return (head_ + 1) * shared_; }

@@ -17,6 +17,12 @@ def may_overwrite(state: State) -> bool:
     return state.S.is_contiguous() and state.z.is_contiguous()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rounds() -> bool:
+    """Tell whether factors of products are rounded to bfloat16 where queries and keys come in it."""
+    return bool(build.library().linattn_rounds())
+
+
 def forward(inputs: Inputs, config: OpConfig, keep: bool, chunk: int, gate: Gate | None = None) -> Outputs:
     """Compute output, totals and the state after, causal or over all keys.
 

@@ -2,27 +2,42 @@
 //
 //     num_i = sum_{j<=i} (phi(q_i) . phi(k_j)) v_j + phi(q_i)^T S_0,   output_i = num_i / total_i
 //
-// ("Transformers are RNNs", arXiv:2006.16236, equations 18 to 20.)
+// ("Transformers are RNNs", arXiv:2006.16236, equations 18 to 20.) As pairs of bfloat16, features, scores and
+// the state before a chunk are rounded where they are factors; sums and the state itself are float32.
 
 #pragma once
 
 #include "linear_head.h"
+#include "operands.h"
 
+template <class Element>
 class LinearForward : LinearHead {
-    float *key_transposed_, *scores_, *numerator_;
+    static constexpr bool ROUNDED = STEPS<Element> != 1;
+
+    float *scores_, *numerator_, *key_sums_;  // the last, where factors are rounded: of all keys until each
+    Element *query_rows_, *key_transposed_, *key_columns_, *value_columns_, *score_rows_, *state_columns_;
     State before_;
 
     static int64_t scratch_floats(const LinearProblem& p) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (key_row + n + value_row) + key_row * (value_row + 1);
+        return n * (n + value_row) + ROUNDED * n * key_row + key_row * (value_row + 1) +
+               along_size<Element>(n, key_row) + transposed_size<Element>(n, key_row) +
+               across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
+               along_size<Element>(ROWS, n) + across_size<Element>(key_row, value_row);
     }
 
 public:
     LinearForward(const LinearProblem& p, float eps, int64_t batch_head)
         : LinearHead(p, eps, batch_head, scratch_floats(p)),
-          key_transposed_(alloc(key_row_, chunk_row_)),
           scores_(alloc(chunk_row_, chunk_row_)),
           numerator_(alloc(chunk_row_, value_row_)),
+          key_sums_(alloc(ROUNDED * chunk_row_, key_row_)),
+          query_rows_(alloc_of<Element>(along_size<Element>(chunk_row_, key_row_))),
+          key_transposed_(alloc_of<Element>(transposed_size<Element>(chunk_row_, key_row_))),
+          key_columns_(alloc_of<Element>(across_size<Element>(chunk_row_, key_row_))),
+          value_columns_(alloc_of<Element>(across_size<Element>(chunk_row_, value_row_))),
+          score_rows_(alloc_of<Element>(along_size<Element>(ROWS, chunk_row_))),
+          state_columns_(alloc_of<Element>(across_size<Element>(key_row_, value_row_))),
           before_(new_state_to_store()) {}
 
     void run() {
@@ -30,44 +45,82 @@ public:
             const int count = std::min<int64_t>(chunk_, p_.length - start);
             read_decay(start, count);
             read_keys(start, count);
-            transpose(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+            transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+            if (sums_keys()) sum_keys(count);
+            const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
+            const Element* state = nullptr;
+            if (!before_.empty)
+                state = across_rows(before_.S, value_row_, head_dim_, value_row_, state_columns_);
             for (int64_t head = first_query(); head < last_query(); ++head)
-                forward_queries(head, start, count);
+                forward_queries(head, start, count, values, state);
             if (start + count < p_.length || p_.keep_state)
                 update_state(before_.S, before_.z, before_.empty, count,
-                             [&] { add_keys_and_values(before_, count); });
+                             [&] { add_keys_and_values(values, count); });
         }
         if (p_.keep_state) store_state(before_, p_.S_after, p_.z_after);
     }
 
 private:
-    void forward_queries(int64_t head, int64_t start, int count) {
+    // Whether totals are of the features as they were before they were rounded: not where each pair decays by
+    // itself.
+    bool sums_keys() const { return ROUNDED && !decay_.pairwise; }
+
+    void sum_keys(int count) {
+        for (int d = 0; d < key_row_; d += WIDTH) {
+            Floats sum = before_.empty ? Floats{} : load(before_.z + d);
+            for (int j = 0; j < count; ++j)
+                store(key_sums_ + j * key_row_ + d, sum += load(key_ + j * key_row_ + d));
+        }
+    }
+
+    // What a query is divided by; it takes its share of the state before.
+    float total_of(const float* scores, float* query, int row, int columns) {
+        if (sums_keys()) return dot(query, key_sums_ + row * key_row_, key_row_);
+        Floats sums = {};
+        for (int j = 0; j < columns; j += WIDTH) sums += load(scores + j);
+        if (before_.empty) return sum(sums);
+        if (decay_.pairwise) scale(query, decay_.query[row], key_row_);
+        for (int d = 0; d < key_row_; d += WIDTH) sums += load(query + d) * load(before_.z + d);
+        return sum(sums);
+    }
+
+    void add_keys_and_values(const Element* values, int count) {
+        const Element* keys = across_rows(key_, key_row_, count, key_row_, key_columns_);
+        product(Factor<Element>{keys, 1, key_row_}, head_dim_, steps<Element>(count), values, value_row_,
+                before_.S, value_row_, value_row_, !before_.empty);
+        add_keys(before_.z, count, !before_.empty);
+        before_.empty = false;
+    }
+
+    void forward_queries(int64_t head, int64_t start, int count, const Element* values,
+                         const Element* state) {
         read_queries(head, start, count);
         float* total = at<float>(p_.total) + query_offset(head, start);
-        const LeftFactor queries{query_, key_row_, 1}, scores{scores_, chunk_row_, 1};
+        const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(queries, i, rows, head_dim_, key_transposed_, chunk_row_, scores_, chunk_row_,
-                            columns, false);
+            rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
+                            chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) {
                 float* row = scores_ + m * chunk_row_;
                 mask_scores(row, m, columns);
-                Floats sums = {};
-                for (int j = 0; j < columns; j += WIDTH) sums += load(row + j);
-                if (!before_.empty) {
-                    float* query = query_ + m * key_row_;
-                    if (decay_.pairwise) scale(query, decay_.query[m], key_row_);
-                    for (int d = 0; d < key_row_; d += WIDTH) sums += load(query + d) * load(before_.z + d);
-                }
-                total[m] = sum(sums);
+                total[m] = total_of(row, query_ + m * key_row_, m, columns);
             }
-            rows_of_product(scores, i, rows, seen, value_, value_row_, numerator_, value_row_, value_row_,
-                            false);
-            if (!before_.empty)
-                rows_of_product(queries, i, rows, head_dim_, before_.S, value_row_, numerator_, value_row_,
-                                value_row_, true);
+            const Factor<Element> scores =
+                along_rows(scores_ + i * chunk_row_, chunk_row_, rows, columns, score_rows_);
+            float* numerator = numerator_ + i * value_row_;
+            rows_of_product(scores, 0, rows, steps<Element>(seen), values, value_row_, numerator, value_row_,
+                            value_row_, false);
+            if (state) {
+                if (decay_.pairwise)  // the queries were scaled
+                    along_rows(query_ + i * key_row_, key_row_, rows, key_row_, row_of(query_rows_, i));
+                rows_of_product(queries, i, rows, steps<Element>(head_dim_), state, value_row_, numerator_,
+                                value_row_, value_row_, true);
+            }
             for (int m = i; m < seen; ++m)
                 write_output(head, start + m, numerator_ + m * value_row_, total[m]);
         }
     }
+
+    Element* row_of(Element* rows, int row) const { return rows + along_size<Element>(row, key_row_); }
 };

@@ -149,9 +149,18 @@ inline Floats exp_nonpositive(Floats x) { return exp_of_nonpositive<false>(x); }
 
 inline Floats expm1_nonpositive(Floats x) { return exp_of_nonpositive<true>(x); }
 
+// Whether any lane is above a number; a lane of NaN is not.
+inline bool any_above(Floats x, float y) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, (__m512)broadcast(y), _CMP_GT_OQ);
+#else
+    return max_of(x) > y;
+#endif
+}
+
 // A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns]. An
 // element is a float, or, with AVX512-BF16, a pair of bfloat16 that lie behind each other along the inner
-// axis (bfloat16.h).
+// axis (operands.h).
 template <class Element>
 struct Factor {
     const Element* data;
@@ -212,12 +221,14 @@ struct Interleaved {
     static constexpr int from(int lane) { return (lane + half * WIDTH) / 2 + lane % 2 * WIDTH; }
 };
 
-// B = A^T, by perfect shuffles of square blocks: A [rows, columns], both in whole vectors.
-inline void transpose(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
+// B = A^T, by perfect shuffles of square blocks: A [rows, columns], both in whole vectors, of which
+// `read(row, column)` gives one.
+template <class Read>
+inline void transpose(Read read, int rows, int columns, float* b, int64_t b_row) {
     for (int row = 0; row < rows; row += WIDTH)
         for (int column = 0; column < columns; column += WIDTH) {
             Floats now[WIDTH], next[WIDTH];
-            for (int i = 0; i < WIDTH; ++i) now[i] = load(a + (row + i) * a_row + column);
+            for (int i = 0; i < WIDTH; ++i) now[i] = read(row + i, column);
             for (int stage = 1; stage < WIDTH; stage *= 2) {
                 for (int i = 0; i < WIDTH / 2; ++i) {
                     next[2 * i] = shuffle<Interleaved<0>>(now[i], now[i + WIDTH / 2], Lanes());
@@ -227,4 +238,8 @@ inline void transpose(const float* a, int64_t a_row, int rows, int columns, floa
             }
             for (int i = 0; i < WIDTH; ++i) store(b + (column + i) * b_row + row, now[i]);
         }
+}
+
+inline void transpose(const float* a, int64_t a_row, int rows, int columns, float* b, int64_t b_row) {
+    transpose([=](int row, int column) { return load(a + row * a_row + column); }, rows, columns, b, b_row);
 }

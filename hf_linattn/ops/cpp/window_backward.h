@@ -4,7 +4,7 @@
 
 #include "window_head.h"
 
-class WindowBackward : WindowHead {
+class WindowBackward : WindowHead<float> {
     float *key_, *key_transposed_, *value_transposed_, *d_key_, *d_value_;
     float *g_, *d_query_, *d_scores_, *lse_, *g_dot_output_, *output_, *other_;
 
@@ -16,7 +16,7 @@ class WindowBackward : WindowHead {
 
 public:
     WindowBackward(const WindowProblem& p, float scaling, int64_t batch_head)
-        : WindowHead(p, scaling, batch_head, scratch_floats(p)),
+        : WindowHead<float>(p, scaling, batch_head, scratch_floats(p)),
           key_(alloc(tiles_ * block_, key_row_)),
           key_transposed_(alloc(tiles_ * key_row_, block_)),
           value_transposed_(alloc(tiles_ * value_row_, block_)),

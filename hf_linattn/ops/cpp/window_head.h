@@ -11,7 +11,9 @@
 #include <limits>
 
 #include "key_head.h"
+#include "operands.h"
 
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Join a row of the window (sums over e^top) and sums over other tokens (over e^log_scale) under one
@@ -32,13 +34,38 @@ inline float join_softmax(float* row, float top, float sum, const float* others,
     return lse;
 }
 
+// e^(x y - z) of scores x, with x y not far above z; y is 1 for those of floats.
+template <class Element>
+inline Floats exp_of_scores(Floats x, float, float z) {
+    return exp_nonpositive(x - z);
+}
+
+#if defined(__AVX512BF16__)
+// To 1e-7 of a weight that is rounded to bfloat16 next, and of what is left of z.
+template <>
+inline Floats exp_of_scores<Pair>(Floats x, float y, float z) {
+    const Floats power = x * (LOG2_E * y) - std::max(LOG2_E * z, std::numeric_limits<float>::lowest());
+    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150), (__m512)power);  // of NaN NaN
+    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Floats r = (Floats)t - (Floats)n;
+    Floats p = broadcast(1.3267e-3f);
+    for (const float next : {9.67546e-3f, 5.550743e-2f, 2.4022122e-1f, 6.9314695e-1f, 1.00000007f})
+        p = p * r + next;
+    return (Floats)_mm512_scalef_ps((__m512)p, n);
+}
+#endif
+
 // Columns of a tile that a strip of queries may see, in whole vectors.
 struct Range {
     int from, to;
 };
 
+// Floats are queries times the scaling; pairs of bfloat16 are queries as they came, which loses nothing, and
+// the scores are scaled.
+template <class Element>
 class WindowHead : protected KeyHead<WindowProblem> {
 protected:
+    static constexpr bool SCALED_QUERIES = STEPS<Element> == 1;
     const float scaling_;
     const int64_t columns_;
     const int block_, tiles_;
@@ -63,8 +90,9 @@ protected:
     static int64_t tiles_in_ring(const WindowProblem& p) { return (p.block - 1 + p.span) / p.block + 1; }
 
     // Where a tile lies in a ring of matrices.
-    float* ring_slot(float* ring, int64_t tile, int64_t floats) const {
-        return ring + tile % tiles_ * floats;
+    template <class T>
+    T* ring_slot(T* ring, int64_t tile, int64_t count) const {
+        return ring + tile % tiles_ * count;
     }
 
     int64_t last_tile(int64_t start, int count) const { return (start + count - 1 + p_.span) / block_; }
@@ -74,7 +102,7 @@ protected:
         for (int i = 0; i < count; ++i) {
             float* query = query_ + i * key_row_;
             read_row(p_.query, head, start + i, query, head_dim_, key_row_);
-            scale(query, scaling_, key_row_);
+            if (SCALED_QUERIES) scale(query, scaling_, key_row_);
         }
     }
 
@@ -88,6 +116,17 @@ protected:
             read_row(x, head_, first + j - p_.n_missing, to + j * row, count, row);
         memset(to + end * row, 0, (block_ - end) * row * sizeof(float));
     }
+
+    // The same as a right factor; by way of `staging` where that is not floats.
+    void read_tile_across(const Array& x, int64_t tile, float* staging, Element* to, int count,
+                          int row) const {
+        if constexpr (STEPS<Element> == 1) return read_tile(x, tile, to, count, row);
+        read_tile(x, tile, staging, count, row);
+        across_rows(staging, row, block_, row, to);
+    }
+
+    // What scores of the queries are times the scaling, which is above 0 where it is not 1.
+    float score_factor() const { return SCALED_QUERIES ? 1 : scaling_; }
 
     // What is added to the scores of a tile's columns, -inf where masked, and how many are.
     void read_mask(int64_t tile) {
