@@ -75,7 +75,13 @@ void linattn_window_forward(const WindowProblem* p, float scaling) {
     run_all<WindowForward<float>>(*p, scaling);
 }
 
-void linattn_window_backward(const WindowProblem* p, float scaling) { run_all<WindowBackward>(*p, scaling); }
+void linattn_window_backward(const WindowProblem* p, float scaling) {
+#if defined(__AVX512BF16__)
+    if (all_bfloat16({p->query, p->key, p->value, p->d_output}) && scaling > 0)
+        return run_all<WindowBackward<Pair>>(*p, scaling);
+#endif
+    run_all<WindowBackward<float>>(*p, scaling);
+}
 
 void linattn_window_decode(const WindowDecodeProblem* p, float scaling) {
     run_all<WindowDecode>(*p, scaling);

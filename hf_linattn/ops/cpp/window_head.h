@@ -45,7 +45,7 @@ inline Floats exp_of_scores(Floats x, float, float z) {
 template <>
 inline Floats exp_of_scores<Pair>(Floats x, float y, float z) {
     const Floats power = x * (LOG2_E * y) - std::max(LOG2_E * z, std::numeric_limits<float>::lowest());
-    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-150), (__m512)power);  // of NaN NaN
+    const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200), (__m512)power);  // 0 below; of NaN NaN
     const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Floats r = (Floats)t - (Floats)n;
     Floats p = broadcast(1.3267e-3f);
