@@ -1,12 +1,14 @@
 """The C++ kernels, against the formula in float64 and beside torch's operations in models."""
 
 import itertools
+import platform
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from helpers import tiny_models
 from helpers.linear_inputs import (
     CONFIGS,
@@ -26,6 +28,8 @@ from hf_linattn.ops import dispatch, linear_attention
 from hf_linattn.ops.cpp import build, layout, linear, takes
 from hf_linattn.ops.types import OpConfig
 
+BFLOAT16 = torch.bfloat16, 2e-2
+"""With how far off it may be."""
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 
 
@@ -132,10 +136,41 @@ def test_products_of_bfloat16_are_the_formula(kind, shape, compiled):
     assert relative_error(outputs.z.double(), want[3]) < 1e-5
 
 
+def test_gradients_in_bfloat16_are_as_near_as_those_of_torch(compiled):
+    """That is, of the same sums by torch's operations in it; the features' lengths are ragged too."""
+    for shape in ((1, 2, 1, 301, 24), (1, 2, 2, 64, 64), (1, 1, 1, 63, 128)):
+        rows, heads, shared, length, size = shape
+        grad = torch.randn(rows, heads, length, size).bfloat16()
+        given = [torch.randn(rows, count, length, size).bfloat16() for count in (heads, shared, shared)]
+
+        def gradients(call, dtype, given=given, grad=grad):
+            leaves = [x.to(dtype).requires_grad_() for x in given]
+            return torch.autograd.grad(call(linear_attention.Inputs(*leaves)), leaves, grad.to(dtype))
+
+        def ours(inputs):
+            return linear_attention.attention(inputs, OpConfig("elu1"), False).output
+
+        def formula(inputs):
+            query, key, value = inputs[:3]
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+            scores = ((functional.elu(query) + 1) @ (functional.elu(key) + 1).mT).tril()
+            return scores / scores.sum(-1, keepdim=True) @ value
+
+        found = gradients(ours, torch.bfloat16)
+        rough = gradients(formula, torch.bfloat16)
+        exact = gradients(formula, torch.float64)
+        for a, b, want in zip(found, rough, exact, strict=True):
+            assert (a - want).norm() < (b - want).norm()
+
+
 def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
-    """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest."""
+    """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest.
+
+    And without products of bfloat16, as most processors: what comes in it is summed in float32.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", f"{build.compiler()[0]} -DLINATTN_NO_HALF")
+    narrow = " -mno-avx512bf16" if platform.machine() == "x86_64" else ""
+    monkeypatch.setenv("CXX", f"{build.compiler()[0]} -DLINATTN_NO_HALF{narrow}")
     without = build.compiled.__wrapped__()
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     value = every[every.isfinite()][: 62 * 1024].view(1, 1, -1, 16)
@@ -146,6 +181,12 @@ def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monke
     got = linear_attention.attention(inputs, OpConfig("elu1"), False).output
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    assert not linear.rounds()
+    compare(random_inputs((2, 4, 2, 150, 24, 16), OpConfig("elu1"), state=True), OpConfig("elu1"), *BFLOAT16)
+    short = linear_attention.Inputs(*(x.bfloat16() for x in (query, key, torch.randn(value.shape))))
+    got = linear_attention.attention(short, OpConfig("elu1"), False).output
+    want = linear_attention.attention(short._replace(value=short.value.float()), OpConfig("elu1"), False)
+    assert torch.equal(got, want.output.bfloat16())
 
 
 @pytest.mark.parametrize("says", ["refuses", "links nothing"])

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from helpers.tiny_models import distance
 from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_first
 
@@ -81,6 +82,45 @@ def test_values_may_have_a_size_of_their_own_and_any_strides(compiled):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str)
 def test_half_precision_is_summed_in_float32(dtype, tolerance, compiled):
     compare(*inputs((1, 4, 2, 150, 30, 16), "sums", True)[1:], dtype, tolerance)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *MORE.values()], ids=[*SHAPES, *MORE])
+def test_products_of_bfloat16_are_the_formula(shape, compiled):
+    for other, hide in itertools.product(OTHER, [False, True]):
+        compare(*inputs(shape, other, hide)[1:], torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize(("size", "length", "span"), [(64, 301, 128), (24, 200, 70), (128, 130, 200)])
+def test_bfloat16_is_as_exact_as_factors_rounded_once(size, length, span, compiled):
+    """Output: weights rounded, and the output. Gradients: no worse than those of torch's own kernel."""
+    given = [torch.randn(1, 2, length, size).bfloat16() for _ in range(4)]
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    seen = (column <= row) & (column > row - span)
+
+    def torchs(dtype):
+        query, key, value, grad = (x.to(dtype) for x in given)
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        output = functional.scaled_dot_product_attention(*leaves, attn_mask=seen)
+        return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+    exact, rough = torchs(torch.float64), torchs(torch.bfloat16)
+    query, key, value = (x.detach().requires_grad_() for x in given[:3])
+    window = Window(query, key, value, torch.ones(1, length, dtype=torch.bool), span, size**-0.5)
+    output = window_attention.attention(window, None)
+    found = torch.autograd.grad(output, (query, key, value), given[3])
+    scores = (query.double() @ key.double().mT * size**-0.5).masked_fill(~seen, float("-inf"))
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    once = (weights.bfloat16().double() @ value.double() / weights.sum(-1, keepdim=True)).bfloat16()
+    assert (output - exact[0]).norm() < 1.1 * (once - exact[0]).norm()
+    _, lse = native_window.forward(window, None)
+    assert distance(lse, scores.logsumexp(-1)) < 1e-5
+    for a, b, want in zip(found, rough[1:], exact[1:], strict=True):
+        assert (a - want).norm() < 1.1 * (b - want).norm()
+
+
+def test_a_negative_scaling_is_right_in_bfloat16_too(compiled):
+    _, seen, _ = inputs((1, 2, 1, 100, 30, 16), "nothing", True)
+    compare(seen._replace(scaling=-0.3), None, torch.bfloat16, 2e-2)
 
 
 def test_numbers_far_apart_are_joined(compiled):

@@ -42,7 +42,7 @@ public:
 };
 
 // S and z of the problem are the sums over all keys.
-class BidirectionalBackward : LinearGradients {
+class BidirectionalBackward : LinearGradients<float> {
     State all_keys_;
 
     static int64_t scratch_floats(const LinearProblem& p) {
@@ -51,7 +51,7 @@ class BidirectionalBackward : LinearGradients {
 
 public:
     BidirectionalBackward(const LinearProblem& p, float eps, int64_t batch_head)
-        : LinearGradients(p, eps, batch_head, scratch_floats(p)), all_keys_(new_state(p.S, p.z)) {}
+        : LinearGradients<float>(p, eps, batch_head, scratch_floats(p)), all_keys_(new_state(p.S, p.z)) {}
 
     void run() {
         load_state(sums_, 0, 0);
@@ -72,7 +72,6 @@ private:
         read_queries(head, start, count, derivatives());
         read_output_gradient(head, start, count, true);
         const float* d_total = t(head, start);
-        add_to_state_gradient(d_total, count);
         const LeftFactor d_numerator{g_, value_row_, 1};
         product(d_numerator, count, value_dim_, S_transposed_, key_row_, d_query_, key_row_, key_row_, false);
         for (int i = 0; i < count; ++i) {
@@ -81,5 +80,6 @@ private:
                 store(row + d, load(row + d) + load(all_keys_.z + d) * d_total[i]);
             write_times_derivative(p_.d_query, head, start, i, row, derivatives());
         }
+        add_to_state_gradient(d_total, count, g_);
     }
 };

@@ -26,6 +26,11 @@ void run_all(const Problem& p, float number) {
     return std::all_of(tensors.begin(), tensors.end(), [](const Array& x) { return x.dtype == BFLOAT16; });
 }
 
+// Values then lose no more than scores.
+[[maybe_unused]] bool rounds(const LinearProblem& p) {
+    return p.causal && p.length > 1 && all_bfloat16({p.query, p.key});
+}
+
 }  // namespace
 
 extern "C" {
@@ -48,14 +53,16 @@ int64_t linattn_rounds() {
 
 void linattn_forward(const LinearProblem* p, float eps) {
 #if defined(__AVX512BF16__)
-    const bool rounds = all_bfloat16({p->query, p->key});  // values then lose no more than scores
-    if (rounds && p->causal && p->length > 1) return run_all<LinearForward<Pair>>(*p, eps);
+    if (rounds(*p)) return run_all<LinearForward<Pair>>(*p, eps);
 #endif
     p->causal ? run_all<LinearForward<float>>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
 }
 
 void linattn_backward(const LinearProblem* p, float eps) {
-    p->causal ? run_all<LinearBackward>(*p, eps) : run_all<BidirectionalBackward>(*p, eps);
+#if defined(__AVX512BF16__)
+    if (rounds(*p)) return run_all<LinearBackward<Pair>>(*p, eps);
+#endif
+    p->causal ? run_all<LinearBackward<float>>(*p, eps) : run_all<BidirectionalBackward>(*p, eps);
 }
 
 void linattn_delta_forward(const DeltaProblem* p, float eps) {

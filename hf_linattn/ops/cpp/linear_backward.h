@@ -4,12 +4,22 @@
 #pragma once
 
 #include "linear_head.h"
+#include "operands.h"
 
 // What gradients need, causal or not. `S_transposed_` is the transpose of S, or of its gradient.
+//
+// Of floats, g is the gradient of the numerator. Pairs of bfloat16 are those of the output, which lose nothing
+// where they come in it, and what they are multiplied to is divided by the totals.
+template <class Element>
 class LinearGradients : protected LinearHead {
 protected:
-    float *g_, *output_, *derivatives_, *d_query_, *d_key_, *d_value_, *S_transposed_, *t_;
+    static constexpr bool ROUNDED = STEPS<Element> != 1;
+
+    float *g_, *output_, *derivatives_, *d_query_, *d_key_, *d_value_, *S_transposed_, *t_, *inverse_;
+    Element *query_columns_, *g_columns_, *key_rows_, *value_rows_, *S_columns_, *S_transposed_columns_;
     State sums_;
+
+    static Element* elements(int64_t count) { return alloc_of<Element>(count); }
 
     LinearGradients(const LinearProblem& p, float eps, int64_t batch_head, int64_t extra_floats)
         : LinearHead(p, eps, batch_head, scratch_floats(p) + extra_floats),
@@ -21,12 +31,27 @@ protected:
           d_value_(alloc(chunk_row_, value_row_)),
           S_transposed_(alloc(value_row_, key_row_)),
           t_(alloc(shared_, p.length)),
+          inverse_(alloc(ROUNDED, chunk_row_)),
+          query_columns_(elements(across_size<Element>(chunk_row_, key_row_))),
+          g_columns_(elements(across_size<Element>(chunk_row_, value_row_))),
+          key_rows_(elements(along_size<Element>(chunk_row_, key_row_))),
+          value_rows_(elements(along_size<Element>(chunk_row_, value_row_))),
+          S_columns_(elements(across_size<Element>(key_row_, value_row_))),
+          S_transposed_columns_(elements(S_transposed_size(key_row_, value_row_))),
           sums_(new_state(p.S, p.z)) {}
 
     static int64_t scratch_floats(const LinearProblem& p) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (3 * key_row + 2 * value_row) + value_row + key_row * (2 * value_row + 1) +
-               p.heads / p.kv_heads * p.length;
+        return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * (2 * value_row + 1) +
+               p.heads / p.kv_heads * p.length + across_size<Element>(n, key_row) +
+               across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
+               along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
+               S_transposed_size(key_row, value_row);
+    }
+
+    // Of floats it is S_transposed_ itself.
+    static int64_t S_transposed_size(int64_t key_row, int64_t value_row) {
+        return ROUNDED ? transposed_size<Element>(key_row, value_row) : 0;
     }
 
     float* derivatives() const { return p_.feature_map == NONE ? nullptr : derivatives_; }
@@ -41,26 +66,33 @@ protected:
             read_row(p_.d_output, head, start + i, g, value_dim_, value_row_);
             if (p_.normalise) {
                 const float total = at<float>(p_.total)[index], inverse = total > 0 ? 1 / total : 0;
-                for (int e = 0; e < value_row_; e += WIDTH) store(g + e, load(g + e) * inverse);
+                if (ROUNDED) inverse_[i] = inverse;
+                else scale(g, inverse, value_row_);
             }
             if (!wants_t) continue;
             float& d_total = t(head, start)[i];
             d_total = p_.d_total ? at<float>(p_.d_total)[index] : 0;
             if (!p_.normalise) continue;
             read_row(p_.output, head, start + i, output_, value_dim_, value_row_);
-            d_total -= dot(g, output_, value_row_);
+            d_total -= dot(g, output_, value_row_) * inverse(i);
         }
     }
 
-    // R = sum_i phi(q_i) g_i^T and r = sum_i t_i phi(q_i), or more of them.
-    void add_to_state_gradient(const float* d_total, int count) {
-        const LeftFactor queries{query_, 1, key_row_};
-        product(queries, head_dim_, count, g_, value_row_, sums_.S, value_row_, value_row_, !sums_.empty);
+    // What g of a row is to be multiplied by.
+    float inverse(int row) const { return ROUNDED && p_.normalise ? inverse_[row] : 1; }
+
+    // R = sum_i phi(q_i) g_i^T and r = sum_i t_i phi(q_i), or more of them; the queries are written over.
+    void add_to_state_gradient(const float* d_total, int count, const Element* g) {
         for (int d = 0; d < key_row_; d += WIDTH) {
             Floats total = sums_.empty ? Floats{} : load(sums_.z + d);
             for (int i = 0; i < count; ++i) total += load(query_ + i * key_row_ + d) * d_total[i];
             store(sums_.z + d, total);
         }
+        if (ROUNDED && p_.normalise)
+            for (int i = 0; i < count; ++i) scale(query_ + i * key_row_, inverse_[i], key_row_);
+        const Element* queries = across_rows(query_, key_row_, count, key_row_, query_columns_);
+        product(Factor<Element>{queries, 1, key_row_}, head_dim_, steps<Element>(count), g, value_row_, sums_.S,
+                value_row_, value_row_, !sums_.empty);
         sums_.empty = false;
     }
 
@@ -71,12 +103,15 @@ protected:
             memset(d_value_, 0, chunk_row_ * value_row_ * sizeof(float));
             return;
         }
-        transpose(sums_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
+        Element* S_transposed = S_transposed_columns_;
+        if constexpr (!ROUNDED) S_transposed = S_transposed_;
+        transposed(sums_.S, value_row_, key_row_, value_row_, S_transposed, key_row_);
         for (int j = 0; j < count; ++j) memcpy(d_key_ + j * key_row_, sums_.z, key_row_ * sizeof(float));
-        product(LeftFactor{value_, value_row_, 1}, count, value_dim_, S_transposed_, key_row_, d_key_,
-                key_row_, key_row_, true);
-        product(LeftFactor{key_, key_row_, 1}, count, head_dim_, sums_.S, value_row_, d_value_, value_row_,
-                value_row_, false);
+        product(along_rows(value_, value_row_, count, value_row_, value_rows_), count,
+                steps<Element>(value_dim_), S_transposed, key_row_, d_key_, key_row_, key_row_, true);
+        const Element* S = across_rows(sums_.S, value_row_, head_dim_, value_row_, S_columns_);
+        product(along_rows(key_, key_row_, count, key_row_, key_rows_), count, steps<Element>(head_dim_), S,
+                value_row_, d_value_, value_row_, value_row_, false);
     }
 
     void write_key_gradients(int64_t start, int count) {
@@ -104,23 +139,43 @@ protected:
     }
 };
 
-class LinearBackward : LinearGradients {
-    float *key_transposed_, *value_transposed_, *scores_, *d_scores_, *query_derivatives_;
+template <class Element>
+class LinearBackward : LinearGradients<Element> {
+    using Base = LinearGradients<Element>;
+    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
+    using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
+    using Base::elements, Base::query_columns_, Base::g_columns_, Base::S_transposed_columns_;
+    using Base::g_, Base::d_query_, Base::d_key_, Base::d_value_, Base::S_transposed_, Base::sums_;
+
+    Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
+    Element *score_columns_, *d_score_columns_, *d_score_rows_;
+    float *scores_, *d_scores_, *query_derivatives_;
     const bool single_pass_;  // one chunk, and nothing before it: all gradients in one sweep
 
     static int64_t scratch_floats(const LinearProblem& p) {
-        const int64_t n = chunk_row(p);
-        return n * (2 * padded(p.head_dim) + padded(p.value_dim) + 2 * n);
+        const int64_t n = Base::chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
+        return n * (key_row + 2 * n) + transposed_size<Element>(n, key_row) +
+               transposed_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
+               along_size<Element>(n, value_row) + across_size<Element>(n, key_row) +
+               across_size<Element>(n, value_row) + 2 * across_size<Element>(n, n) +
+               along_size<Element>(ROWS, n);
     }
 
 public:
     LinearBackward(const LinearProblem& p, float eps, int64_t batch_head)
-        : LinearGradients(p, eps, batch_head, scratch_floats(p)),
-          key_transposed_(alloc(key_row_, chunk_row_)),
-          value_transposed_(alloc(value_row_, chunk_row_)),
-          scores_(alloc(chunk_row_, chunk_row_)),
-          d_scores_(alloc(chunk_row_, chunk_row_)),
-          query_derivatives_(alloc(chunk_row_, key_row_)),
+        : Base(p, eps, batch_head, scratch_floats(p)),
+          key_transposed_(elements(transposed_size<Element>(chunk_row_, key_row_))),
+          value_transposed_(elements(transposed_size<Element>(chunk_row_, value_row_))),
+          query_rows_(elements(along_size<Element>(chunk_row_, key_row_))),
+          g_rows_(elements(along_size<Element>(chunk_row_, value_row_))),
+          key_columns_(elements(across_size<Element>(chunk_row_, key_row_))),
+          value_columns_(elements(across_size<Element>(chunk_row_, value_row_))),
+          score_columns_(elements(across_size<Element>(chunk_row_, chunk_row_))),
+          d_score_columns_(elements(across_size<Element>(chunk_row_, chunk_row_))),
+          d_score_rows_(elements(along_size<Element>(ROWS, chunk_row_))),
+          scores_(this->alloc(chunk_row_, chunk_row_)),
+          d_scores_(this->alloc(chunk_row_, chunk_row_)),
+          query_derivatives_(this->alloc(chunk_row_, key_row_)),
           single_pass_(p.length <= chunk_ && !p.S) {}
 
     void run() {
@@ -134,118 +189,140 @@ private:
         if (!sums_.empty) transpose(sums_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
         for (int64_t start = 0; start < p_.length; start += chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_decay(start, count);
-            read_keys(start, count);
-            transpose(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
-            for (int64_t head = first_query(); head < last_query(); ++head)
-                query_gradients(head, start, count);
+            this->read_decay(start, count);
+            this->read_keys(start, count);
+            transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
+            const Element *keys = across_rows(key_, key_row_, count, key_row_, key_columns_), *S = nullptr;
+            if (!sums_.empty)
+                S = across_rows(S_transposed_, key_row_, value_dim_, key_row_, S_transposed_columns_);
+            for (int64_t head = this->first_query(); head < this->last_query(); ++head)
+                query_gradients(head, start, count, keys, S);
             if (start + count == p_.length) break;
             const bool add = !sums_.empty;
-            update_state(S_transposed_, sums_.z, sums_.empty, count, [&] {
-                const LeftFactor values{value_, 1, value_row_};
-                product(values, value_dim_, count, key_, key_row_, S_transposed_, key_row_, key_row_, add);
-                add_keys(sums_.z, count, add);
+            this->update_state(S_transposed_, sums_.z, sums_.empty, count, [&] {
+                const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
+                keys = across_rows(key_, key_row_, count, key_row_, key_columns_);  // scaled by now
+                product(Factor<Element>{values, 1, value_row_}, value_dim_, steps<Element>(count), keys,
+                        key_row_, S_transposed_, key_row_, key_row_, add);
+                this->add_keys(sums_.z, count, add);
             });
             sums_.empty = false;
         }
     }
 
-    void query_gradients(int64_t head, int64_t start, int count) {
-        read_queries(head, start, count, derivatives());
-        read_output_gradient(head, start, count, true);
-        const float* d_total = t(head, start);
-        const LeftFactor d_numerator{g_, value_row_, 1}, d_scores{d_scores_, chunk_row_, 1};
+    void query_gradients(int64_t head, int64_t start, int count, const Element* keys, const Element* S) {
+        this->read_queries(head, start, count, this->derivatives());
+        this->read_output_gradient(head, start, count, true);
+        const float* d_total = this->t(head, start);
+        const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(d_numerator, i, rows, value_dim_, value_transposed_, chunk_row_, d_scores_,
-                            chunk_row_, columns, false);
-            for (int m = i; m < seen; ++m) add_t_and_mask(d_scores_ + m * chunk_row_, d_total[m], m, columns);
-            if (!sums_.empty) {
-                rows_of_product(d_numerator, i, rows, value_dim_, S_transposed_, key_row_, d_query_, key_row_,
-                                key_row_, false);
+            rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), value_transposed_, chunk_row_,
+                            d_scores_, chunk_row_, columns, false);
+            for (int m = i; m < seen; ++m) add_t_and_mask(d_total[m], m, columns);
+            if (S) {
+                rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), S, key_row_, d_query_,
+                                key_row_, key_row_, false);
                 for (int m = i; m < seen; ++m) {
                     float* row = d_query_ + m * key_row_;
                     const float factor = decay_.pairwise ? decay_.query[m] : 1;
                     for (int d = 0; d < key_row_; d += WIDTH)
-                        store(row + d, (load(row + d) + load(sums_.z + d) * d_total[m]) * factor);
+                        store(row + d, (load(row + d) * this->inverse(m) + load(sums_.z + d) * d_total[m]) * factor);
                 }
             }
-            rows_of_product(d_scores, i, rows, seen, key_, key_row_, d_query_, key_row_, key_row_,
-                            !sums_.empty);
-            write_query_gradients(head, start, i, rows, derivatives());
+            add_to_query_gradients(i, rows, columns, keys, S);
+            write_query_gradients(head, start, i, rows, this->derivatives());
         }
+    }
+
+    // Of a strip of queries, from their scores on the chunk.
+    void add_to_query_gradients(int row, int rows, int columns, const Element* keys, bool add) {
+        const Factor<Element> d_scores =
+            along_rows(d_scores_ + row * chunk_row_, chunk_row_, rows, columns, d_score_rows_);
+        rows_of_product(d_scores, 0, rows, steps<Element>(row + rows), keys, key_row_,
+                        d_query_ + row * key_row_, key_row_, key_row_, add);
     }
 
     void write_query_gradients(int64_t head, int64_t start, int first, int rows, const float* derivatives) {
         for (int m = first; m < first + rows; ++m) {
             float* row = d_query_ + m * key_row_;
-            if (p_.d_decay) d_decay(start)[m] += dot(row, query_ + m * key_row_, key_row_);
+            if (p_.d_decay) this->d_decay(start)[m] += dot(row, query_ + m * key_row_, key_row_);
             if (decay_.split) scale(row, decay_.query[m], key_row_);
-            write_times_derivative(p_.d_query, head, start, m, row, derivatives);
+            this->write_times_derivative(p_.d_query, head, start, m, row, derivatives);
         }
     }
 
     // Backward in time: gradients of keys and values; that of the state after a chunk is carried on.
     void key_pass() {
-        load_state(sums_, p_.d_S_after, p_.d_z_after);
+        this->load_state(sums_, p_.d_S_after, p_.d_z_after);
         for (int64_t start = (p_.length - 1) / chunk_ * chunk_; start >= 0; start -= chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_decay(start, count);
-            read_keys(start, count, derivatives());
-            transpose(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
-            transpose(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
-            if (decay_.split) apply_decay(sums_.S, sums_.z, sums_.empty);
-            gradients_through_state(count);
+            this->read_decay(start, count);
+            this->read_keys(start, count, this->derivatives());
+            transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+            transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
+            if (decay_.split) this->apply_decay(sums_.S, sums_.z, sums_.empty);
+            this->gradients_through_state(count);
             if (decay_.pairwise && !sums_.empty)
                 for (int j = 0; j < count; ++j) {
                     scale(d_key_ + j * key_row_, decay_.key[j], key_row_);
                     scale(d_value_ + j * value_row_, decay_.key[j], value_row_);
                 }
-            if (decay_.pairwise) apply_decay(sums_.S, sums_.z, sums_.empty);
-            for (int64_t head = first_query(); head < last_query(); ++head) key_gradients(head, start, count);
-            write_key_gradients(start, count);
+            if (decay_.pairwise) this->apply_decay(sums_.S, sums_.z, sums_.empty);
+            for (int64_t head = this->first_query(); head < this->last_query(); ++head) key_gradients(head, start, count);
+            this->write_key_gradients(start, count);
         }
-        if (p_.S) store_state(sums_, p_.d_S, p_.d_z);
+        if (p_.S) this->store_state(sums_, p_.d_S, p_.d_z);
     }
 
     void key_gradients(int64_t head, int64_t start, int count) {
         float* derivatives = single_pass_ && p_.feature_map != NONE ? query_derivatives_ : nullptr;
-        read_queries(head, start, count, derivatives);
-        read_output_gradient(head, start, count, single_pass_);
-        const float* d_total = t(head, start);
-        const LeftFactor queries{query_, key_row_, 1}, d_numerator{g_, value_row_, 1},
-            d_scores_of_queries{d_scores_, chunk_row_, 1};
+        this->read_queries(head, start, count, derivatives);
+        this->read_output_gradient(head, start, count, single_pass_);
+        const float* d_total = this->t(head, start);
+        const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
+        const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);
+        const Element* queries_across = across_rows(query_, key_row_, count, key_row_, query_columns_);
+        const Element* g_across = across_rows(g_, value_row_, count, value_row_, g_columns_);
+        const Element* keys =
+            single_pass_ ? across_rows(key_, key_row_, count, key_row_, key_columns_) : nullptr;
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(queries, i, rows, head_dim_, key_transposed_, chunk_row_, scores_, chunk_row_,
-                            columns, false);
-            rows_of_product(d_numerator, i, rows, value_dim_, value_transposed_, chunk_row_, d_scores_,
+            rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
                             chunk_row_, columns, false);
+            rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), value_transposed_, chunk_row_,
+                            d_scores_, chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) {
-                mask_scores(scores_ + m * chunk_row_, m, columns);
-                add_t_and_mask(d_scores_ + m * chunk_row_, d_total[m], m, columns);
+                this->mask_scores(scores_ + m * chunk_row_, m, columns);
+                if (this->ROUNDED && p_.normalise) scale(scores_ + m * chunk_row_, this->inverse(m), columns);
+                add_t_and_mask(d_total[m], m, columns);
             }
             if (!single_pass_) continue;
-            rows_of_product(d_scores_of_queries, i, rows, seen, key_, key_row_, d_query_, key_row_, key_row_,
-                            false);
+            add_to_query_gradients(i, rows, columns, keys, false);
             write_query_gradients(head, start, i, rows, derivatives);
         }
+        const int row = chunk_row_, columns = padded(count);
+        const Element* scores_across = across_rows(scores_, row, count, columns, score_columns_);
+        const Element* d_scores_across = across_rows(d_scores_, row, count, columns, d_score_columns_);
         for (int j = 0; j < count; j += ROWS) {  // the queries from this key on
-            const int rows = std::min(ROWS, count - j), seen_by = count - j;
-            const LeftFactor scores{scores_ + j * chunk_row_, 1, chunk_row_};
-            const LeftFactor d_scores{d_scores_ + j * chunk_row_, 1, chunk_row_};
-            const float *g = g_ + j * value_row_, *query = query_ + j * key_row_;
-            rows_of_product(scores, j, rows, seen_by, g, value_row_, d_value_, value_row_, value_row_, true);
-            rows_of_product(d_scores, j, rows, seen_by, query, key_row_, d_key_, key_row_, key_row_, true);
+            const int rows = std::min(ROWS, count - j), first = j / STEPS<Element>;
+            const int inner = steps<Element>(count) - first;
+            const Factor<Element> scores{scores_across + first * row, 1, row};
+            const Factor<Element> d_scores{d_scores_across + first * row, 1, row};
+            rows_of_product(scores, j, rows, inner, g_across + first * value_row_, value_row_, d_value_,
+                            value_row_, value_row_, true);
+            rows_of_product(d_scores, j, rows, inner, queries_across + first * key_row_, key_row_, d_key_,
+                            key_row_, key_row_, true);
         }
         if (start == 0 && !p_.S) return;  // nothing comes before
         if (decay_.pairwise)
             for (int i = 0; i < count; ++i) scale(query_ + i * key_row_, decay_.query[i], key_row_);
-        add_to_state_gradient(d_total, count);
+        this->add_to_state_gradient(d_total, count, g_across);
     }
 
-    void add_t_and_mask(float* d_scores, float t, int row, int columns) const {
-        for (int j = 0; j < columns; j += WIDTH) store(d_scores + j, load(d_scores + j) + t);
-        mask_scores(d_scores, row, columns);
+    void add_t_and_mask(float t, int row, int columns) const {
+        float *d_scores = d_scores_ + row * chunk_row_, factor = this->inverse(row);
+        for (int j = 0; j < columns; j += WIDTH) store(d_scores + j, load(d_scores + j) * factor + t);
+        this->mask_scores(d_scores, row, columns);
     }
 };

@@ -76,10 +76,19 @@ def _linear() -> Iterator[tuple[str, Tensor, Tensor]]:
     )
     yield "linear attention in half precision", one, two
     rounded = Inputs(query.bfloat16(), key.bfloat16(), value.bfloat16())
-    fewer = linear.forward(rounded, LINEAR, False, 64).output.float()
-    more = linear.forward(Inputs(*(x.float() for x in rounded[:3])), LINEAR, False, 64).output
-    coarse = (fewer - more).abs() < 2e-2  # features and scores are rounded too
-    yield "linear attention in bfloat16", torch.where(coarse, more, fewer), more
+    grads = [OutputGrads(grad.to(dtype), None) for dtype in (torch.bfloat16, torch.float32)]
+    both = []
+    for each, output_grads in zip((rounded, Inputs(*(x.float() for x in rounded[:3]))), grads, strict=True):
+        outputs = linear.forward(each, LINEAR, False, 64)
+        both.append([outputs.output, *linear.backward(each, outputs, output_grads, LINEAR, 64)[:3]])
+    yield from _coarse("linear attention in bfloat16", *both)
+
+
+def _coarse(name: str, fewer: list[Tensor], more: list[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Compare results of bfloat16, of which factors of products are rounded too, less closely."""
+    for few, many in zip(fewer, more, strict=True):
+        near = (few.float() - many).abs() < 2e-2 * many.abs().max().clamp_min(1)
+        yield name, torch.where(near, many, few.float()), many
 
 
 def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -125,6 +134,13 @@ def _window() -> Iterator[tuple[str, Tensor, Tensor]]:
     found = window.backward(grad, problem, None, output, lse)
     for mine, its in zip(found, _gradients(want, grad, leaves), strict=True):
         yield "a window's gradients", mine, its
+    short = [x.bfloat16() for x in (query, key, value, grad)]
+    both = []
+    for query, key, value, grad in (short, [x.float() for x in short]):
+        problem = Window(query, key, value, valid, SPAN, 0.3)
+        output, lse = window.forward(problem, None)
+        both.append([output, *window.backward(grad, problem, None, output, lse)])
+    yield from _coarse("a window in bfloat16", *both)
 
 
 def _decode() -> Iterator[tuple[str, Tensor, Tensor]]:
