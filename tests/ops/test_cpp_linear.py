@@ -24,9 +24,9 @@ from helpers.random_inputs import relative_error
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.eval.bench.timing import Clock, Timed, measure
-from hf_linattn.ops import dispatch, linear_attention
+from hf_linattn.ops import dispatch, linear_attention, window_attention
 from hf_linattn.ops.cpp import build, layout, linear, takes
-from hf_linattn.ops.types import OpConfig
+from hf_linattn.ops.types import OpConfig, Window
 
 BFLOAT16 = torch.bfloat16, 2e-2
 """With how far off it may be."""
@@ -187,6 +187,11 @@ def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monke
     got = linear_attention.attention(short, OpConfig("elu1"), False).output
     want = linear_attention.attention(short._replace(value=short.value.float()), OpConfig("elu1"), False)
     assert torch.equal(got, want.output.bfloat16())
+    tokens = [x[:, :, :200] for x in short[:3]]
+    window = Window(*tokens[:2], tokens[2][..., :8], torch.ones(1, 200, dtype=torch.bool), 30, 0.3)
+    wide = window._replace(**{name: getattr(window, name).float() for name in ("query", "key", "value")})
+    got, want = (window_attention.attention(x, None) for x in (window, wide))
+    assert torch.equal(got, want.bfloat16())
 
 
 @pytest.mark.parametrize("says", ["refuses", "links nothing"])

@@ -2,17 +2,21 @@
 
 import itertools
 import shutil
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as functional
+from helpers import tiny_models
 from helpers.tiny_models import distance
 from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_first
 
+from hf_linattn import patch_model
 from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import build, takes
+from hf_linattn.ops.cpp import linear as native_linear
 from hf_linattn.ops.cpp import window as native_window
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import Inputs, ScaledSums, Window
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 MORE = {
@@ -116,6 +120,28 @@ def test_bfloat16_is_as_exact_as_factors_rounded_once(size, length, span, compil
     assert distance(lse, scores.logsumexp(-1)) < 1e-5
     for a, b, want in zip(found, rough[1:], exact[1:], strict=True):
         assert (a - want).norm() < 1.1 * (b - want).norm()
+
+
+def test_a_model_in_bfloat16_hands_it_to_the_kernels(compiled, monkeypatch):
+    """Queries, keys and features of a hybrid; without the kernels all is computed in float32."""
+    options = {"size": 8, "sinks": 2, "feature_map": "hedgehog"}
+    model = patch_model(tiny_models.llama(dtype=torch.bfloat16), "window+gated", options=options)
+    ids, seen, found = tiny_models.tokens(2, 40), [], []
+    for module, name in ((native_window, "forward"), (native_linear, "backward")):
+        call = getattr(module, name)
+        spy = partial(lambda call, first, *rest: seen.append(first) or call(first, *rest), call)
+        monkeypatch.setattr(module, name, spy)
+    for asked, dtype in (("1", torch.bfloat16), ("0", torch.bfloat16), ("0", torch.float64)):
+        monkeypatch.setenv(build.CPP, asked)
+        model.to(dtype).zero_grad()  # the same numbers, though in float64
+        logits = model(ids).logits.double()
+        logits.square().mean().backward()
+        found.append([logits.detach(), *(p.grad.double() for p in model.parameters() if p.grad is not None)])
+    sixteen = {torch.bfloat16} if native_linear.rounds() else {torch.bfloat16, torch.float32}
+    assert {x.dtype for given in seen for x in (given.query, given.key)} <= sixteen
+    assert {type(given) for given in seen} == {Window, Inputs}
+    for ours, torchs, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() <= 1.5 * (torchs - exact).norm() + 1e-2 * exact.norm()
 
 
 def test_a_negative_scaling_is_right_in_bfloat16_too(compiled):
