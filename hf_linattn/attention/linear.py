@@ -140,7 +140,8 @@ class LinearAttention(StatefulAttention):
                 return output, total, state
             outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
-            inputs = self.kernel_inputs(tokens, divide, state)
+            # kernels on a GPU give numerators in float32, whatever the values
+            inputs = self.kernel_inputs(tokens, divide or backend == "triton", state)
             if backend == "cpp":
                 inputs = self._rounded(inputs, tokens)
             if backend == "triton":
@@ -195,7 +196,8 @@ class LinearAttention(StatefulAttention):
             phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
             numerator, total = linear.read(phi_q, linear.state_of(phi_k, value))
             return linear.normalised(numerator, total) if divide else numerator, total
-        inputs = self.kernel_inputs(tokens, divide)._replace(log_decay=None)  # decay is for what comes before
+        whole = divide or backend == "triton"
+        inputs = self.kernel_inputs(tokens, whole)._replace(log_decay=None)  # decay is for what comes before
         if backend == "triton":
             inputs = check.narrowed(inputs, query.dtype, tokens.value.dtype, form)
         config = OpConfig(self.fused, self.eps, divide, causal=False)

@@ -150,6 +150,8 @@ windows, with a linear attention for the rest or without:
                                      it is compiled by torch.compile
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
+  CUDA                               Triton kernels with sinks and the rest's sums, a decoded token with its
+                                     state (triton/window.py, triton/window_token.py), as above
   any other device                   vectorised torch operations (eager/window.py)
 the delta rule:
   CPU with a library of C++ kernels, at most 32 bits

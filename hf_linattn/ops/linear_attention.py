@@ -177,8 +177,10 @@ def _operator(
 def _(*args: Any) -> tuple[Tensor, ...]:
     query, key, value = args[:3]
     (batch, heads, length, size), (_, kv_heads, _, wide) = query.shape, value.shape
-    output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
-    total = output.new_empty(batch, heads, length, dtype=accumulator_dtype(query, key, value))
+    sums = accumulator_dtype(query, key, value)
+    dtype = value.dtype if args[INPUTS + 2] else sums  # normalise
+    output = value.new_empty(batch, length, heads, wide, dtype=dtype).transpose(1, 2)
+    total = output.new_empty(batch, heads, length, dtype=sums)
     if not args[-2]:  # keep
         return output, total, total.new_empty(0), total.new_empty(0)
     state = total.new_empty(batch, kv_heads, size, wide), total.new_empty(batch, kv_heads, size)

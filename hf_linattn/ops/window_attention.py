@@ -1,6 +1,7 @@
 """Softmax over a sliding window through the fused kernel of the CPU, joined with sums over other tokens.
 
-Or by the kernels in C++, `cpp.window`, which do all of this tile by tile, where they were asked for.
+Or by the kernels in C++, `cpp.window`, which do all of this tile by tile, where they were asked for; on GPUs
+by those in Triton, `by_kernels`, which take the sinks too.
 
 A block of queries sees one run of keys, so blocks become rows of the kernel: overlapping views of the keys,
 no copies. It gives o = sum_W exp(s_j) v_j / Z and lse = log Z. Sums over other tokens, e^l sum_j f_j v_j and
@@ -27,12 +28,62 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as window_blocks
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
+from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.triton import check, window_operator
+from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
+from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import ScaledSums, Window, accumulator_dtype
 
 BLOCK = 32
 """Queries per row of the kernel: measured, from 32 to 256."""
 BLOCKS_PER_CALL = 16
 """Blocks per call: only their masks take memory."""
+
+
+def kernels_take(window: Window, sinks: int, others: bool) -> bool:
+    """Tell whether Triton kernels compute a window: on a GPU, checked there.
+
+    Args:
+        window: in the dtype of the model.
+        sinks: how many are seen beside it.
+        others: sums over other tokens share the normaliser.
+
+    Raises:
+        UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
+    """
+    if not window.query.is_cuda or exporting() or sinks > MOST_SINKS:
+        return False
+    return check.takes_window(*window[:3], WindowForm(bool(sinks), others))
+
+
+def kernels_take_token(query: Tensor, key: Tensor, value: Tensor, form: TokenForm, sinks: int) -> bool:
+    """Tell whether Triton kernels compute a decoded token behind a window: on a GPU, checked there.
+
+    Args:
+        query: `[B, H, 1, D]`, in the dtype of the model.
+        key: `[B, Hkv, 1, D]`, likewise.
+        value: `[B, Hkv, 1, Dv]`, likewise.
+        form: what is computed.
+        sinks: how many there are.
+
+    Raises:
+        UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
+    """
+    if not query.is_cuda or sinks > MOST_SINKS:
+        return False
+    return check.takes_window(query, key, value, form)
+
+
+def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> Tensor:
+    """Attend to a window, to sinks and to other tokens together, as `kernels_take` allowed: `[B, H, N, Dv]`.
+
+    Args:
+        window: in the dtype of the model.
+        sinks: likewise; None for none.
+        other: None for none.
+    """
+    return window_operator.attention(window, sinks, other)
 
 
 def attention(window: Window, other: ScaledSums | None) -> Tensor:

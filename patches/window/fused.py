@@ -1,4 +1,4 @@
-"""One decoded token behind a window, and the linear attention of the rest, in one call of C++."""
+"""One decoded token behind a window, and the linear attention of the rest, in one call of C++ or Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
+from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import takes, window_decode
+from hf_linattn.ops.triton import window_token
+from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import State
 
 from . import ring
@@ -47,7 +51,7 @@ def fused_step(
     turn: Turn | None = None,
     share: Share | None = None,
 ) -> tuple[Tensor, WindowState] | None:
-    """Compute one token behind a window, its sinks and the rest, in one call of C++.
+    """Compute one token behind a window, its sinks and the rest, in one call of C++ or Triton.
 
     Args:
         rest: for what has left the window; None for a window alone.
@@ -63,6 +67,12 @@ def fused_step(
     assert query is not None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
+    form = _form(rest, state, share)
+    begun = rest is None or state.linear is not None
+    if begun and window_attention.kernels_take_token(
+        query, tokens.key, tokens.value, form, state.sink_key.shape[2]
+    ):
+        return _on_gpu(rest, tokens, state, turn, share)
     if not takes.linear(query, tokens.key, tokens.value, None if rest is None else state.linear):
         return None
     sinks = None
@@ -70,8 +80,7 @@ def fused_step(
         sinks = _sinks(query, tokens, state, turn)
         if sinks is None:
             return None
-    if not (tokens.in_place and all(x.is_contiguous() for x in state)):
-        state = WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
+    state = _to_write(tokens, state)
     buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
     outside = None if rest is None else _evicting(rest, query, state)
     if outside is not None and share is not None:
@@ -80,6 +89,69 @@ def fused_step(
         query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside, sinks
     )
     return output, state
+
+
+def _to_write(tokens: Tokens, state: WindowState) -> WindowState:
+    """Return a state that may be written over: that of before, or a copy."""
+    if tokens.in_place and all(x.is_contiguous() for x in state):
+        return state
+    return WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
+
+
+def _form(rest: LinearAttention | None, state: WindowState, share: Share | None) -> TokenForm:
+    """Say what the kernels on a GPU are asked for."""
+    sinks = state.sink_key.shape[2] > 0
+    if rest is None:
+        return TokenForm(sinks=sinks)
+    decay = "" if not rest.has_decay else "given" if rest.gate() is None else "gate"
+    mix = "" if share is None else "logit" if share.logit else "share"
+    return TokenForm(state.z.shape[-1], rest.fused, sinks, decay, mix)
+
+
+def _on_gpu(
+    rest: LinearAttention | None, tokens: Tokens, state: WindowState, turn: Turn | None, share: Share | None
+) -> tuple[Tensor, WindowState]:
+    """Compute a token by the kernels in Triton; Python asks the device nothing."""
+    query = tokens.query
+    assert query is not None
+    state = _to_write(tokens, state)
+    slots, sinks, tail = state.sink_key.shape[2], None, None
+    if slots:
+        rank, met = ring.ranked(tokens, slots, causal=True)[1], None
+        assert rank is not None
+        if turn is not None:
+            met = turn.rotary.back(upcast(query), (rank - turn.last).clamp_min(0)).to(query.dtype)
+        sinks = Sinks(met, *state.sinks, rank)
+    if rest is not None:
+        tail = _tail_on_gpu(rest, query, state)
+        if share is not None:
+            tail = tail._replace(mix=share.values.float(), mix_logit=share.logit)
+    output = window_token.decode(
+        query,
+        tokens.key,
+        tokens.value,
+        tokens.valid,
+        window_token.Ring(state.key, state.value, state.valid, state.oldest),
+        tokens.scaling,
+        tail,
+        sinks,
+    )
+    return output, state
+
+
+def _tail_on_gpu(rest: LinearAttention, query: Tensor, state: WindowState) -> window_token.Tail:
+    """Have the linear attention's state take in the window's oldest token."""
+    kind, gate = rest.fused, rest.gate()
+    tail = window_token.Tail(state.S, state.z, gate=gate, kind=kind, eps=rest.eps)
+    if kind != "none" and (gate is not None or not rest.has_decay):
+        return tail
+    key, value = state.window.columns(state.oldest[:, None])[:2]
+    phi_q, phi_k, _, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, None, gate)
+    if kind != "none":
+        return tail._replace(log_decay=decay)
+    return tail._replace(
+        query=phi_q, evicted=phi_k, log_decay=decay, query_log_scale=rest.query_log_scale(upcast(query))
+    )
 
 
 def _sinks(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, StatefulAttention, Tokens, upcast
@@ -62,3 +63,11 @@ def absorb(rest: StatefulAttention, tokens: Tokens, before: State | None) -> Sta
     some = written if before is None else written | (before.z > 0)
     after = rest.absorb(tokens, None if before is None else rest.state_of(before.S))
     return State(after[0], some.to(after[0].dtype))
+
+
+def of_all_queries(length: int, *sums: Tensor) -> tuple[Tensor, ...]:
+    """Put zeros before sums `[B, H, N, ...]` that only the last of so many queries have."""
+    missing = length - sums[0].shape[2]
+    if not missing:
+        return sums
+    return tuple(F.pad(x, (*(0, 0) * (x.ndim - 3), missing, 0)) for x in sums)

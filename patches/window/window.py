@@ -17,6 +17,7 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
@@ -24,10 +25,11 @@ from hf_linattn.registry import register
 
 from . import ring, salient, split
 from .fused import Share, Turn, fused_step
-from .rest import absorb, sums, with_gates, without_gates
+from .rest import absorb, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
 from .salient import SalientState
+from .unused import with_zero_gradients
 
 
 @register("window")
@@ -237,8 +239,6 @@ class Window(StatefulAttention):
         if self.branches == "linear":
             summed, inside_all = tokens, 0
         numerator, total, after = sums(self._linear(), without_gates(summed, self.gate_count), before)
-        if inside_all:
-            numerator, total = F.pad(numerator, (0, 0, inside_all, 0)), F.pad(total, (inside_all, 0))
         return self._mixed(tokens, inside, numerator, total), after
 
     def _holds(self, tokens: Tokens) -> bool:
@@ -265,8 +265,7 @@ class Window(StatefulAttention):
         own = [weight for weight in self.parameters() if weight.requires_grad]
         if not own or not torch.is_grad_enabled():
             return output
-        output_of_all: Tensor = _ZeroGradients.apply(output, *own)  # type: ignore[no-untyped-call]
-        return output_of_all
+        return with_zero_gradients(output, own)
 
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
@@ -411,16 +410,31 @@ class Window(StatefulAttention):
         """
         assert tokens.query is not None
         query, key, value = tokens.query, seen.key, self._values(seen.value)
+        window = None
+        if span is not None:
+            assert seen.valid is not None
+            window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
+            if window_attention.kernels_take(window, self.sinks, other is not None):
+                return window_attention.by_kernels(window, self._as_they_lie(query, seen), other)
+        if other is not None:
+            other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:
             sinks = self._sink_sums(tokens.scaling, upcast(query), seen)
             other = sinks if other is None else band.add_sums(sinks, other)
-        if span is None:
-            wide = upcast(query), upcast(key), upcast(value)
-            return window_attention.decode(*wide, seen.valid, tokens.scaling, other)
-        assert seen.valid is not None
-        return window_attention.attention(
-            types.Window(query, key, value, seen.valid, span, tokens.scaling), other
-        )
+        if window is not None:
+            return window_attention.attention(window, other)
+        wide = upcast(query), upcast(key), upcast(value)
+        return window_attention.decode(*wide, seen.valid, tokens.scaling, other)
+
+    def _as_they_lie(self, query: Tensor, seen: Seen) -> Sinks | None:
+        """Hand sinks to kernels, and the queries turned to where they meet them."""
+        if not self.sinks:
+            return None
+        turned = None
+        if seen.ranks is not None and self.rotary is not None:
+            turned = self._turned(upcast(query), seen.ranks).to(query.dtype)
+        key, value, valid = seen.sinks
+        return Sinks(turned, key, self._values(value), valid, seen.ranks)
 
     def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> ScaledSums:
         key, value, ranks = upcast(seen.sinks.key), upcast(self._values(seen.sinks.value)), seen.ranks
@@ -449,24 +463,25 @@ class Window(StatefulAttention):
     def _mixed(
         self, tokens: Tokens, inside: Callable[[ScaledSums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
-        """Join window and rest, or compute one of them."""
+        """Join window and rest, or compute one of them.
+
+        `inside` computes the window, with sums that share its normaliser. `numerator` and `total` are of the
+        rest, of all queries or of the last ones, for which there is any.
+        """
+        if self.branches == "both" and self.mix == "shared":
+            assert tokens.query is not None
+            scale = self._linear().query_log_scale(upcast(tokens.query[:, :, -total.shape[2] :]))
+            return inside(ScaledSums(numerator, total, torch.zeros_like(total) if scale is None else scale))
+        numerator, total = of_all_queries(tokens.length, numerator, total)
         if self.branches == "none":
             return torch.zeros_like(numerator)
         if self.branches in ("rest", "linear"):
             return linear.normalised(numerator, total)
         if self.branches == "window":
             return inside(None)
-        if self.mix != "shared":
-            gate = self._share().to(total.dtype)[:, None]
-            gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
-            return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
-        assert tokens.query is not None
-        query_log_scale = self._linear().query_log_scale(upcast(tokens.query))
-        return inside(
-            ScaledSums(
-                numerator, total, torch.zeros_like(total) if query_log_scale is None else query_log_scale
-            )
-        )
+        gate = self._share().to(total.dtype)[:, None]
+        gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
+        return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
         """Count window and sinks in the model's dtype, a flag a token, and the linear attention's state."""
@@ -482,19 +497,3 @@ class Window(StatefulAttention):
             return None
         flag = max(size, 4) if self.inner and not isinstance(self._linear(), LinearAttention) else 0
         return own + inner + flag
-
-
-class _ZeroGradients(torch.autograd.Function):
-    """A result that some weights have no part in, though they are asked for a gradient: zeros.
-
-    Without one, processes that train together wait for each other's in vain.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(*weights)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *map(torch.zeros_like, ctx.saved_tensors)

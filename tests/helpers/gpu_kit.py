@@ -31,9 +31,9 @@ def dry_run(stage, folder, kit=FOLDER, keep=None):
 
 
 def check_correct(folder):
-    """In the interpreter: the form, a size with all that there is, and a token."""
+    """In the interpreter: a form, one of a window, a size with all that there is, and a token."""
     rows = dry_run("correct", folder)
-    assert [row["ok"] for row in rows] == [True] * 3, rows
+    assert [row["ok"] for row in rows] == [True] * 4, rows
     sizes = [row for row in rows if row["case"]["case"] == "size"]
     assert all(row["same_bits"] and 0 < row["worst"] < row["allowed"] for row in sizes)
     assert set(sizes[0]["errors"]) == {"output", "total", "S", "z", "d_query", "d_key", "d_value"}

@@ -12,7 +12,7 @@ import torch
 from hf_linattn import patch_model
 from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import linear_attention
+from hf_linattn.ops import linear_attention, window_attention
 from hf_linattn.ops.eager.chunked_backward import through_running_sum
 from hf_linattn.ops.triton import launch, problem
 from hf_linattn.ops.types import Inputs as Operands
@@ -350,15 +350,21 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
             mask, positions = None, torch.cat([torch.arange(11), torch.arange(13)]).expand(2, -1)
         else:
             mask[0, :9] = 0
-        forms = []
+        forms, windows = [], []
 
         def choose(query, key, value, kind, state=None, form=None, features=None, forms=forms):
             forms.append(form)
             return "triton"
 
+        def take(*about, windows=windows):
+            windows.append(about)
+            return True
+
         with pytest.MonkeyPatch.context() as patch:
             if triton:
                 patch.setattr(linear, "choose_backend", choose)
+                patch.setattr(window_attention, "kernels_take", take)
+                patch.setattr(window_attention, "kernels_take_token", take)
             given = {"attention_mask": None if mask is None else mask[:, :24], "position_ids": positions}
             logits = model(ids[:, :24], **given, use_cache=False).logits
             seen = slice(9, None)
@@ -369,9 +375,10 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
                     cache = model(ids[:, :24], attention_mask=mask[:, :24], use_cache=True).past_key_values
                     before = [x.data_ptr() for x in cache.layers[0].state] if triton else []
                     results.append(model(ids[:, 24:], attention_mask=mask, past_key_values=cache).logits)
-                    if before and spec != "window+elu1":
+                    if before:
                         assert before == [x.data_ptr() for x in cache.layers[0].state], "written over"
-        assert bool(forms) == triton
+        assert bool(forms) == (triton and spec != "window")
+        assert len(windows) == (3 if triton and "window" in spec else 0), "two forwards and a token"
         assert all(form.packed == packed for form in forms)
         runs.append([x.detach().float() for x in results])
     assert_near(*runs, tolerance)

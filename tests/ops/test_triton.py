@@ -95,7 +95,9 @@ def test_property(interpreted, check):
     [
         ("relu", "float32", 1e-4, False, None),
         ("gated", "float32", 1e-4, True, None),
-        ("window+elu1", "float32", 1e-4, False, {"size": 8}),
+        ("window+gated", "float32", 1e-4, False, {"size": 5, "sinks": 3}),
+        ("window+hedgehog", "float32", 1e-4, False, {"size": 7, "mix": "learned"}),
+        ("window", "bfloat16", 0.05, False, {"size": 6, "sinks": 2}),
         ("hedgehog", "bfloat16", 0.05, False, None),
         ("decay", "bfloat16", 0.05, False, None),
         ("performer", "float16", 0.02, True, None),

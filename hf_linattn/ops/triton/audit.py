@@ -17,7 +17,17 @@ from hf_linattn.cli.files import replacing, write_json
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.triton.targets import CALLS, TARGETS, Report, Shape, compiled
+from hf_linattn.ops.triton.targets import (
+    CALLS,
+    LINEAR,
+    SINKS,
+    SPAN,
+    TARGETS,
+    WINDOWS,
+    Report,
+    Shape,
+    compiled,
+)
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -30,9 +40,10 @@ examples (`audit` stands for `python -m hf_linattn.ops.triton.audit`):
   audit --targets sm_90 --dtypes bfloat16 --widths 128 --kernels outputs
 
 what it does: asks the launcher for forward, backward and one decoded token at (batch 1, 32 heads, 8,192
-tokens), takes the launches down instead of making them, compiles each kernel with the tiles, warps and
-specialisations of that launch, and reads the machine code. No GPU is needed and none is used. Compiled
-kernels stay in triton's cache, so a second run takes seconds.
+tokens), of linear attention and of softmax over a window of 256 tokens with 4 sinks and the sums of a linear
+attention (a token: with its state, gated), takes the launches down instead of making them, compiles each
+kernel with the tiles, warps and specialisations of that launch, and reads the machine code. No GPU is needed
+and none is used. Compiled kernels stay in triton's cache, so a second run takes seconds.
 
 what the columns mean:
   registers, spilled   of a thread; spilled bytes go through memory in every pass and should be 0
@@ -41,8 +52,10 @@ what the columns mean:
                        memory and threads; with one or two of few warps nothing hides a wait
   products             tensor-core instructions in the machine code, by kind; HGMMA is Hopper's wgmma
   work                 instructions that warps issue per 64 tokens and head in the loop over chunks, counted
-                       once each whatever they cost; of a decoded token, and of `accumulate`, of all code
-  passes               tensors as large as the queries that the launches of a call read or write
+                       once each whatever they cost; of a decoded token, and of `accumulate`, of all code; of
+                       a window, of the steps over it and of what is outside the loop
+  passes               tensors as large as the queries that the launches of a call read or write, float32
+                       beside 16 bits counted twice
   host                 microseconds of Python and of triton's binder in a call, without the driver, the best
                        of ten rounds on this machine
 """
@@ -167,22 +180,15 @@ def work(report: Report, call: str) -> int:
 def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
     """Write the tables: calls, then kernels by target."""
     triton = versions()["triton"]
-    lines = [
-        f"Compiled by triton {triton} at (1, 32, 8192, D). Forward / backward / one token:",
-        "",
-        "| | D | work | passes | launches | host, us | bytes spilled |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, shape, report in found:
-        cells = [
-            " / ".join(f"{work(report, call):,}" for call in CALLS),
-            " / ".join(str(report.tensors[call]) for call in CALLS[:2]),
-            " / ".join(str(report.launches[call]) for call in CALLS),
-            " / ".join(f"{report.host[call]:.0f}" for call in CALLS) if report.host else "",
-            str(sum(kernel.code.spilled for kernel in report.kernels)),
+    lines = [f"Compiled by triton {triton} at (1, 32, 8192, D). Forward / backward / one token:", ""]
+    lines += _calls_table(found, LINEAR)
+    if any(report.launches[call] for _, _, report in found for call in WINDOWS):
+        lines += [
+            "",
+            f"Softmax over a window of {SPAN} tokens, {SINKS} sinks and the sums of a linear attention:",
+            "",
         ]
-        about = f"{name} ({TARGETS[name].device}), {shape.dtype}"
-        lines.append(f"| {about} | {shape.D} | {' | '.join(cells)} |")
+        lines += _calls_table(found, WINDOWS)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]
     names = list(dict.fromkeys(name for name, _, _ in shown))
@@ -205,6 +211,26 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
         row = cells_of[kernel_name, width]
         lines.append(f"| `{kernel_name}` | {width} | {' | '.join(row.get(name, '') for name in names)} |")
     return "\n".join(lines) + "\n"
+
+
+def _calls_table(found: Sequence[tuple[str, Shape, Report]], calls: Sequence[str]) -> list[str]:
+    """Write a row per target, dtype and width, of forward, backward and one token."""
+    lines = [
+        "| | D | work | passes | launches | host, us | bytes spilled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, shape, report in found:
+        own = [kernel for kernel in report.kernels if any(call in kernel.calls for call in calls)]
+        cells = [
+            " / ".join(f"{work(report, call):,}" for call in calls),
+            " / ".join(str(report.tensors[call]) for call in calls[:2]),
+            " / ".join(str(report.launches[call]) for call in calls),
+            " / ".join(f"{report.host[call]:.0f}" for call in calls) if report.host else "",
+            str(sum(kernel.code.spilled for kernel in own)),
+        ]
+        about = f"{name} ({TARGETS[name].device}), {shape.dtype}"
+        lines.append(f"| {about} | {shape.D} | {' | '.join(cells)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -25,8 +25,19 @@ from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import switches
-from hf_linattn.ops.triton import launch, measured_tiles, problem, selftest
+from hf_linattn.ops.triton import (
+    launch,
+    measured_tiles,
+    problem,
+    selftest,
+    token_selftest,
+    window,
+    window_selftest,
+    window_token,
+)
 from hf_linattn.ops.triton.selftest import Form, Key
+from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import Inputs
 
 TRITON = "HF_LINATTN_TRITON"
@@ -81,6 +92,8 @@ class Checks:
     Args:
         kernels: has the functions of `launch`.
         length: tokens of the trial.
+        windows: has the functions of `window`.
+        tokens: has the function of `window_token`.
 
     Class attributes:
         form: who computes where the kernels do, in a word.
@@ -94,8 +107,14 @@ class Checks:
     most_tokens: ClassVar[int] = problem.LONGEST
     most_rows: ClassVar[int] = SAFE_ROWS
 
-    def __init__(self, kernels: Any = launch, length: int = selftest.LENGTH) -> None:
-        self.kernels, self.length = kernels, length
+    def __init__(
+        self,
+        kernels: Any = launch,
+        length: int = selftest.LENGTH,
+        windows: Any = window,
+        tokens: Any = window_token,
+    ) -> None:
+        self.kernels, self.length, self.windows, self.tokens = kernels, length, windows, tokens
         self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
@@ -130,7 +149,8 @@ class Checks:
 
     def refusal(self, key: Any, tokens: int, rows: int) -> str | None:
         """Say what is known to hinder before anything is tried; None for nothing."""
-        dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (key.D, key.Dv)
+        widest = max(key.D, getattr(key.form, "features", 0))
+        dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (widest, key.Dv)
         why = None if launch.available(key.device) else "triton is not installed"
         why = why or triton_too_old() or problem.refusal(dtypes, widths, tokens, rows)
         return why or device_refusal(key.device, key.operand)
@@ -141,6 +161,11 @@ class Checks:
 
     def disagreement(self, key: Any) -> str | None:
         """Run the trial and say what differs from float64; None where nothing does."""
+        if isinstance(key.form, TokenForm):
+            return token_selftest.disagreement(key, self.tokens)
+        if isinstance(key.form, WindowForm):
+            most = window_selftest.LENGTH
+            return window_selftest.disagreement(key, self.windows, min(self.length, most))
         return selftest.disagreement(key, self.kernels, self.length)
 
     def file(self, device: torch.device) -> Path | None:
@@ -363,7 +388,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
     """
     width = query.shape[-1] if features is None else features
     grouped = query.shape[1] != key.shape[1]
-    dtypes = query.dtype, value.dtype if form.normalise else torch.promote_types(value.dtype, torch.float32)
+    dtypes = query.dtype, value.dtype
     wide = value.shape[-1]
     if torch.compiler.is_compiling():
         known: bool = _takes_in_a_graph(query.device, *dtypes, width, wide, grouped, *form)
@@ -372,6 +397,47 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
         return False  # a fake or distributed tensor has no memory to read
     about = _key(query.device, *dtypes, width, wide, grouped, *form)
     return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
+
+
+def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | TokenForm) -> bool:
+    """Tell whether the Triton kernels compute a window, or a token behind one; see `Checks.takes`.
+
+    Args:
+        query: `[B, H, N, D]`, as the model gives it.
+        key: `[B, Hkv, M, D]`.
+        value: `[B, Hkv, M, Dv]`.
+        form: what is computed.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if not query.dtype == key.dtype == value.dtype:
+        return False
+    about = query.device, query.dtype, query.shape[-1], value.shape[-1], grouped, form
+    if torch.compiler.is_compiling():
+        if isinstance(form, TokenForm):
+            return False  # a graph writes over nothing
+        known: bool = _takes_window_in_a_graph(*about[:-1], *form)
+        return known
+    if not type(query) is type(key) is type(value) is Tensor:
+        return False
+    return CHECKS.takes(
+        _window_key(*about), max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1]
+    )
+
+
+def _window_key(
+    device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, form: WindowForm | TokenForm
+) -> Key:
+    usable = launch.available(device) and triton_too_old() is None
+    operand = problem.operand_of((dtype,)) if usable else ""
+    return Key(device, dtype, dtype, D, Dv, 1 + grouped, operand, form)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes_window_in_a_graph(
+    device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, *form: bool
+) -> bool:
+    """Answer what is known while a graph is traced: it asks once."""
+    return CHECKS.takes(_window_key(device, dtype, D, Dv, grouped, WindowForm(*form)), compiling=True)
 
 
 def _key(
@@ -413,14 +479,12 @@ def narrowed(inputs: Inputs, query_dtype: torch.dtype, value_dtype: torch.dtype,
         inputs: features and values in float32 where the map is not in the kernel.
         query_dtype: of the model's queries.
         value_dtype: of its values.
-        form: numerators keep their values in float32: they are not rounded to 16 bits.
+        form: what is computed.
     """
     if form.kind != "none":
         return inputs
     query, key = (x.to(features_dtype(query_dtype)) for x in inputs[:2])
-    return inputs._replace(
-        query=query, key=key, value=inputs.value.to(value_dtype) if form.normalise else inputs.value
-    )
+    return inputs._replace(query=query, key=key, value=inputs.value.to(value_dtype))
 
 
 def summary() -> list[str]:

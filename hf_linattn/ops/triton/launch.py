@@ -74,8 +74,8 @@ def forward(
         segment: tokens that one program walks, a multiple of 64; None chooses by device and shape.
 
     Returns:
-        Output `[B, H, N, Dv]` in the dtype of the values, a view of `[B, N, H, Dv]`; total `[B, H, N]`, S and
-        z after the last token, float32.
+        Output `[B, H, N, Dv]` in the dtype of the values, float32 where it is not divided, a view of
+        `[B, N, H, Dv]`; total `[B, H, N]`, S and z after the last token, float32.
 
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
@@ -170,7 +170,8 @@ def global_forward(
         segment: as in `forward`.
 
     Returns:
-        Output `[B, H, N, Dv]` in the dtype of the values; total `[B, H, N]`, S and z over all keys, float32.
+        Output `[B, H, N, Dv]` in the dtype of the values, float32 where it is not divided; total `[B, H, N]`,
+        S and z over all keys, float32.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = call.dense(S0, z0)

@@ -232,7 +232,8 @@ class Problem:
 
     def new_output(self) -> tuple[Tensor, Tensor]:
         """Allocate output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, and total `[B, H, N]`."""
-        output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=self.value.dtype)
+        dtype = self.value.dtype if self.normalise else torch.float32
+        output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=dtype)
         return output.transpose(1, 2), self.new(self.batch, self.heads, self.length)
 
     def new_state(self, over: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import launch, machine_code, problem
+from hf_linattn.ops.triton import launch, machine_code, problem, window, window_token
 from hf_linattn.ops.triton.tiles import Tile
+from hf_linattn.ops.triton.window import Sinks
+from hf_linattn.ops.types import Gate, ScaledSums, Window
 
-CALLS = ("forward", "backward", "token")
+LINEAR = ("forward", "backward", "token")
+WINDOWS = ("window", "window backward", "window token")
+CALLS = LINEAR + WINDOWS
+SPAN, SINKS = 256, 4
+"""Of the window that is compiled: what `window+gated` has by default."""
 TIMED = 50
 """Calls in each of the rounds whose shortest is the host's time: others use the processor too."""
 ROUNDS = 10
@@ -76,10 +82,11 @@ class Compiled(NamedTuple):
 
     Attributes:
         name: of the kernel.
-        calls: how often forward, backward and token launch it.
+        calls: how often each of CALLS launches it.
         tile: how it is cut.
         grid: programs.
-        tensors: arguments as large as the queries: each is read or written once.
+        tensors: arguments as large as the queries, float32 beside 16 bits twice: each is read or written
+            once.
         resident: programs that a processor holds at once.
         work: warp instructions per 64 tokens (a token: per token) and query head.
         code: what was compiled.
@@ -96,7 +103,7 @@ class Compiled(NamedTuple):
 
 
 class Report(NamedTuple):
-    """All launches of forward, backward and one token.
+    """All launches of a case.
 
     Attributes:
         kernels: each kernel once.
@@ -178,10 +185,10 @@ def report(
 
     def compile_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
         launches[call] += 1
-        large = sum(
-            isinstance(x, Tensor) and x.dim() == 4 and x.shape[2] == shape.length for x in arguments.values()
-        )
-        tensors[call] += 0 if call == "token" else large
+        given = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 4]
+        size = getattr(torch, shape.dtype).itemsize
+        large = sum(x.element_size() // size for x in given if x.shape[2] == shape.length)
+        tensors[call] += 0 if "token" in call else large
         if kernels is not None and kernel.__name__ not in kernels:
             return
         if kernel.__name__ in found:
@@ -197,7 +204,7 @@ def report(
             grid,
             large,
             _resident(target, code, tile.warps),
-            _work(shape, code, grid, tile, call),
+            _work(shape, code, grid, tile, call, kernel.__name__),
             code,
         )
 
@@ -256,7 +263,29 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     last = None if decay is None else decay[:, :, :1]
     after = (None, *state) if shape.state else (None, None, None)
     back: tuple[Any, ...] = output, *after, *given[:6], output, total, *how
+    sinks = (
+        new(batch, kv_heads, SINKS, shape.D, dtype=dtype),
+        new(batch, kv_heads, SINKS, shape.Dv, dtype=dtype),
+    )
+    there, ranks = new(batch, SINKS, dtype=torch.bool), new(batch, length, dtype=torch.int64)
+    first = Sinks(None, *sinks, there, ranks)
+    inside = Window(query, key, value, new(batch, length, dtype=torch.bool), SPAN, 0.1)
+    beside = ScaledSums(output.float(), total, total)
+    free = shape.feature_map == "none"
+    ring = window_token.Ring(
+        new(batch, kv_heads, SPAN, shape.D, dtype=dtype), new(batch, kv_heads, SPAN, shape.Dv, dtype=dtype),
+        new(batch, SPAN, dtype=torch.bool), new(batch, dtype=torch.int64),
+    )  # fmt: skip
+    tail = window_token.Tail(
+        *state, query.float()[:, :, :1] if free else None, key.float()[:, :, :1] if free else None, None,
+        Gate(new(kv_heads, shape.Dv), new(kv_heads), 16.0), shape.feature_map,
+    )  # fmt: skip
+    of_token = sinks[0].new_empty(batch, shape.heads, 1, shape.D)
+    at = Sinks(of_token, *sinks, there, ranks[:, :1])
     return {
+        "window token": lambda: window_token.decode(one[0], one[1], one[2], None, ring, 0.1, tail, at),
+        "window": lambda: window.forward(inside, first, beside),
+        "window backward": lambda: window.backward(output, inside, first, beside, output, total),
         "forward": lambda: launch.forward(*given, **links),
         "backward": lambda: launch.backward(*back, **links),
         "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
@@ -277,12 +306,21 @@ def _resident(target: Target, code: machine_code.Code, warps: int) -> int:
     return min(by_registers, by_threads, by_memory) if fits else 0
 
 
-def _work(shape: Shape, code: machine_code.Code, grid: tuple[int, ...], tile: Tile, call: str) -> int:
+def _work(
+    shape: Shape, code: machine_code.Code, grid: tuple[int, ...], tile: Tile, call: str, name: str
+) -> int:
     """Count warp instructions per 64 tokens and query head; of a token, and of a sum of states, in all."""
     rows = shape.batch * shape.heads
     programs = grid[0] / rows
-    if call == "token":
-        return round(code.instructions * tile.warps * programs)
+    if call in WINDOWS and "token" not in call:  # steps of a program over the window, and what is outside
+        own, step = (tile.block, tile.chunk) if name == "window_key_gradients" else (tile.chunk, tile.block)
+        group = shape.heads // shape.kv_heads if name == "window_key_gradients" else 1
+        steps = -(-(own + SPAN - 1) // step) * group
+        each = code.instructions - code.loop + steps * code.loop
+        return round(each * tile.warps * programs * 64 / shape.length)
+    if "token" in call:
+        again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
+        return round((code.instructions + again * code.loop) * tile.warps * programs)
     if tile is problem.SCAN:
         return round(code.instructions * tile.warps * grid[0] * grid[1] / rows * 64 / shape.length)
     return round(code.loop * tile.warps * programs * 64 / tile.chunk)

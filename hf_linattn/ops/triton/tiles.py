@@ -37,12 +37,17 @@ class Configuration(NamedTuple):
     query_gradients: Tile
     key_gradients: Tile
     value_gradients: Tile
+    window_outputs: Tile
+    window_query_gradients: Tile
+    window_key_gradients: Tile
+    window_step: Tile
     least: int
 
     @property
     def longest_chunk(self) -> int:
         """Segments are multiples of all chunks, that is of this one: chunks are powers of two."""
-        return max(tile.chunk for tile in self if isinstance(tile, Tile))
+        walks = (tile for name, tile in self._asdict().items() if not name.startswith("window"))
+        return max(tile.chunk for tile in walks if isinstance(tile, Tile))
 
 
 # Heads of up to 64, 128 and 256. A walk keeps a state `[width, block]` in registers beside its chunk.
@@ -60,6 +65,34 @@ SUMS = {
     "fp16": (Tile(32, 32, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 1)),
     "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
+}
+
+
+# Queries and keys of a step over a window; all columns are one program's. Many queries waste less of the keys
+# that some of them do not see, and take more registers.
+WINDOW_OUTPUTS = {
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
+    "bf16": (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    "fp16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
+    "fp16": (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
+WINDOW_QUERIES = {
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
+    "bf16": (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(16, 32, 8, 1)),
+    "fp16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(16, 32, 8, 1)),
+    "fp16": (Tile(64, 32, 4, 2), Tile(128, 16, 8, 2), Tile(16, 32, 8, 1)),
+    "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+}
+WINDOW_KEYS = {
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 1)),
+    "bf16": (Tile(32, 64, 4, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 1)),
+    "fp16, wgmma": (Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(64, 32, 8, 1)),
+    "fp16": (Tile(32, 64, 4, 2), Tile(16, 128, 8, 2), Tile(64, 32, 8, 1)),
+    "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
+    "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
 }
 
 
@@ -87,6 +120,7 @@ def configuration(
     if operand == "bf16" and capability[0] == 9 and not linked:
         kind = "bf16, wgmma"  # which takes no fewer than 64 rows
     walk, total = WALKS[kind][index], SUMS[kind][index]
+    windows = f"{operand}, wgmma" if operand in ("bf16", "fp16") and capability[0] == 9 else operand
     if linked:
         walk = walk._replace(block=max(walk.block // 2, 16), chunk=16 if index else walk.chunk)
         total = total._replace(chunk=16 if group > 1 and not index else min(total.chunk, 32))
@@ -118,6 +152,10 @@ def configuration(
         query_gradients=of(query, head_dim),
         key_gradients=of(key, head_dim),
         value_gradients=of(values, value_dim),
+        window_outputs=WINDOW_OUTPUTS[windows][index],
+        window_query_gradients=WINDOW_QUERIES[windows][index],
+        window_key_gradients=WINDOW_KEYS[windows][index],
+        window_step=Tile(64 if index < 2 else 32, min(value_dim, 8192 // head_dim), 4, 2),
         least=256,
     )
 

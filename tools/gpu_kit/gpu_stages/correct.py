@@ -5,12 +5,24 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from hf_linattn.ops import linear_attention
-from hf_linattn.ops.triton import check, launch, problem, selftest
+from hf_linattn.ops.triton import (
+    check,
+    launch,
+    problem,
+    selftest,
+    token_selftest,
+    window,
+    window_selftest,
+    window_token,
+)
+from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import Inputs, OpConfig
 
 from . import reference
@@ -32,6 +44,15 @@ FORMS = (
     ("relu", False, False),
 )
 """Fields of `selftest.Form`: map, causal, normalised, decay, documents."""
+WINDOWS = (
+    ("window", False, False),
+    ("window", True, True),
+    ("token",),
+    ("token", 0, "elu1", True, "gate", ""),
+    ("token", 0, "relu", False, "given", "share"),
+    ("token", 48, "none", True, "gate", "logit"),
+)
+"""Which form, and its fields; 0 features with a map are as many as the width."""
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
 """Relative error of a whole result, outputs and state; three times as much for gradients."""
 SUMMED = 4096
@@ -64,7 +85,7 @@ def cases(context: Context) -> list[Case]:
     forms = [
         (dtype, width, 1 + (place + number) % 2, form)
         for dtype, (place, width), (number, form) in itertools.product(
-            dtypes, enumerate(widths), enumerate(kinds)
+            dtypes, enumerate(widths), enumerate((*kinds, *(WINDOWS[:1] if context.dry else WINDOWS)))
         )
     ]
     found = []
@@ -101,9 +122,14 @@ def key_of(
     dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...], device: str
 ) -> selftest.Key:
     """Make what the package's own check calls a trial."""
-    of = getattr(torch, dtype)
+    of = value = getattr(torch, dtype)
+    if form[0] in ("window", "token"):
+        about: Any = WindowForm(*form[1:]) if form[0] == "window" else TokenForm(*form[1:])
+        if form[0] == "token" and not about.features and about.kind != "none":
+            about = about._replace(features=widths[0])
+        where = torch.device(device)
+        return selftest.Key(where, of, of, *widths, group, problem.operand_of((of,)), about)
     how = selftest.Form(*form)
-    value = of if how.normalise else torch.promote_types(of, torch.float32)
     if how.kind == "none":
         of = check.features_dtype(of)
     return selftest.Key(torch.device(device), of, value, *widths, group, problem.operand_of((of, value)), how)
@@ -113,19 +139,23 @@ def form_row(context: Context, dtype: str, widths: tuple[int, int], group: int, 
     """Run the package's check of one form; every number within what rounding explains."""
     needs_triton(context)
     key = key_of(dtype, widths, group, form, context.device)
-    wrong = selftest.disagreement(key, launch, 20 if context.dry else selftest.LENGTH)
+    wrong = _disagreement(key, context.dry)
     return {"operand": key.operand} | ({"error": wrong} if wrong else {})
+
+
+def _disagreement(key: selftest.Key, dry: bool) -> str | None:
+    if isinstance(key.form, TokenForm):
+        return token_selftest.disagreement(key, window_token)
+    if isinstance(key.form, WindowForm):
+        return window_selftest.disagreement(key, window, 20 if dry else window_selftest.LENGTH)
+    return selftest.disagreement(key, launch, 20 if dry else selftest.LENGTH)
 
 
 def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> None:
     """Compile what `form_row` launches, in a process without a device."""
-    exact, compare = selftest._exact, selftest._compare
-    selftest._exact = lambda *about: ({}, {})
-    selftest._compare = lambda *about: None
-    try:
-        selftest.disagreement(key_of(dtype, widths, group, form, "meta"), launch)
-    finally:
-        selftest._exact, selftest._compare = exact, compare
+    same = mock.patch.object(token_selftest, "same", return_value=True)
+    with mock.patch.object(selftest, "compare", return_value=None), same:
+        _disagreement(key_of(dtype, widths, group, form, "meta"), dry=False)
 
 
 def inputs_of(size: Size, device: str) -> Inputs:
