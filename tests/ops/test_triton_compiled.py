@@ -36,6 +36,8 @@ CASES = {
 
 
 WITH_WINDOWS = ("H100, 128", "A100, 64, features, decay, grouped heads")
+ALWAYS = ("A100, 64", *WITH_WINDOWS)
+"""The others are compiled with `-m full`."""
 
 
 def kernels():
@@ -57,7 +59,9 @@ def compiler(tmp_path_factory):
             yield lambda *case, **how: pool.submit(targets.report, *case, **how).result()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in CASES]
+)
 def test_kernels_fit_the_device(compiler, name):
     windows = name in WITH_WINDOWS
     found = compiler(*CASES[name], calls=targets.CALLS if windows else targets.LINEAR)
