@@ -37,7 +37,7 @@ ENCODER_DECODER_SIZES = {
 
 def build(cls, seed=1, dtype=torch.float64, implementation="sdpa", **config):
     """A model of this class; weights of std 0.2, since the usual 0.02 would hide errors in attention."""
-    key = repr((cls, seed, implementation, sorted(config.items())))
+    key = repr((cls, seed, implementation, sorted(config.items()), torch.get_default_device()))
     # making one takes ten times as long as copying it, and thousands of tests want the same few
     model, generator = _made.pop(key, None) or _fresh(
         getattr(transformers, cls), seed, implementation, config

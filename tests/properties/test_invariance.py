@@ -124,11 +124,11 @@ def lost_padding(monkeypatch):
 
 
 def lost_documents(monkeypatch):
-    monkeypatch.setattr("hf_linattn.attention.stateful._is_packed", lambda new, past: False)
+    monkeypatch.setattr("hf_linattn.attention.stateful._is_packed", lambda new, past, mask: False)
 
 
 def backwards(monkeypatch):
-    def whole(phi_q, phi_k, value, *others, in_place):
+    def whole(phi_q, phi_k, value, *others):
         state = linear.state_of(phi_k, value)
         return *linear.read(phi_q, state), state
 
