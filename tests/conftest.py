@@ -1,5 +1,6 @@
 """Tests never reach for a hub and use one thread each, also when pytest is started by hand."""
 
+import gc
 import os
 import random
 
@@ -9,6 +10,12 @@ for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 # torch's form, whatever libraries this machine has: tests of the others ask for `compiled`
 os.environ.setdefault("HF_LINATTN_CPP", "0")
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays: garbage is looked for among what tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
