@@ -210,6 +210,7 @@ def test_models_with_other_heads_and_decoders_without(name, objective, workplace
     assert validation["distill"] < validation["swapped"]
 
 
+@pytest.mark.full
 def test_two_processes_learn_hidden_states_as_one(bare):
     argv = ["--model", bare, *BASE, "--stages", "distill", "--distill-tokens", str(6 * 4 * 34)]
     assert main([*argv, "--output-dir", "one"]) == 0

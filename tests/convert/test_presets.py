@@ -164,6 +164,7 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
     assert weights_of("recalls/distill") == weights
 
 
+@pytest.mark.full
 def test_two_processes_keep_the_same_layer():
     """The first ranks the layers while the second waits; both train the hybrid that it leaves."""
     argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
