@@ -58,22 +58,42 @@ def hidden_where_not(seen, scores):
 
 
 @triton.jit
-def in_window(tokens, places, counted, offset, span):
-    """Tell which keys, `[keys]`, a query of `[queries]` sees: `[queries, keys]`."""
+def meet_keys(
+    q, K, V, VALID, first, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span, scale,
+    rows, columns, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Load a block of the window from `first` on: keys, values and scores `[queries, keys]`."""
+    places = first + tl.arange(0, BLOCK)
+    k = load_tile(K, first, places < keys, k_strides[2], rows, D)
+    v = load_tile(V, first, places < keys, v_strides[2], columns, DV)
+    counted = visible(VALID, batch, places, valid_strides, keys)
     distance = (tokens + offset)[:, None] - places[None, :]
-    return (distance >= 0) & (distance < span) & counted[None, :]
+    seen = (distance >= 0) & (distance < span) & counted[None, :]
+    return k, v, hidden_where_not(seen, plain_dot(q, tl.trans(k), OPERAND) * scale)
 
 
 @triton.jit
-def sinks_seen(SINK_VALID, RANKS, batch, tokens, inside, length, sinks, SINKS: tl.constexpr):
-    """Tell which sinks a query sees, up to its own rank: `[queries, sinks]`."""
+def meet_sinks(
+    q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
+    sink_q_strides, length, sinks, scale, rows, columns,
+    D: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Load the sinks: queries as they meet them, keys, values, and scores up to a query's own rank."""
+    met = q
+    if SINK_Q is not None:
+        met = load_tile(
+            head_pointer(SINK_Q, sink_q_strides, batch, head), start, inside, sink_q_strides[2], rows, D
+        )
     index = tl.arange(0, SINKS)
-    counted = tl.load(SINK_VALID + batch * sinks + index, mask=index < sinks, other=0) != 0
+    there = index < sinks
+    k = load_tile(SINK_K + batch_head * sinks * D, 0, there, D, rows, D)
+    v = load_tile(SINK_V + batch_head * sinks * DV, 0, there, DV, columns, DV)
+    counted = tl.load(SINK_VALID + batch * sinks + index, mask=there, other=0) != 0
     seen = counted[None, :] & inside[:, None]
     if RANKS is not None:
         rank = tl.load(RANKS + batch * length + tokens, mask=inside, other=-1)
         seen = seen & (index[None, :] <= rank[:, None])
-    return seen
+    return met, k, v, hidden_where_not(seen, plain_dot(met, tl.trans(k), OPERAND) * scale)
 
 
 @triton.jit
@@ -117,25 +137,17 @@ def window_outputs(
     total = tl.zeros([CHUNK], tl.float32)
     sums = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     if SINKS > 0:
-        met = q
-        if SINK_Q is not None:
-            met = load_tile(
-                head_pointer(SINK_Q, sink_q_strides, batch, head), start, inside, sink_q_strides[2], rows, D
-            )
-        there = tl.arange(0, SINKS) < sinks
-        sink_k = load_tile(SINK_K + batch_head * sinks * D, 0, there, D, rows, D)
-        sink_v = load_tile(SINK_V + batch_head * sinks * DV, 0, there, DV, columns, DV)
-        met_by = sinks_seen(SINK_VALID, RANKS, batch, tokens, inside, length, sinks, SINKS)
-        of_sinks = hidden_where_not(met_by, plain_dot(met, tl.trans(sink_k), OPERAND) * scale)
+        _met, _sink_k, sink_v, of_sinks = meet_sinks(
+            q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
+            sink_q_strides, length, sinks, scale, rows, columns, D, DV, SINKS, OPERAND,
+        )  # fmt: skip
         top, total, sums = add_weights(of_sinks, sink_v, top, total, sums, OPERAND)
     low = tl.maximum(start + offset - span + 1, 0)
     for first in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        k = load_tile(K, first, places < keys, k_strides[2], rows, D)
-        v = load_tile(V, first, places < keys, v_strides[2], columns, DV)
-        counted = visible(VALID, batch, places, valid_strides, keys)
-        seen = in_window(tokens, places, counted, offset, span)
-        scores = hidden_where_not(seen, plain_dot(q, tl.trans(k), OPERAND) * scale)
+        _k, v, scores = meet_keys(
+            q, K, V, VALID, first, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span,
+            scale, rows, columns, D, DV, BLOCK, OPERAND,
+        )  # fmt: skip
         top, total, sums = add_weights(scores, v, top, total, sums, OPERAND)
     if OTHER is not None:
         behind = inside & (tokens >= alone)
@@ -211,28 +223,21 @@ def window_query_gradients(
     d_q = tl.zeros([CHUNK, BLOCK_D], tl.float32)
     low = tl.maximum(start + offset - span + 1, 0)
     for first in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        k = load_tile(K, first, places < keys, k_strides[2], rows, D)
-        v = load_tile(V, first, places < keys, v_strides[2], columns, DV)
-        counted = visible(VALID, batch, places, valid_strides, keys)
-        seen = in_window(tokens, places, counted, offset, span)
-        scores = hidden_where_not(seen, plain_dot(q, tl.trans(k), OPERAND) * scale)
+        k, v, scores = meet_keys(
+            q, K, V, VALID, first, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span,
+            scale, rows, columns, D, DV, BLOCK, OPERAND,
+        )  # fmt: skip
         weights = tl.exp2(scores - lse[:, None])
         d_scores = weights * (plain_dot(g, tl.trans(v), OPERAND) - t[:, None])
         d_q += rows_dot(d_scores, k, OPERAND)
     if SINKS > 0:
-        met = q
-        if SINK_Q is not None:
-            met = load_tile(
-                head_pointer(SINK_Q, sink_q_strides, batch, head), start, inside, sink_q_strides[2], rows, D
-            )
-        there = tl.arange(0, SINKS) < sinks
-        sink_k = load_tile(SINK_K + batch_head * sinks * D, 0, there, D, rows, D)
-        sink_v = load_tile(SINK_V + batch_head * sinks * DV, 0, there, DV, columns, DV)
-        met_by = sinks_seen(SINK_VALID, RANKS, batch, tokens, inside, length, sinks, SINKS)
-        of_sinks = hidden_where_not(met_by, plain_dot(met, tl.trans(sink_k), OPERAND) * scale)
+        met, sink_k, sink_v, of_sinks = meet_sinks(
+            q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
+            sink_q_strides, length, sinks, scale, rows, columns, D, DV, SINKS, OPERAND,
+        )  # fmt: skip
         weight = tl.exp2(of_sinks - lse[:, None])
         d_of_sinks = weight * (plain_dot(g, tl.trans(sink_v), OPERAND) - t[:, None])
+        there = tl.arange(0, SINKS) < sinks
         part = (row * chunks + chunk) * sinks
         d_sink_k = rows_dot(tl.trans(d_of_sinks), met, OPERAND) * scaling
         store_tile(D_SINK_K + part * D, d_sink_k, 0, there, D, rows, D)
