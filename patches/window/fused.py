@@ -13,7 +13,7 @@ from hf_linattn.ops.cpp import takes, window_decode
 from hf_linattn.ops.triton import window_token
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import State
+from hf_linattn.ops.types import Gate, State
 
 from . import ring
 from .ring import WindowState
@@ -67,12 +67,12 @@ def fused_step(
     assert query is not None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    form = _form(rest, state, share)
+    gate = None if rest is None else rest.gate()
     begun = rest is None or state.linear is not None
     if begun and window_attention.kernels_take_token(
-        query, tokens.key, tokens.value, form, state.sink_key.shape[2]
+        query, tokens.key, tokens.value, _form(rest, state, gate, share), state.sink_key.shape[2]
     ):
-        return _on_gpu(rest, tokens, state, turn, share)
+        return _on_gpu(rest, tokens, state, gate, turn, share)
     if not takes.linear(query, tokens.key, tokens.value, None if rest is None else state.linear):
         return None
     sinks = None
@@ -82,7 +82,7 @@ def fused_step(
             return None
     state = _to_write(tokens, state)
     buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
-    outside = None if rest is None else _evicting(rest, query, state)
+    outside = None if rest is None else _evicting(rest, query, state, gate)
     if outside is not None and share is not None:
         outside = outside._replace(mix=share.values.float().contiguous(), mix_logit=share.logit)
     output = window_decode.decode(
@@ -98,18 +98,25 @@ def _to_write(tokens: Tokens, state: WindowState) -> WindowState:
     return WindowState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
 
 
-def _form(rest: LinearAttention | None, state: WindowState, share: Share | None) -> TokenForm:
+def _form(
+    rest: LinearAttention | None, state: WindowState, gate: Gate | None, share: Share | None
+) -> TokenForm:
     """Say what the kernels on a GPU are asked for."""
     sinks = state.sink_key.shape[2] > 0
     if rest is None:
         return TokenForm(sinks=sinks)
-    decay = "" if not rest.has_decay else "given" if rest.gate() is None else "gate"
+    decay = "" if not rest.has_decay else "given" if gate is None else "gate"
     mix = "" if share is None else "logit" if share.logit else "share"
     return TokenForm(state.z.shape[-1], rest.fused, sinks, decay, mix)
 
 
 def _on_gpu(
-    rest: LinearAttention | None, tokens: Tokens, state: WindowState, turn: Turn | None, share: Share | None
+    rest: LinearAttention | None,
+    tokens: Tokens,
+    state: WindowState,
+    gate: Gate | None,
+    turn: Turn | None,
+    share: Share | None,
 ) -> tuple[Tensor, WindowState]:
     """Compute a token by the kernels in Triton; Python asks the device nothing."""
     query = tokens.query
@@ -123,7 +130,7 @@ def _on_gpu(
             met = turn.rotary.back(upcast(query), (rank - turn.last).clamp_min(0)).to(query.dtype)
         sinks = Sinks(met, *state.sinks, rank)
     if rest is not None:
-        tail = _tail_on_gpu(rest, query, state)
+        tail = _tail_on_gpu(rest, query, state, gate)
         if share is not None:
             tail = tail._replace(mix=share.values.float(), mix_logit=share.logit)
     output = window_token.decode(
@@ -139,9 +146,11 @@ def _on_gpu(
     return output, state
 
 
-def _tail_on_gpu(rest: LinearAttention, query: Tensor, state: WindowState) -> window_token.Tail:
+def _tail_on_gpu(
+    rest: LinearAttention, query: Tensor, state: WindowState, gate: Gate | None
+) -> window_token.Tail:
     """Have the linear attention's state take in the window's oldest token."""
-    kind, gate = rest.fused, rest.gate()
+    kind = rest.fused
     tail = window_token.Tail(state.S, state.z, gate=gate, kind=kind, eps=rest.eps)
     if kind != "none" and (gate is not None or not rest.has_decay):
         return tail
@@ -174,9 +183,11 @@ def _sinks(
     return window_decode.Sinks(query, state.sink_key, state.sink_value, angles)
 
 
-def _evicting(rest: LinearAttention, query: Tensor, state: WindowState) -> window_decode.LinearTail | None:
+def _evicting(
+    rest: LinearAttention, query: Tensor, state: WindowState, gate: Gate | None
+) -> window_decode.LinearTail | None:
     """Have the linear attention's state take in the window's oldest token; None where both are empty."""
-    kind, eps, gate = rest.fused, rest.eps, rest.gate()
+    kind, eps = rest.fused, rest.eps
     before = State(state.S, state.z)
     if gate is not None or not rest.has_decay:
         if kind != "none":
