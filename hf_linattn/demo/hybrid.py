@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.jobs import last_step
-
 NAME = "hybrid"
 """What stands for it among the patches, and the name of its run."""
 
@@ -77,12 +75,3 @@ class Conversion:
         every = str(-(-steps[-1] // self.validations))
         words += ["--eval-every", every, "--checkpoint-every", every]
         return [*words, "--output-dir", str(self.folder), "--resume"]
-
-    def finished(self) -> bool:
-        """Tell whether its last stage has ended, and its page is written."""
-        return (self.result / "results.json").exists() and (self.folder / "report.html").exists()
-
-    def progress(self) -> float:
-        """Tell which part of its steps is done, 0 to 1."""
-        done = sum(last_step(self.folder / stage / "train.csv") for stage in STAGES)
-        return done / sum(self.steps)

@@ -10,7 +10,7 @@ from typing import Any
 from hf_linattn.cli.jobs import Job, last_step
 from hf_linattn.demo import hybrid
 from hf_linattn.demo.data import DemoData
-from hf_linattn.demo.steps import Steps
+from hf_linattn.demo.steps import Steps, conversion
 
 ORIGINAL, CONTROL = "unpatched", "control"
 HELD_OUT = "Every model read the same text, and no document that it was measured on was trained on."
@@ -108,8 +108,7 @@ def _training_job(plan: Plan, name: str) -> dict[str, Any]:
         run = plan.conversion
         return {
             "name": f"convert {name}",
-            "finished": run.finished,
-            "progress": run.progress,
+            **conversion(run.folder, hybrid.STAGES, sum(run.steps)),
             "weight": 110.0,
         }
     return {

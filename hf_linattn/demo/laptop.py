@@ -128,33 +128,28 @@ def run(args: argparse.Namespace) -> Path:
 
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
-    from hf_linattn.cli.jobs import last_step
     from hf_linattn.convert.presets import PRESETS
-    from hf_linattn.demo.steps import Steps
+    from hf_linattn.demo.steps import Steps, conversion
     from hf_linattn.patching.loading import load_config
 
     preset, folder = PRESETS[PRESET], args.output_dir / "runs" / CONVERTED
-    stages = [folder / stage for stage, share in preset.shares.items() if share]
+    stages = [stage for stage, share in preset.shares.items() if share]
     words = ["hf_linattn.convert", "--model", model, "--data", data.train, "--eval-data", data.held_out]
     words += ["--tokens", str(args.tokens), "--block-size", str(args.block_size), "--eval-blocks", "8"]
     words += ["--mixed-precision", "bf16" if multiplies_bf16(args.cpu) else "no", "--seed", str(args.seed)]
     words += [*(["--cpu"] if args.cpu else []), "--checkpoint-every", "25"]
     words += ["--output-dir", str(folder), "--resume"]
-    step = args.block_size * preset.recipe["batch_size"]
-    convert = {
-        "finished": lambda: (stages[-1] / "results.json").exists() and (folder / "report.html").exists(),
-        "progress": lambda: sum(last_step(stage / "train.csv") for stage in stages) * step / args.tokens,
-        "weight": 500.0,
-    }
+    steps_of_all = args.tokens / (args.block_size * preset.recipe["batch_size"])
     context = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
     patch = ["--patch", str(preset.patch), "--options", json.dumps(preset.options_for(context))]
 
     steps = Steps(args.output_dir, data, args.seed)
     steps.perplexity(ORIGINAL, model, tokens=args.eval_tokens)
     steps.perplexity(SWAPPED, model, tokens=args.eval_tokens, words=patch)
-    steps.add(CONVERTED, ["python", "-m", *words], name="convert", **convert)
-    steps.perplexity(CONVERTED, str(stages[-1]), tokens=args.eval_tokens, after=("convert",))
-    steps.sample([model, str(stages[-1])], tokens=args.new_tokens, after=("convert",))
+    job = conversion(folder, stages, steps_of_all)
+    steps.add(CONVERTED, ["python", "-m", *words], name="convert", weight=500.0, **job)
+    steps.perplexity(CONVERTED, str(folder / stages[-1]), tokens=args.eval_tokens, after=("convert",))
+    steps.sample([model, str(folder / stages[-1])], tokens=args.new_tokens, after=("convert",))
     note = "The prompt is a question in the model's chat template; both answer greedily."
     steps.report([*data.notes, note], "--title", f"{args.model or MODEL}, converted")
     return steps

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.jobs import Job
+from hf_linattn.cli.jobs import Job, last_step
 from hf_linattn.demo.data import DemoData
 
 PAGE = "page"
@@ -95,6 +95,24 @@ class Steps:
     def samples(self) -> Path:
         """The file with what the models wrote."""
         return self.folder / "samples.json"
+
+
+def conversion(folder: Path, stages: Sequence[str], steps: float) -> dict[str, Any]:
+    """Return the fields of a `Job` that tell how far a run of the convert command is.
+
+    Args:
+        folder: its output.
+        stages: those that it runs.
+        steps: of all of them together.
+    """
+
+    def finished() -> bool:
+        return (folder / stages[-1] / "results.json").exists() and (folder / "report.html").exists()
+
+    def progress() -> float:
+        return sum(last_step(folder / stage / "train.csv") for stage in stages) / steps
+
+    return {"finished": finished, "progress": progress}
 
 
 def _since_now(path: Path) -> Callable[[], bool]:
