@@ -92,7 +92,8 @@ def training(row: Row, tokens: int, work: Path, texts: dict[str, Path]) -> list[
 def result(row: Row, tokens: int, work: Path) -> Path:
     """Return the folder of the model that is measured."""
     folder = work / "runs" / row.slot(tokens)
-    return {"none": work / "model", "finetune": folder}.get(row.training, folder / "distill")
+    last = "finetune" if "finetune" in row.arguments else "distill"
+    return {"none": work / "model", "finetune": folder}.get(row.training, folder / last)
 
 
 def measuring(name: str, model: Path, base: Path, texts: dict[str, Path], output: Path) -> list[str]:
