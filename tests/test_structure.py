@@ -133,9 +133,7 @@ def test_imports_load_neither_datasets_nor_the_training_loop():
         "import hf_linattn.eval.perplexity.measure",
         "; ".join(f"import {name}" for name in commands),
     )
-    code = "\n".join(
-        [steps[0], *(f"{step}; print(*sorted(set(sys.modules) - before))" for step in steps[1:])]
-    )
+    code = "\n".join([first, *(f"{step}; print(*sorted(set(sys.modules) - before))" for step in steps)])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     package, measure, every = map(set, map(str.split, done.stdout.splitlines()))
