@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import parse, patches
 
@@ -66,13 +68,14 @@ class Preset:
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses_layers: bool = False
 
-    def options_for(self, context: int | None) -> dict[str, Any]:
-        """Return the patch's options for a model of so many positions; None where it does not say.
+    def options_for(self, config: PreTrainedConfig) -> dict[str, Any]:
+        """Return the patch's options for a model.
 
         A window is a thirty-second of the context, 64 to 256 tokens: then it and the state take a twentieth
         of what a full context of softmax does (docs/smollm2.md).
         """
         options = dict(self.options)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
         if "size" in options and context is not None:
             options["size"] = min(max(context // 32, options["size"]), 256)
         return options

@@ -170,8 +170,7 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
         preset = arguments.chosen_preset
         encoder = choose_objective("auto", config) == "mlm"  # a state that forgets has one direction
         patch = default_patch("conversion") if preset.patch is None or encoder else preset.patch
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        options = merge_options(patch, {} if encoder else preset.options_for(context), options) or None
+        options = merge_options(patch, {} if encoder else preset.options_for(config), options) or None
     if not arguments.learn_front:
         return replace(arguments, patch=patch, options=options)
     if isinstance(patch, str):

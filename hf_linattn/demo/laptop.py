@@ -140,8 +140,8 @@ def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     words += [*(["--cpu"] if args.cpu else []), "--checkpoint-every", "25"]
     words += ["--output-dir", str(folder), "--resume"]
     steps_of_all = args.tokens / (args.block_size * preset.recipe["batch_size"])
-    context = getattr(load_config(model).get_text_config(), "max_position_embeddings", None)
-    patch = ["--patch", str(preset.patch), "--options", json.dumps(preset.options_for(context))]
+    options = preset.options_for(load_config(model))
+    patch = ["--patch", str(preset.patch), "--options", json.dumps(options)]
 
     steps = Steps(args.output_dir, data, args.seed)
     steps.perplexity(ORIGINAL, model, tokens=args.eval_tokens)

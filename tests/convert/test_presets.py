@@ -9,7 +9,7 @@ import torch
 from helpers.fixtures_convert import BASE
 from helpers.fixtures_finetune import surroundings, weights_of, workplace
 from helpers.launch import in_two_processes
-from transformers import AutoConfig
+from transformers import AutoConfig, BloomConfig, Gemma3Config, GPT2Config, LlamaConfig
 
 from hf_linattn import describe, from_pretrained
 from hf_linattn.convert import ConvertArguments, keep_layers
@@ -65,12 +65,19 @@ def test_what_is_given_wins():
 
 
 @pytest.mark.parametrize(
-    ("context", "size"), [(None, 64), (512, 64), (4096, 128), (8192, 256), (131_072, 256)]
+    ("config", "size"),
+    [
+        (BloomConfig(), 64),  # says no length
+        (LlamaConfig(max_position_embeddings=512), 64),
+        (GPT2Config(n_positions=4096), 128),
+        (Gemma3Config(text_config={"max_position_embeddings": 8192}), 256),
+        (LlamaConfig(max_position_embeddings=131_072), 256),
+    ],
 )
-def test_windows_grow_with_the_context(context, size):
+def test_windows_grow_with_the_context(config, size):
     for name in ("hybrid", "recall"):
-        assert PRESETS[name].options_for(context) == {**PRESETS["hybrid"].options, "size": size}
-    assert PRESETS["linear"].options_for(context) == PRESETS["linear"].options
+        assert PRESETS[name].options_for(config) == {**PRESETS["hybrid"].options, "size": size}
+    assert PRESETS["linear"].options_for(config) == PRESETS["linear"].options
 
 
 def test_the_window_stays_where_it_cannot_be_dropped():
