@@ -1,11 +1,9 @@
-"""What all evaluation commands have in common: light imports, options of one meaning, examples that run."""
+"""What all evaluation commands have in common: options of one meaning, examples that run."""
 
 from __future__ import annotations
 
 import argparse
 import doctest
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -15,25 +13,6 @@ from hf_linattn.eval.common import cli, formatting
 from hf_linattn.eval.perplexity import measure
 
 OURS = ("perplexity", "recall", "generation", "diagnose", "layers", "harness")
-LIGHT = """
-import sys
-from importlib import import_module
-from transformers import PreTrainedModel
-before = {name.partition(".")[0] for name in sys.modules}
-for name in NAMES:
-    import_module(f"hf_linattn.eval.{name}")
-    added = {name.partition(".")[0] for name in sys.modules} - before
-    heavy = {"datasets", "accelerate", "matplotlib", "lm_eval", "evaluate"} & added
-    heavy |= {name for name in sys.modules if name.startswith("hf_linattn.training")}
-    assert not heavy, f"{name} loads {sorted(heavy)}"
-"""
-
-
-def test_importing_a_command_loads_neither_datasets_nor_the_training_loop():
-    names = [*(f"{name}.__main__" for name in OURS), "branches", "sample"]
-    code = LIGHT.replace("NAMES", repr(names))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", [measure, formatting], ids=lambda module: module.__name__)

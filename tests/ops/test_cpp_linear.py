@@ -205,6 +205,7 @@ def test_a_compiler_without_openmp_says_what_that_means(says, compiled, monkeypa
     script.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(build, "FLAGS", [flag for flag in build.FLAGS if flag != "-O3"])  # sooner ready
     with pytest.warns(UserWarning, match=r"no OpenMP, so the kernels in C\+\+ use one thread.*libomp"):
         alone = build.compiled.__wrapped__()
     monkeypatch.setattr(build, "library", lambda: alone)
