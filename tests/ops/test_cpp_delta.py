@@ -104,19 +104,53 @@ class TestKernels:
 
     def test_their_gradients_are(self, shape, parts):
         inputs, scale = inputs_of(SHAPES[shape], parts), torch.rand(SHAPES[shape][1]) + 0.5
-        gradients = []
-        for form, given in ((delta_rule.attention, inputs), (recurrence, doubled(inputs))):
-            own = DeltaInputs(
-                *(x if x is None or not x.is_floating_point() else x.clone().requires_grad_() for x in given)
-            )
-            keep = (True,) if form is delta_rule.attention else ()
-            output, after = form(own, config_of(parts), scale, *keep)
-            loss = output.square().sum() + (after * torch.arange(after.shape[-1])).sum()
-            asked = [x for x in own[:5] if x is not None]
-            gradients.append(torch.autograd.grad(loss, asked))
-        for got, want in zip(*gradients, strict=True):
+        for got, want in zip(*both_gradients(inputs, parts, scale), strict=True):
             assert not got.isnan().any()
             assert relative_error(got, want) < 2e-5
+
+
+def both_gradients(inputs, parts, scale):
+    """Of the kernels and of the recurrence, by the output as a model of that dtype hands them back."""
+    make = torch.Generator().manual_seed(2)
+    grad = torch.randn(*inputs.query.shape[:3], inputs.value.shape[3], generator=make).to(inputs.query.dtype)
+    found = []
+    for form, given in ((delta_rule.attention, inputs), (recurrence, doubled(inputs))):
+        own = DeltaInputs(
+            *(x if x is None or not x.is_floating_point() else x.clone().requires_grad_() for x in given)
+        )
+        keep = (True,) if form is delta_rule.attention else ()
+        output, after = form(own, config_of(parts), scale.to(inputs.query.dtype), *keep)
+        of_state = torch.arange(after.shape[-1]).to(after).expand_as(after)
+        asked = [x for x in own[:5] if x is not None]
+        found.append(torch.autograd.grad((output, after), asked, (grad.to(output.dtype), of_state)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "parts", ["", "decay, state", "decay, documents", "state, padding", "channel, state"]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_in_bfloat16_are_off_by_a_few_roundings(shape, parts):
+    inputs, scale = inputs_of(SHAPES[shape], parts, torch.bfloat16), torch.rand(SHAPES[shape][1]) + 0.5
+    for got, want in zip(*both_gradients(inputs, parts, scale), strict=True):
+        assert relative_error(got, want) < 6 * 2**-9
+
+
+@pytest.mark.parametrize("parts", ["", "decay"])
+def test_errors_of_bfloat16_do_not_grow_with_the_length(parts):
+    """Few distinct keys, hardly any decay, and corrections that overshoot."""
+    shape = (1, 1, 1, 4096, 16, 16)
+    inputs = inputs_of(shape, parts)
+    gates = torch.cat([inputs.gates[..., :1], inputs.gates[..., 1:] + 12], -1)
+    keys = inputs.key[:, :, :20].repeat(1, 1, 205, 1)[:, :, :4096].bfloat16()
+    inputs = inputs._replace(query=inputs.query.bfloat16(), key=keys, gates=gates)
+    with torch.no_grad():
+        got = delta_rule.attention(inputs, config_of(parts), torch.ones(1), keep=True)
+        want = recurrence(doubled(inputs), config_of(parts), torch.ones(1))
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 6 * 2**-9
+    late = slice(-512, None)
+    assert relative_error(got[0][:, :, late], want[0][:, :, late]) < 6 * 2**-9
 
 
 @pytest.mark.parametrize("decay", ["decay", "channel"])

@@ -4,54 +4,67 @@
 
 #include "delta_head.h"
 
-class DeltaForward : DeltaHead {
+template <class Element>
+class DeltaForward : DeltaHead<Element> {
+    using Base = DeltaHead<Element>;
+    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
+    using Base::key_row_, Base::value_row_, Base::query_, Base::query_factor_, Base::key_transposed_;
+    using Base::strip_;
+
     float *scores_, *output_, *S_;
+    Element* query_rows_;
 
     static int64_t scratch_floats(const DeltaProblem& p) {
         const int64_t n = padded(std::min(p.chunk, p.length)), value_row = padded(p.value_dim);
-        return n * (n + value_row) + padded(p.head_dim) * value_row;
+        const int64_t key_row = padded(p.head_dim);
+        return n * (n + value_row) + key_row * value_row + along_size<Element>(n, key_row);
     }
 
 public:
     DeltaForward(const DeltaProblem& p, float eps, int64_t batch_head)
-        : DeltaHead(p, eps, batch_head, scratch_floats(p)),
-          scores_(alloc(chunk_row_, chunk_row_)),
-          output_(alloc(chunk_row_, value_row_)),
-          S_(alloc(key_row_, value_row_)) {}
+        : Base(p, eps, batch_head, scratch_floats(p)),
+          scores_(this->alloc(chunk_row_, chunk_row_)),
+          output_(this->alloc(chunk_row_, value_row_)),
+          S_(this->alloc(key_row_, value_row_)),
+          query_rows_(this->template alloc_of<Element>(along_size<Element>(chunk_row_, key_row_))) {}
 
     void run() {
-        read_state(p_.S, S_);
+        this->read_state(p_.S, S_);
         bool empty = !p_.S;
         for (int64_t start = 0; start < p_.length; start += chunk_) {
             const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_chunk(start, count);
-            correct(count, empty ? nullptr : S_);
+            this->read_chunk(start, count);
+            const Element* S = this->as_columns(empty ? nullptr : S_);
+            const Element* corrections = this->correct(count, S);
             if (p_.query.data)
-                for (int64_t head = first_query(); head < last_query(); ++head)
-                    answer_queries(head, start, count, empty);
-            if (start + count < p_.length || p_.S_after) update_state(S_, count, empty);
+                for (int64_t head = this->first_query(); head < this->last_query(); ++head)
+                    answer_queries(head, start, count, corrections, S);
+            if (start + count < p_.length || p_.S_after) this->update_state(S_, count, empty, corrections);
             empty = false;
         }
-        if (p_.S_after) write_state(S_, p_.S_after);
+        if (p_.S_after) this->write_state(S_, p_.S_after);
     }
 
 private:
-    void answer_queries(int64_t head, int64_t start, int count, bool empty) {
-        for (int i = 0; i < count; ++i) read_unit(p_.query, head, start + i, query_ + i * key_row_);
-        const LeftFactor queries{query_, key_row_, 1}, scores{scores_, chunk_row_, 1};
+    void answer_queries(int64_t head, int64_t start, int count, const Element* corrections,
+                        const Element* S) {
+        for (int i = 0; i < count; ++i) this->read_unit(p_.query, head, start + i, query_ + i * key_row_);
+        const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
+        const float factor = p_.scale ? at<float>(p_.scale)[head] : 1;
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(queries, i, rows, head_dim_, key_transposed_, chunk_row_, scores_, chunk_row_,
-                            columns, false);
-            for (int m = i; m < seen; ++m) {
-                times_ratio(scores_ + m * chunk_row_, m, columns);
-                scale(query_ + m * key_row_, query_factor_[m], key_row_);
+            rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
+                            chunk_row_, columns, false);
+            for (int m = i; m < seen; ++m) this->times_ratio(scores_ + m * chunk_row_, m, columns);
+            if (S) {
+                rows_of_product(queries, i, rows, steps<Element>(head_dim_), S, value_row_, output_,
+                                value_row_, value_row_, false);
+                for (int m = i; m < seen; ++m) scale(output_ + m * value_row_, query_factor_[m], value_row_);
             }
-            rows_of_product(scores, i, rows, seen, u_, value_row_, output_, value_row_, value_row_, false);
-            if (!empty)
-                rows_of_product(queries, i, rows, head_dim_, S_, value_row_, output_, value_row_, value_row_,
-                                true);
-            const float factor = p_.scale ? at<float>(p_.scale)[head] : 1;
+            const Factor<Element> scores =
+                along_rows(scores_ + i * chunk_row_, chunk_row_, rows, columns, strip_);
+            rows_of_product(scores, 0, rows, steps<Element>(seen), corrections, value_row_,
+                            output_ + i * value_row_, value_row_, value_row_, S != nullptr);
             for (int m = i; m < seen; ++m) {
                 if (p_.scale) scale(output_ + m * value_row_, factor, value_row_);
                 write(p_.output, offset(p_.output, row_, head, start + m), value_dim_,

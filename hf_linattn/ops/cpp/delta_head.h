@@ -3,7 +3,9 @@
 //
 //     w_i = v_i - e^(r_i) S_0^T k_i - sum_{j<i} e^(r_i - r_j) (k_i . k_j) u_j,   u_i = b_i w_i
 //
-// with r the log decay summed from the start of the chunk, and keys and queries brought to length 1 here.
+// with r the log decay summed from the start of the chunk, and keys and queries brought to length 1 here. As
+// pairs of bfloat16, keys, queries, u, products of them and the state are rounded where they are factors; sums
+// are float32, and so are the state itself, and the terms of u_j up to ROWS tokens before.
 
 #pragma once
 
@@ -11,6 +13,7 @@
 
 #include "gate.h"
 #include "key_head.h"
+#include "operands.h"
 
 constexpr float LOWEST = -50;  // of the log decay of a token, as ops/eager/delta_rule.py has it
 
@@ -87,10 +90,11 @@ protected:
     }
 };
 
+template <class Element>
 class DeltaHead : protected DeltaVectors {
 protected:
     const int chunk_, chunk_row_;
-    float *query_, *key_, *key_transposed_, *value_, *w_, *u_;
+    float *query_, *key_, *value_, *w_, *u_;
     float*
         ratio_;  // e^(r_i - r_j) from each key to the tokens from it on; 0 before it, and in other documents
     float* links_;  // -(k_i . k_j) ratio_ij of the keys before
@@ -100,14 +104,20 @@ protected:
     float* key_factor_;         // what the state after the chunk takes of each token
     float state_factor_ = 1;
     float* key_inverse_;  // 1 / length of each key
+    Element *key_rows_, *key_columns_, *key_transposed_, *u_columns_, *state_columns_, *strip_;
 
     DeltaHead(const DeltaProblem& p, float eps, int64_t batch_head, int64_t extra_floats)
         : DeltaVectors(p, eps, batch_head), chunk_(std::min(p.chunk, p.length)), chunk_row_(padded(chunk_)) {
-        const int64_t n = chunk_row_;
-        reserve(n * (3 * key_row_ + 3 * value_row_ + 2 * n + 8) + extra_floats);
+        const int64_t n = chunk_row_, rows_of_keys = along_size<Element>(n, key_row_);
+        const int64_t columns_of_keys = across_size<Element>(n, key_row_);
+        const int64_t turned_keys = transposed_size<Element>(n, key_row_);
+        const int64_t columns_of_u = across_size<Element>(n, value_row_);
+        const int64_t columns_of_state = across_size<Element>(key_row_, value_row_);
+        const int64_t strip = along_size<Element>(ROWS, n);
+        reserve(n * (2 * key_row_ + 3 * value_row_ + 2 * n + 8) + rows_of_keys + columns_of_keys +
+                turned_keys + columns_of_u + columns_of_state + strip + extra_floats);
         query_ = alloc(n, key_row_);
         key_ = alloc(n, key_row_);
-        key_transposed_ = alloc(key_row_, n);
         value_ = alloc(n, value_row_);
         w_ = alloc(n, value_row_);
         u_ = alloc(n, value_row_);
@@ -123,6 +133,12 @@ protected:
         key_inverse_ = rows + 5 * n;
         d_beta_ = rows + 6 * n;
         d_decay_ = rows + 7 * n;
+        key_rows_ = alloc_of<Element>(rows_of_keys);
+        key_columns_ = alloc_of<Element>(columns_of_keys);
+        key_transposed_ = alloc_of<Element>(turned_keys);
+        u_columns_ = alloc_of<Element>(columns_of_u);
+        state_columns_ = alloc_of<Element>(columns_of_state);
+        strip_ = alloc_of<Element>(strip);
     }
 
     // Keys, values and gates of a chunk, and what each token is to the others.
@@ -145,13 +161,13 @@ protected:
         const int behind = padded(count) - count;
         memset(key_ + count * key_row_, 0, behind * key_row_ * sizeof(float));
         memset(u_ + count * value_row_, 0, behind * value_row_ * sizeof(float));
-        transpose(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+        transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
         read_decay(start, count);
-        const LeftFactor keys{key_, key_row_, 1};
+        const Factor<Element> keys = keys_as_rows(count);
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i), columns = padded(i + rows);
-            rows_of_product(keys, i, rows, head_dim_, key_transposed_, chunk_row_, links_, chunk_row_,
-                            columns, false);
+            rows_of_product(keys, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, links_,
+                            chunk_row_, columns, false);
             for (int m = i; m < i + rows; ++m) {
                 float* row = links_ + m * chunk_row_;
                 times_ratio(row, m, columns);
@@ -193,25 +209,44 @@ protected:
         for (int j = known; j < columns; j += WIDTH) store(products + j, Floats{});
     }
 
-    // w and u of a chunk behind a state; nullptr for none.
-    void correct(int count, const float* S) {
+    Factor<Element> keys_as_rows(int count) const {
+        return along_rows(key_, key_row_, count, key_row_, key_rows_);
+    }
+
+    // A state as a right factor; nullptr for none.
+    const Element* as_columns(const float* S) const {
+        return S ? across_rows(S, value_row_, head_dim_, value_row_, state_columns_) : nullptr;
+    }
+
+    // w and u of a chunk behind a state (nullptr for none), and u as a right factor.
+    const Element* correct(int count, const Element* S) {
         memcpy(w_, value_, count * value_row_ * sizeof(float));
         if (S) {
-            const LeftFactor keys{key_, key_row_, 1};
-            product(keys, count, head_dim_, S, value_row_, u_, value_row_, value_row_, false);
+            product(keys_as_rows(count), count, steps<Element>(head_dim_), S, value_row_, u_, value_row_,
+                    value_row_, false);
             for (int i = 0; i < count; ++i)
                 add_scaled(w_ + i * value_row_, u_ + i * value_row_, -query_factor_[i]);
         }
-        const LeftFactor links{links_, chunk_row_, 1};
+        const Element* corrections = nullptr;
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i);
-            if (i) rows_of_product(links, i, rows, i, u_, value_row_, w_, value_row_, value_row_, true);
+            if (i)
+                rows_of_product(along_rows(links_ + i * chunk_row_, chunk_row_, rows, padded(i), strip_), 0, rows, steps<Element>(i),
+                                corrections, value_row_, w_ + i * value_row_, value_row_, value_row_, true);
             for (int m = i; m < i + rows; ++m) {
                 float* w = w_ + m * value_row_;
                 for (int j = i; j < m; ++j) add_scaled(w, u_ + j * value_row_, links_[m * chunk_row_ + j]);
                 set_corrections(m);
             }
+            corrections = u_as_columns(i, rows);
         }
+        return corrections;
+    }
+
+    // Of a strip of u, behind those before.
+    const Element* u_as_columns(int row, int rows) {
+        const int64_t at = int64_t(row) / STEPS<Element> * value_row_;
+        return across_rows(u_ + row * value_row_, value_row_, rows, value_row_, u_columns_ + at) - at;
     }
 
     void set_corrections(int row) {
@@ -219,10 +254,11 @@ protected:
     }
 
     // The state after a chunk; the keys are scaled for it.
-    void update_state(float* S, int count, bool empty) {
+    void update_state(float* S, int count, bool empty, const Element* corrections) {
         for (int j = 0; j < count; ++j) scale(key_ + j * key_row_, key_factor_[j], key_row_);
         if (!empty) scale(S, state_factor_, state_floats());
-        const LeftFactor keys{key_, 1, key_row_};
-        product(keys, head_dim_, count, u_, value_row_, S, value_row_, value_row_, true);
+        const Element* keys = across_rows(key_, key_row_, count, key_row_, key_columns_);
+        product(Factor<Element>{keys, 1, key_row_}, head_dim_, steps<Element>(count), corrections, value_row_,
+                S, value_row_, value_row_, true);
     }
 };

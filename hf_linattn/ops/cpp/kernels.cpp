@@ -31,6 +31,10 @@ void run_all(const Problem& p, float number) {
     return p.causal && p.length > 1 && all_bfloat16({p.query, p.key});
 }
 
+[[maybe_unused]] bool rounds(const DeltaProblem& p) {
+    return p.length > 1 && p.key.dtype == BFLOAT16 && (!p.query.data || p.query.dtype == BFLOAT16);
+}
+
 }  // namespace
 
 extern "C" {
@@ -67,11 +71,19 @@ void linattn_backward(const LinearProblem* p, float eps) {
 
 void linattn_delta_forward(const DeltaProblem* p, float eps) {
     if (p->step) return run_all<DeltaStep>(*p, eps);
-    p->decays > 1 ? run_all<ChannelForward>(*p, eps) : run_all<DeltaForward>(*p, eps);
+    if (p->decays > 1) return run_all<ChannelForward>(*p, eps);
+#if defined(__AVX512BF16__)
+    if (rounds(*p)) return run_all<DeltaForward<Pair>>(*p, eps);
+#endif
+    run_all<DeltaForward<float>>(*p, eps);
 }
 
 void linattn_delta_backward(const DeltaProblem* p, float eps) {
-    p->decays > 1 ? run_all<ChannelBackward>(*p, eps) : run_all<DeltaBackward>(*p, eps);
+    if (p->decays > 1) return run_all<ChannelBackward>(*p, eps);
+#if defined(__AVX512BF16__)
+    if (rounds(*p)) return run_all<DeltaBackward<Pair>>(*p, eps);
+#endif
+    run_all<DeltaBackward<float>>(*p, eps);
 }
 
 void linattn_window_forward(const WindowProblem* p, float scaling) {

@@ -11,7 +11,7 @@
 
 template <class Problem>
 class KeyHead {
-    static constexpr int BLOCKS = 48;  // of a thread's memory, at most
+    static constexpr int BLOCKS = 64;  // of a thread's memory, at most
 
 protected:
     const Problem& p_;

@@ -111,6 +111,13 @@ def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
         found = delta.backward(inputs, config, grad, None)
         for mine, its in zip(found[:4], _gradients(want, grad, leaves), strict=True):
             yield f"the delta rule's gradients, decay by {decay}", mine, its
+        short = DeltaInputs(*(x.bfloat16() for x in inputs[:3]), inputs.gates)
+        both = []
+        for each in (short, DeltaInputs(*(x.float() for x in short[:3]), inputs.gates)):
+            first = delta.forward(each, config, keep=False)[0]
+            assert first is not None
+            both.append([first, *delta.backward(each, config, grad.to(each.value.dtype), None)[:4]])
+        yield from _coarse(f"the delta rule in bfloat16, decay by {decay}", *both)
         token = (x.detach()[:, :, -1:] for x in (*leaves, unit_query, unit_key, beta, log_decay))
         query, key, value, logits, unit_query, unit_key, beta, log_decay = token
         again = delta.forward(DeltaInputs(query, key, value, logits, after.clone()), config, keep=True)[0]
