@@ -51,10 +51,11 @@ class BidirectionalBackward : LinearGradients<float> {
 
 public:
     BidirectionalBackward(const LinearProblem& p, float eps, int64_t batch_head)
-        : LinearGradients<float>(p, eps, batch_head, scratch_floats(p)), all_keys_(new_state(p.S, p.z)) {}
+        : LinearGradients<float>(p, eps, batch_head, 1, scratch_floats(p)), all_keys_(new_state(p.S, p.z)) {
+        sums_ = new_state(0, 0);
+    }
 
     void run() {
-        load_state(sums_, 0, 0);
         transpose(all_keys_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
         for (int64_t head = first_query(); head < last_query(); ++head)
             for (int64_t start = 0; start < p_.length; start += chunk_)

@@ -11,41 +11,49 @@ class DeltaForward : DeltaHead<Element> {
     using Base::key_row_, Base::value_row_, Base::query_, Base::query_factor_, Base::key_transposed_;
     using Base::strip_;
 
-    float *scores_, *output_, *S_;
+    const int heads_;
+    float *scores_, *output_, *states_;
     Element* query_rows_;
 
-    static int64_t scratch_floats(const DeltaProblem& p) {
+    static int64_t scratch_floats(const DeltaProblem& p, int heads) {
         const int64_t n = padded(std::min(p.chunk, p.length)), value_row = padded(p.value_dim);
         const int64_t key_row = padded(p.head_dim);
-        return n * (n + value_row) + key_row * value_row + along_size<Element>(n, key_row);
+        return n * (n + value_row) + heads * key_row * value_row + along_size<Element>(n, key_row);
     }
 
 public:
-    DeltaForward(const DeltaProblem& p, float eps, int64_t batch_head)
-        : Base(p, eps, batch_head, scratch_floats(p)),
+    DeltaForward(const DeltaProblem& p, float eps, int64_t batch_head, int heads)
+        : Base(p, eps, batch_head, scratch_floats(p, heads)),
+          heads_(heads),
           scores_(this->alloc(chunk_row_, chunk_row_)),
           output_(this->alloc(chunk_row_, value_row_)),
-          S_(this->alloc(key_row_, value_row_)),
+          states_(this->alloc(heads, this->state_floats())),
           query_rows_(this->template alloc_of<Element>(along_size<Element>(chunk_row_, key_row_))) {}
 
     void run() {
-        this->read_state(p_.S, S_);
-        bool empty = !p_.S;
-        for (int64_t start = 0; start < p_.length; start += chunk_) {
-            const int count = std::min<int64_t>(chunk_, p_.length - start);
-            this->read_chunk(start, count);
-            const Element* S = this->as_columns(empty ? nullptr : S_);
-            const Element* corrections = this->correct(count, S);
-            if (p_.query.data)
-                for (int64_t head = this->first_query(); head < this->last_query(); ++head)
-                    answer_queries(head, start, count, corrections, S);
-            if (start + count < p_.length || p_.S_after) this->update_state(S_, count, empty, corrections);
-            empty = false;
-        }
-        if (p_.S_after) this->write_state(S_, p_.S_after);
+        this->for_each_head(heads_, [&](int index) { this->read_state(p_.S, state(index)); });
+        for (int64_t start = 0; start < p_.length; start += chunk_)
+            this->for_each_head(heads_, [&](int index) {
+                forward_chunk(start, std::min<int64_t>(chunk_, p_.length - start), state(index));
+            });
+        if (p_.S_after)
+            this->for_each_head(heads_, [&](int index) { this->write_state(state(index), p_.S_after); });
     }
 
 private:
+    float* state(int index) const { return states_ + index * this->state_floats(); }
+
+    void forward_chunk(int64_t start, int count, float* state) {
+        const bool empty = !start && !p_.S;
+        this->read_chunk(start, count);
+        const Element* S = this->as_columns(empty ? nullptr : state);
+        const Element* corrections = this->correct(count, S);
+        if (p_.query.data)
+            for (int64_t head = this->first_query(); head < this->last_query(); ++head)
+                answer_queries(head, start, count, corrections, S);
+        if (start + count < p_.length || p_.S_after) this->update_state(state, count, empty, corrections);
+    }
+
     void answer_queries(int64_t head, int64_t start, int count, const Element* corrections,
                         const Element* S) {
         for (int i = 0; i < count; ++i) this->read_unit(p_.query, head, start + i, query_ + i * key_row_);

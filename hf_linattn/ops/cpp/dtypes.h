@@ -69,10 +69,10 @@ inline uint16_t float_to_bfloat16(float x) {  // to the nearest, ties to even; N
 
 constexpr int AHEAD = 8;  // tokens; heads lie between them in memory, so processors do not guess what comes
 
-template <class T>
+template <bool to_write = false, class T>
 inline void prefetch(const T* source, int64_t token, int count) {
     const char* ahead = reinterpret_cast<const char*>(source + AHEAD * token);
-    for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(ahead + i);
+    for (int i = 0; i < count * static_cast<int>(sizeof(T)); i += 64) __builtin_prefetch(ahead + i, to_write);
 }
 
 // `count` numbers to float32.
@@ -94,10 +94,12 @@ inline void read(const Array& x, int64_t from, int count, float* to) {
 inline void write(const Array& x, int64_t to, int count, const float* from) {
     if (x.dtype == FLOAT32) {
         float* target = at<float>(x.data) + to;
+        prefetch<true>(target, x.token, count);
         for (int i = 0; i < count; ++i) target[i] = from[i];
         return;
     }
     uint16_t* target = at<uint16_t>(x.data) + to;
+    prefetch<true>(target, x.token, count);
     if (x.dtype == BFLOAT16)
         for (int i = 0; i < count; ++i) target[i] = float_to_bfloat16(from[i]);
     else

@@ -22,6 +22,17 @@ void run_all(const Problem& p, float number) {
     for (int64_t batch_head = 0; batch_head < batch_heads; ++batch_head) Kernel(p, number, batch_head).run();
 }
 
+// Of kernels that take some heads at a time.
+template <class Kernel, class Problem>
+void run_together(const Problem& p, float number) {
+    const int64_t heads = heads_together(p), groups = (p.kv_heads + heads - 1) / heads;
+#pragma omp parallel for num_threads(p.threads) schedule(dynamic) if (p.threads > 1 && p.batch * groups > 1)
+    for (int64_t group = 0; group < p.batch * groups; ++group) {
+        const int64_t first = group % groups * heads;
+        Kernel(p, number, group / groups * p.kv_heads + first, std::min(heads, p.kv_heads - first)).run();
+    }
+}
+
 [[maybe_unused]] bool all_bfloat16(std::initializer_list<Array> tensors) {
     return std::all_of(tensors.begin(), tensors.end(), [](const Array& x) { return x.dtype == BFLOAT16; });
 }
@@ -57,25 +68,25 @@ int64_t linattn_rounds() {
 
 void linattn_forward(const LinearProblem* p, float eps) {
 #if defined(__AVX512BF16__)
-    if (rounds(*p)) return run_all<LinearForward<Pair>>(*p, eps);
+    if (rounds(*p)) return run_together<LinearForward<Pair>>(*p, eps);
 #endif
-    p->causal ? run_all<LinearForward<float>>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
+    p->causal ? run_together<LinearForward<float>>(*p, eps) : run_all<BidirectionalForward>(*p, eps);
 }
 
 void linattn_backward(const LinearProblem* p, float eps) {
 #if defined(__AVX512BF16__)
-    if (rounds(*p)) return run_all<LinearBackward<Pair>>(*p, eps);
+    if (rounds(*p)) return run_together<LinearBackward<Pair>>(*p, eps);
 #endif
-    p->causal ? run_all<LinearBackward<float>>(*p, eps) : run_all<BidirectionalBackward>(*p, eps);
+    p->causal ? run_together<LinearBackward<float>>(*p, eps) : run_all<BidirectionalBackward>(*p, eps);
 }
 
 void linattn_delta_forward(const DeltaProblem* p, float eps) {
     if (p->step) return run_all<DeltaStep>(*p, eps);
     if (p->decays > 1) return run_all<ChannelForward>(*p, eps);
 #if defined(__AVX512BF16__)
-    if (rounds(*p)) return run_all<DeltaForward<Pair>>(*p, eps);
+    if (rounds(*p)) return run_together<DeltaForward<Pair>>(*p, eps);
 #endif
-    run_all<DeltaForward<float>>(*p, eps);
+    run_together<DeltaForward<float>>(*p, eps);
 }
 
 void linattn_delta_backward(const DeltaProblem* p, float eps) {

@@ -9,25 +9,45 @@
 #include "matrix.h"
 #include "scratch.h"
 
+// Key heads that go through the tokens together, chunk by chunk: their rows lie side by side, so what is fetched
+// for one, lines and addresses of pages, is there for the next. States stay in a cache of the core, and each
+// thread gets some heads.
+template <class Problem>
+int64_t heads_together(const Problem& p) {
+    constexpr int64_t FLOATS = 1 << 16;
+    const int64_t state = int64_t(padded(p.head_dim)) * padded(p.value_dim);
+    const int64_t share = p.batch * p.kv_heads / p.threads;
+    return std::max<int64_t>(1, std::min({FLOATS / state, share, p.kv_heads}));
+}
+
 template <class Problem>
 class KeyHead {
     static constexpr int BLOCKS = 64;  // of a thread's memory, at most
 
 protected:
     const Problem& p_;
-    const int64_t row_, head_, shared_, batch_head_;
+    const int64_t row_, shared_;
+    int64_t head_, batch_head_;
     const int head_dim_, value_dim_, key_row_, value_row_;
 
     KeyHead(const Problem& p, int64_t batch_head)
         : p_(p),
           row_(batch_head / p.kv_heads),
-          head_(batch_head % p.kv_heads),
           shared_(p.heads / p.kv_heads),
+          head_(batch_head % p.kv_heads),
           batch_head_(batch_head),
           head_dim_(p.head_dim),
           value_dim_(p.value_dim),
           key_row_(padded(head_dim_)),
           value_row_(padded(value_dim_)) {}
+
+    // Turn to some key heads of the same row, from this one on, and back.
+    template <class Do>
+    void for_each_head(int heads, Do with) {
+        for (int index = 0; index < heads; ++index, ++head_, ++batch_head_) with(index);
+        head_ -= heads;
+        batch_head_ -= heads;
+    }
 
     static void reserve(int64_t count) { Scratch::of_thread().reserve(count, BLOCKS); }
     static float* alloc(int64_t rows, int64_t columns) { return Scratch::of_thread().take(rows * columns); }

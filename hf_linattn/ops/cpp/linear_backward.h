@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "linear_head.h"
 #include "operands.h"
 
@@ -15,14 +17,17 @@ class LinearGradients : protected LinearHead {
 protected:
     static constexpr bool ROUNDED = STEPS<Element> != 1;
 
+    const int heads_;
+    const int64_t first_query_ = first_query();
     float *g_, *output_, *derivatives_, *d_query_, *d_key_, *d_value_, *S_transposed_, *t_, *inverse_;
     Element *query_columns_, *g_columns_, *key_rows_, *value_rows_, *S_columns_, *S_transposed_columns_;
-    State sums_;
+    State sums_;  // of the head whose turn it is
 
     static Element* elements(int64_t count) { return alloc_of<Element>(count); }
 
-    LinearGradients(const LinearProblem& p, float eps, int64_t batch_head, int64_t extra_floats)
-        : LinearHead(p, eps, batch_head, scratch_floats(p) + extra_floats),
+    LinearGradients(const LinearProblem& p, float eps, int64_t batch_head, int heads, int64_t extra_floats)
+        : LinearHead(p, eps, batch_head, scratch_floats(p, heads) + extra_floats),
+          heads_(heads),
           g_(alloc(chunk_row_, value_row_)),
           output_(alloc(1, value_row_)),
           derivatives_(alloc(chunk_row_, key_row_)),
@@ -30,20 +35,19 @@ protected:
           d_key_(alloc(chunk_row_, key_row_)),
           d_value_(alloc(chunk_row_, value_row_)),
           S_transposed_(alloc(value_row_, key_row_)),
-          t_(alloc(shared_, p.length)),
+          t_(alloc(heads * shared_, p.length)),
           inverse_(alloc(ROUNDED, chunk_row_)),
           query_columns_(elements(across_size<Element>(chunk_row_, key_row_))),
           g_columns_(elements(across_size<Element>(chunk_row_, value_row_))),
           key_rows_(elements(along_size<Element>(chunk_row_, key_row_))),
           value_rows_(elements(along_size<Element>(chunk_row_, value_row_))),
           S_columns_(elements(across_size<Element>(key_row_, value_row_))),
-          S_transposed_columns_(elements(S_transposed_size(key_row_, value_row_))),
-          sums_(new_state(p.S, p.z)) {}
+          S_transposed_columns_(elements(S_transposed_size(key_row_, value_row_))) {}
 
-    static int64_t scratch_floats(const LinearProblem& p) {
+    static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * (2 * value_row + 1) +
-               p.heads / p.kv_heads * p.length + across_size<Element>(n, key_row) +
+        return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * value_row +
+               heads * (state_floats(p) + p.heads / p.kv_heads * p.length) + across_size<Element>(n, key_row) +
                across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
                along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
                S_transposed_size(key_row, value_row);
@@ -56,7 +60,7 @@ protected:
 
     float* derivatives() const { return p_.feature_map == NONE ? nullptr : derivatives_; }
     float* d_decay(int64_t start) const { return at<float>(p_.d_decay) + batch_head_ * p_.length + start; }
-    float* t(int64_t head, int64_t start) const { return t_ + (head - first_query()) * p_.length + start; }
+    float* t(int64_t head, int64_t start) const { return t_ + (head - first_query_) * p_.length + start; }
 
     // g of a chunk, and t where it is wanted.
     void read_output_gradient(int64_t head, int64_t start, int count, bool wants_t) {
@@ -146,10 +150,12 @@ class LinearBackward : LinearGradients<Element> {
     using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
     using Base::elements, Base::query_columns_, Base::g_columns_, Base::S_transposed_columns_;
     using Base::g_, Base::d_query_, Base::d_key_, Base::d_value_, Base::S_transposed_, Base::sums_;
+    using Base::heads_;
 
     Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
     Element *score_columns_, *d_score_columns_, *d_score_rows_;
     float *scores_, *d_scores_, *query_derivatives_;
+    std::vector<State> states_;
     const bool single_pass_;  // one chunk, and nothing before it: all gradients in one sweep
 
     static int64_t scratch_floats(const LinearProblem& p) {
@@ -162,8 +168,8 @@ class LinearBackward : LinearGradients<Element> {
     }
 
 public:
-    LinearBackward(const LinearProblem& p, float eps, int64_t batch_head)
-        : Base(p, eps, batch_head, scratch_floats(p)),
+    LinearBackward(const LinearProblem& p, float eps, int64_t batch_head, int heads)
+        : Base(p, eps, batch_head, heads, scratch_floats(p)),
           key_transposed_(elements(transposed_size<Element>(chunk_row_, key_row_))),
           value_transposed_(elements(transposed_size<Element>(chunk_row_, value_row_))),
           query_rows_(elements(along_size<Element>(chunk_row_, key_row_))),
@@ -176,7 +182,11 @@ public:
           scores_(this->alloc(chunk_row_, chunk_row_)),
           d_scores_(this->alloc(chunk_row_, chunk_row_)),
           query_derivatives_(this->alloc(chunk_row_, key_row_)),
-          single_pass_(p.length <= chunk_ && !p.S) {}
+          single_pass_(p.length <= chunk_ && !p.S) {
+        states_.reserve(heads);
+        for (int i = 0; i < heads; ++i)
+            states_.push_back({this->alloc(key_row_, value_row_), this->alloc(key_row_, 1), true});
+    }
 
     void run() {
         if (!single_pass_) query_pass();
@@ -184,30 +194,46 @@ public:
     }
 
 private:
-    // Forward in time: the gradient of the queries, through the transpose of S.
+    // Do something with a chunk of each head in turn, and with its sums.
+    template <class Do>
+    void with_sums(Do something) {
+        this->for_each_head(heads_, [&](int index) {
+            sums_ = states_[index];
+            something();
+            states_[index] = sums_;
+        });
+    }
+
+    // Forward in time: the gradient of the queries, through the transpose of S, which lies in the place of S.
     void query_pass() {
-        if (!sums_.empty) transpose(sums_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
-        for (int64_t start = 0; start < p_.length; start += chunk_) {
-            const int count = std::min<int64_t>(chunk_, p_.length - start);
-            this->read_decay(start, count);
-            this->read_keys(start, count);
-            transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
-            const Element *keys = across_rows(key_, key_row_, count, key_row_, key_columns_), *S = nullptr;
-            if (!sums_.empty)
-                S = across_rows(S_transposed_, key_row_, value_dim_, key_row_, S_transposed_columns_);
-            for (int64_t head = this->first_query(); head < this->last_query(); ++head)
-                query_gradients(head, start, count, keys, S);
-            if (start + count == p_.length) break;
-            const bool add = !sums_.empty;
-            this->update_state(S_transposed_, sums_.z, sums_.empty, count, [&] {
-                const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
-                keys = across_rows(key_, key_row_, count, key_row_, key_columns_);  // scaled by now
-                product(Factor<Element>{values, 1, value_row_}, value_dim_, steps<Element>(count), keys,
-                        key_row_, S_transposed_, key_row_, key_row_, add);
-                this->add_keys(sums_.z, count, add);
-            });
-            sums_.empty = false;
-        }
+        with_sums([&] {
+            this->load_state(sums_, p_.S, p_.z);
+            if (sums_.empty) return;
+            transpose(sums_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
+            memcpy(sums_.S, S_transposed_, key_row_ * value_row_ * sizeof(float));
+        });
+        for (int64_t start = 0; start < p_.length; start += chunk_)
+            with_sums([&] { query_chunk(start, std::min<int64_t>(chunk_, p_.length - start)); });
+    }
+
+    void query_chunk(int64_t start, int count) {
+        this->read_decay(start, count);
+        this->read_keys(start, count);
+        transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
+        const Element *keys = across_rows(key_, key_row_, count, key_row_, key_columns_), *S = nullptr;
+        if (!sums_.empty) S = across_rows(sums_.S, key_row_, value_dim_, key_row_, S_transposed_columns_);
+        for (int64_t head = this->first_query(); head < this->last_query(); ++head)
+            query_gradients(head, start, count, keys, S);
+        if (start + count == p_.length) return;
+        const bool add = !sums_.empty;
+        this->update_state(sums_.S, sums_.z, sums_.empty, count, [&] {
+            const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
+            keys = across_rows(key_, key_row_, count, key_row_, key_columns_);  // scaled by now
+            product(Factor<Element>{values, 1, value_row_}, value_dim_, steps<Element>(count), keys, key_row_,
+                    sums_.S, key_row_, key_row_, add);
+            this->add_keys(sums_.z, count, add);
+        });
+        sums_.empty = false;
     }
 
     void query_gradients(int64_t head, int64_t start, int count, const Element* keys, const Element* S) {
@@ -254,25 +280,28 @@ private:
 
     // Backward in time: gradients of keys and values; that of the state after a chunk is carried on.
     void key_pass() {
-        this->load_state(sums_, p_.d_S_after, p_.d_z_after);
-        for (int64_t start = (p_.length - 1) / chunk_ * chunk_; start >= 0; start -= chunk_) {
-            const int count = std::min<int64_t>(chunk_, p_.length - start);
-            this->read_decay(start, count);
-            this->read_keys(start, count, this->derivatives());
-            transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
-            transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
-            if (decay_.split) this->apply_decay(sums_.S, sums_.z, sums_.empty);
-            this->gradients_through_state(count);
-            if (decay_.pairwise && !sums_.empty)
-                for (int j = 0; j < count; ++j) {
-                    scale(d_key_ + j * key_row_, decay_.key[j], key_row_);
-                    scale(d_value_ + j * value_row_, decay_.key[j], value_row_);
-                }
-            if (decay_.pairwise) this->apply_decay(sums_.S, sums_.z, sums_.empty);
-            for (int64_t head = this->first_query(); head < this->last_query(); ++head) key_gradients(head, start, count);
-            this->write_key_gradients(start, count);
-        }
-        if (p_.S) this->store_state(sums_, p_.d_S, p_.d_z);
+        with_sums([&] { this->load_state(sums_, p_.d_S_after, p_.d_z_after); });
+        for (int64_t start = (p_.length - 1) / chunk_ * chunk_; start >= 0; start -= chunk_)
+            with_sums([&] { key_chunk(start, std::min<int64_t>(chunk_, p_.length - start)); });
+        if (p_.S) with_sums([&] { this->store_state(sums_, p_.d_S, p_.d_z); });
+    }
+
+    void key_chunk(int64_t start, int count) {
+        this->read_decay(start, count);
+        this->read_keys(start, count, this->derivatives());
+        transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+        transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
+        if (decay_.split) this->apply_decay(sums_.S, sums_.z, sums_.empty);
+        this->gradients_through_state(count);
+        if (decay_.pairwise && !sums_.empty)
+            for (int j = 0; j < count; ++j) {
+                scale(d_key_ + j * key_row_, decay_.key[j], key_row_);
+                scale(d_value_ + j * value_row_, decay_.key[j], value_row_);
+            }
+        if (decay_.pairwise) this->apply_decay(sums_.S, sums_.z, sums_.empty);
+        for (int64_t head = this->first_query(); head < this->last_query(); ++head)
+            key_gradients(head, start, count);
+        this->write_key_gradients(start, count);
     }
 
     void key_gradients(int64_t head, int64_t start, int count) {

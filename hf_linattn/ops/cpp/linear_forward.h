@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "linear_head.h"
 #include "operands.h"
 
@@ -16,19 +18,21 @@ class LinearForward : LinearHead {
 
     float *scores_, *numerator_, *key_sums_;  // the last, where factors are rounded: of all keys until each
     Element *query_rows_, *key_transposed_, *key_columns_, *value_columns_, *score_rows_, *state_columns_;
-    State before_;
+    const int heads_;
+    std::vector<State> states_;
+    State before_;  // that of the head whose turn it is
 
-    static int64_t scratch_floats(const LinearProblem& p) {
+    static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (n + value_row) + ROUNDED * n * key_row + key_row * (value_row + 1) +
+        return n * (n + value_row) + ROUNDED * n * key_row + heads * state_floats(p) +
                along_size<Element>(n, key_row) + transposed_size<Element>(n, key_row) +
                across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
                along_size<Element>(ROWS, n) + across_size<Element>(key_row, value_row);
     }
 
 public:
-    LinearForward(const LinearProblem& p, float eps, int64_t batch_head)
-        : LinearHead(p, eps, batch_head, scratch_floats(p)),
+    LinearForward(const LinearProblem& p, float eps, int64_t batch_head, int heads)
+        : LinearHead(p, eps, batch_head, scratch_floats(p, heads)),
           scores_(alloc(chunk_row_, chunk_row_)),
           numerator_(alloc(chunk_row_, value_row_)),
           key_sums_(alloc(ROUNDED * chunk_row_, key_row_)),
@@ -38,29 +42,37 @@ public:
           value_columns_(alloc_of<Element>(across_size<Element>(chunk_row_, value_row_))),
           score_rows_(alloc_of<Element>(along_size<Element>(ROWS, chunk_row_))),
           state_columns_(alloc_of<Element>(across_size<Element>(key_row_, value_row_))),
-          before_(new_state_to_store()) {}
+          heads_(heads) {
+        states_.reserve(heads);
+        for_each_head(heads_, [&](int) { states_.push_back(new_state_to_store()); });
+    }
 
     void run() {
-        for (int64_t start = 0; start < p_.length; start += chunk_) {
-            const int count = std::min<int64_t>(chunk_, p_.length - start);
-            read_decay(start, count);
-            read_keys(start, count);
-            transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
-            if (sums_keys()) sum_keys(count);
-            const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
-            const Element* state = nullptr;
-            if (!before_.empty)
-                state = across_rows(before_.S, value_row_, head_dim_, value_row_, state_columns_);
-            for (int64_t head = first_query(); head < last_query(); ++head)
-                forward_queries(head, start, count, values, state);
-            if (start + count < p_.length || p_.keep_state)
-                update_state(before_.S, before_.z, before_.empty, count,
-                             [&] { add_keys_and_values(values, count); });
-        }
-        if (p_.keep_state) store_state(before_, p_.S_after, p_.z_after);
+        for (int64_t start = 0; start < p_.length; start += chunk_)
+            for_each_head(heads_, [&](int index) {
+                before_ = states_[index];
+                forward_chunk(start, std::min<int64_t>(chunk_, p_.length - start));
+                states_[index].empty = before_.empty;
+            });
+        if (p_.keep_state) for_each_head(heads_, [&](int index) { store_state(states_[index], p_.S_after, p_.z_after); });
     }
 
 private:
+    void forward_chunk(int64_t start, int count) {
+        read_decay(start, count);
+        read_keys(start, count);
+        transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
+        if (sums_keys()) sum_keys(count);
+        const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
+        const Element* state = nullptr;
+        if (!before_.empty) state = across_rows(before_.S, value_row_, head_dim_, value_row_, state_columns_);
+        for (int64_t head = first_query(); head < last_query(); ++head)
+            forward_queries(head, start, count, values, state);
+        if (start + count < p_.length || p_.keep_state)
+            update_state(before_.S, before_.z, before_.empty, count,
+                         [&] { add_keys_and_values(values, count); });
+    }
+
     // Whether totals are of the features as they were before they were rounded: not where each pair decays by
     // itself.
     bool sums_keys() const { return ROUNDED && !decay_.pairwise; }

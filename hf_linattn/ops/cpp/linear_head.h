@@ -53,6 +53,8 @@ struct State {
 
 constexpr float SPLIT = 40;  // e^40 times features and back is far from the ends of float32
 
+constexpr int64_t STATE_LINE = 32;  // floats that two blocks of memory may begin behind each other
+
 // What decay and borders between documents do to one chunk, as `ChunkDecay` of ops/eager/buffers.py.
 //
 // Where no document begins in it, and it decays by no more than e^-SPLIT, e^(r_i - r_j) is a product, and
@@ -96,6 +98,10 @@ protected:
 
     static int64_t longest(const LinearProblem& p) { return std::min(p.chunk, std::max(p.length, p.keys)); }
     static int64_t chunk_row(const LinearProblem& p) { return padded(longest(p)); }
+
+    static int64_t state_floats(const LinearProblem& p) {
+        return int64_t(padded(p.head_dim)) * (padded(p.value_dim) + 1) + STATE_LINE;
+    }
 
     // A state in scratch memory: a copy of what lies at these addresses, or empty.
     State new_state(int64_t S, int64_t z) {
