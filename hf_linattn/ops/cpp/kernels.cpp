@@ -1,6 +1,21 @@
 // What Python calls: linear attention, causal and over all keys, the delta rule, and softmax over a window.
 // Everything is brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#if defined(__SSE__)
+#include <immintrin.h>
+#endif
+
+#pragma GCC visibility push(hidden)  // calls among them then need no table
+
 #include "bidirectional.h"
 #include "channel_backward.h"
 #include "channel_forward.h"
@@ -12,6 +27,8 @@
 #include "window_backward.h"
 #include "window_decode.h"
 #include "window_forward.h"
+
+#pragma GCC visibility pop
 
 namespace {
 
@@ -47,6 +64,8 @@ void run_together(const Problem& p, float number) {
 }
 
 }  // namespace
+
+#pragma GCC visibility push(default)
 
 extern "C" {
 
