@@ -19,6 +19,7 @@ SHAPES = {
     "sizes of no whole vectors": (2, 2, 1, 131, 10, 6),
     "sizes of real models": (1, 2, 1, 200, 64, 128),
     "one token": (2, 4, 2, 1, 24, 16),
+    "more heads than go together": (1, 5, 5, 70, 128, 128),
 }
 WITH = ["", "decay", "decay, state", "decay, documents", "state, padding", "decay, state, padding"]
 WITH += ["channel", "channel, state", "channel, documents, padding", "channel, state, padding"]

@@ -81,6 +81,15 @@ def test_outputs_and_gradients_are_the_formula(config, shape, compiled):
         compare(given, config)
 
 
+@pytest.mark.parametrize("kind", ["elu1", "none"])
+def test_more_heads_than_go_through_the_tokens_together(kind, compiled):
+    """Five of which four have room, in each row, with a state before them and gradients of the one after."""
+    for shape in ((2, 5, 5, 130, 128, 128), (1, 10, 5, 70, 128, 120)):
+        compare(random_inputs(shape, OpConfig(kind), state=True, hidden=True), OpConfig(kind))
+    decays = random_inputs((1, 5, 5, 130, 128, 128), OpConfig(kind), decay=True, packed=True)
+    compare(decays, OpConfig(kind))
+
+
 @pytest.mark.parametrize(("state", "packed"), [*itertools.product((False, True), repeat=2)])
 def test_chunks_that_forget_all_and_chunks_that_forget_little_follow_each_other(state, packed, compiled):
     compare(forgetful(state, packed), OpConfig("elu1"))

@@ -223,9 +223,9 @@ private:
         for (int first = (count - 1) / ROWS * ROWS; first >= 0; first -= ROWS) {
             const int end = std::min(first + ROWS, count), behind = end / STEPS<Element>;
             if (end < count)
-                rows_of_product(Factor<Element>{links + behind * chunk_row_, 1, chunk_row_}, first, end - first,
-                                steps<Element>(count) - behind, columns + behind * value_row_, value_row_, z_,
-                                value_row_, value_row_, true);
+                rows_of_product(Factor<Element>{links + behind * chunk_row_, 1, chunk_row_}, first,
+                                end - first, steps<Element>(count) - behind, columns + behind * value_row_,
+                                value_row_, z_, value_row_, value_row_, true);
             for (int i = end - 1; i >= first; --i) {
                 float* y = z_ + i * value_row_;
                 for (int j = i + 1; j < end; ++j)

@@ -4,8 +4,8 @@
 //     w_i = v_i - e^(r_i) S_0^T k_i - sum_{j<i} e^(r_i - r_j) (k_i . k_j) u_j,   u_i = b_i w_i
 //
 // with r the log decay summed from the start of the chunk, and keys and queries brought to length 1 here. As
-// pairs of bfloat16, keys, queries, u, products of them and the state are rounded where they are factors; sums
-// are float32, and so are the state itself, and the terms of u_j up to ROWS tokens before.
+// pairs of bfloat16, keys, queries, u, products of them and the state are rounded where they are factors;
+// sums are float32, and so are the state itself, and the terms of u_j up to ROWS tokens before.
 
 #pragma once
 
@@ -230,9 +230,12 @@ protected:
         const Element* corrections = nullptr;
         for (int i = 0; i < count; i += ROWS) {
             const int rows = std::min(ROWS, count - i);
-            if (i)
-                rows_of_product(along_rows(links_ + i * chunk_row_, chunk_row_, rows, padded(i), strip_), 0, rows, steps<Element>(i),
-                                corrections, value_row_, w_ + i * value_row_, value_row_, value_row_, true);
+            if (i) {
+                const Factor<Element> links =
+                    along_rows(links_ + i * chunk_row_, chunk_row_, rows, padded(i), strip_);
+                rows_of_product(links, 0, rows, steps<Element>(i), corrections, value_row_,
+                                w_ + i * value_row_, value_row_, value_row_, true);
+            }
             for (int m = i; m < i + rows; ++m) {
                 float* w = w_ + m * value_row_;
                 for (int j = i; j < m; ++j) add_scaled(w, u_ + j * value_row_, links_[m * chunk_row_ + j]);

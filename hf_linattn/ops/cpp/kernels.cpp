@@ -14,7 +14,8 @@
 #include <immintrin.h>
 #endif
 
-#pragma GCC visibility push(hidden)  // calls among them then need no table
+// Headers of the library come before: what is hidden is called without a table of addresses.
+#pragma GCC visibility push(hidden)
 
 #include "bidirectional.h"
 #include "channel_backward.h"

@@ -9,9 +9,9 @@
 #include "matrix.h"
 #include "scratch.h"
 
-// Key heads that go through the tokens together, chunk by chunk: their rows lie side by side, so what is fetched
-// for one, lines and addresses of pages, is there for the next. States stay in a cache of the core, and each
-// thread gets some heads.
+// Key heads that go through the tokens together, chunk by chunk: their rows lie side by side, so what is
+// fetched for one, lines and addresses of pages, is there for the next. States stay in a cache of the core,
+// and each thread gets some heads.
 template <class Problem>
 int64_t heads_together(const Problem& p) {
     constexpr int64_t FLOATS = 1 << 16;

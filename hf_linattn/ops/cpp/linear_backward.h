@@ -10,8 +10,8 @@
 
 // What gradients need, causal or not. `S_transposed_` is the transpose of S, or of its gradient.
 //
-// Of floats, g is the gradient of the numerator. Pairs of bfloat16 are those of the output, which lose nothing
-// where they come in it, and what they are multiplied to is divided by the totals.
+// Of floats, g is the gradient of the numerator. Pairs of bfloat16 are those of the output, which lose
+// nothing where they come in it, and what they are multiplied to is divided by the totals.
 template <class Element>
 class LinearGradients : protected LinearHead {
 protected:
@@ -47,7 +47,8 @@ protected:
     static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
         return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * value_row +
-               heads * (state_floats(p) + p.heads / p.kv_heads * p.length) + across_size<Element>(n, key_row) +
+               heads * (state_floats(p) + p.heads / p.kv_heads * p.length) +
+               across_size<Element>(n, key_row) +
                across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
                along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
                S_transposed_size(key_row, value_row);
@@ -95,8 +96,8 @@ protected:
         if (ROUNDED && p_.normalise)
             for (int i = 0; i < count; ++i) scale(query_ + i * key_row_, inverse_[i], key_row_);
         const Element* queries = across_rows(query_, key_row_, count, key_row_, query_columns_);
-        product(Factor<Element>{queries, 1, key_row_}, head_dim_, steps<Element>(count), g, value_row_, sums_.S,
-                value_row_, value_row_, !sums_.empty);
+        product(Factor<Element>{queries, 1, key_row_}, head_dim_, steps<Element>(count), g, value_row_,
+                sums_.S, value_row_, value_row_, !sums_.empty);
         sums_.empty = false;
     }
 
@@ -252,8 +253,9 @@ private:
                 for (int m = i; m < seen; ++m) {
                     float* row = d_query_ + m * key_row_;
                     const float factor = decay_.pairwise ? decay_.query[m] : 1;
+                    const float inverse = this->inverse(m), t = d_total[m];
                     for (int d = 0; d < key_row_; d += WIDTH)
-                        store(row + d, (load(row + d) * this->inverse(m) + load(sums_.z + d) * d_total[m]) * factor);
+                        store(row + d, (load(row + d) * inverse + load(sums_.z + d) * t) * factor);
                 }
             }
             add_to_query_gradients(i, rows, columns, keys, S);

@@ -54,7 +54,8 @@ public:
                 forward_chunk(start, std::min<int64_t>(chunk_, p_.length - start));
                 states_[index].empty = before_.empty;
             });
-        if (p_.keep_state) for_each_head(heads_, [&](int index) { store_state(states_[index], p_.S_after, p_.z_after); });
+        if (!p_.keep_state) return;
+        for_each_head(heads_, [&](int index) { store_state(states_[index], p_.S_after, p_.z_after); });
     }
 
 private:
