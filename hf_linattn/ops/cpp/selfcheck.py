@@ -111,9 +111,10 @@ def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
         found = delta.backward(inputs, config, grad, None)
         for mine, its in zip(found[:4], _gradients(want, grad, leaves), strict=True):
             yield f"the delta rule's gradients, decay by {decay}", mine, its
-        short = DeltaInputs(*(x.bfloat16() for x in inputs[:3]), inputs.gates)
+        short = [x.detach().bfloat16() for x in leaves[:3]]
         both = []
-        for each in (short, DeltaInputs(*(x.float() for x in short[:3]), inputs.gates)):
+        for three in (short, [x.float() for x in short]):
+            each = DeltaInputs(*three, inputs.gates)
             first = delta.forward(each, config, keep=False)[0]
             assert first is not None
             both.append([first, *delta.backward(each, config, grad.to(each.value.dtype), None)[:4]])
