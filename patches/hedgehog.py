@@ -50,7 +50,7 @@ class Hedgehog(LinearAttention):
 
     def softmax_map(self) -> SoftmaxMap:
         """Return the weights of the maps for kernels."""
-        return SoftmaxMap(self.query_weight.float().contiguous(), self.key_weight.float().contiguous(), FLOOR)
+        return SoftmaxMap(self.query_weight, self.key_weight, FLOOR)
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))

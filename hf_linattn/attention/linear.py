@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, in_backward_again, upcast
-from hf_linattn.ops import linear_attention
+from hf_linattn.ops import linear_attention, softmax_map
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
@@ -134,14 +134,14 @@ class LinearAttention(StatefulAttention):
         config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gate = self.gate()
-            inputs = self._rounded(self.kernel_inputs(tokens, divide, state, gate), tokens)
+            inputs = self._rounded(self.kernel_inputs(tokens, divide, state, gate, backend), tokens)
             if state is not None and tokens.in_place and tokens.length == 1 and native.may_overwrite(state):
                 output, total = native.step(inputs, config, gate)[:2]
                 return output, total, state
             outputs = native.forward(inputs, config, tokens.keep, CHUNK, gate)
         else:
             # kernels on a GPU give numerators in float32, whatever the values
-            inputs = self.kernel_inputs(tokens, divide or backend == "triton", state)
+            inputs = self.kernel_inputs(tokens, divide or backend == "triton", state, backend=backend)
             if backend == "cpp":
                 inputs = self._rounded(inputs, tokens)
             if backend == "triton":
@@ -205,7 +205,12 @@ class LinearAttention(StatefulAttention):
         return outputs.output, outputs.total
 
     def kernel_inputs(
-        self, tokens: Tokens, divide: bool, state: State | None = None, gate: Gate | None = None
+        self,
+        tokens: Tokens,
+        divide: bool,
+        state: State | None = None,
+        gate: Gate | None = None,
+        backend: str = "",
     ) -> Inputs:
         """Collect what kernels read: queries and keys where the map is in the kernel, else features.
 
@@ -214,9 +219,20 @@ class LinearAttention(StatefulAttention):
             divide: outputs are wanted; numerators are never rounded to 16 bits.
             state: of the tokens before.
             gate: in place of the logarithm of the decay.
+            backend: who reads them; learned maps are made in C++ for "cpp", where it can.
         """
         assert tokens.query is not None
         S, z = state or (None, None)
+        learned = self.softmax_map() if backend == "cpp" and self.fused == "none" else None
+        if learned is not None and all(map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])):
+            dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
+            query, key = (
+                softmax_map.features(x, weight, learned.floor, dtype)
+                for x, weight in zip((tokens.query, tokens.key), learned[:2], strict=True)
+            )
+            value = tokens.value if divide else upcast(tokens.value)
+            decay = None if gate is not None else self._log_decays(tokens)
+            return Inputs(query, key, value, tokens.valid, S, z, decay, tokens.documents)
         if self.fused == "none" and gate is None:
             phi_q, (phi_k, value, decay) = self.query_map(upcast(tokens.query)), self.mapped(tokens)
             return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
@@ -231,11 +247,15 @@ class LinearAttention(StatefulAttention):
 
     def _rounded(self, inputs: Inputs, tokens: Tokens) -> Inputs:
         """Bring features to the model's bfloat16 where the kernels in C++ multiply in it."""
-        assert tokens.query is not None
-        short = tokens.query.dtype == tokens.key.dtype == torch.bfloat16
-        if self.fused != "none" or not short or tokens.length == 1 or not native.rounds():
+        if self.fused != "none" or not self._rounds(tokens):
             return inputs
         return inputs._replace(query=inputs.query.to(torch.bfloat16), key=inputs.key.to(torch.bfloat16))
+
+    def _rounds(self, tokens: Tokens) -> bool:
+        """Tell whether the kernels in C++ multiply in the model's bfloat16."""
+        assert tokens.query is not None
+        short = tokens.query.dtype == tokens.key.dtype == torch.bfloat16
+        return short and tokens.length > 1 and native.rounds()
 
     def _log_decays(self, tokens: Tokens) -> Tensor | None:
         """Return the logarithm of the decay `[B, Hkv, N]`, 0 at padded tokens; None where there is none."""

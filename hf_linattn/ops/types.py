@@ -71,7 +71,7 @@ class SoftmaxMap(NamedTuple):
     """Maps that kernels make of weights: [softmax(W x), softmax(-W x)], held above a floor.
 
     Attributes:
-        query: W of each query head, `[H, F / 2, D]`, float32, dense.
+        query: W of each query head, `[H, F / 2, D]`, of any dtype.
         key: W of each key head, `[Hkv, F / 2, D]`, likewise.
         floor: the least feature.
     """
@@ -237,6 +237,25 @@ class Window(NamedTuple):
             return self
         key, value = (F.pad(x, (0, 0, self.n_missing, 0)) for x in (self.key, self.value))
         return self._replace(key=key, value=value, valid=F.pad(self.valid, (self.n_missing, 0)))
+
+
+class WindowSinks(NamedTuple):
+    """Tokens that are seen beside a window, the first ones of a text.
+
+    Attributes:
+        key: `[B, Hkv, n, D]`.
+        value: `[B, Hkv, n, Dv]`.
+        valid: boolean `[B, n]`, True at sinks that are there.
+        ranks: int64 `[B, N]`: a query sees sinks up to its own; None for all.
+        turn: cosines and sines by which queries are turned to where they meet them, `[B or 1, N, R]` each,
+            float32, as Llama's rotary embedding has them; None for as they are.
+    """
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+    ranks: Tensor | None = None
+    turn: tuple[Tensor, Tensor] | None = None
 
 
 class ScaledSums(NamedTuple):

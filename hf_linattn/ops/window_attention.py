@@ -33,10 +33,14 @@ from hf_linattn.ops.triton import check, window_operator
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
 from hf_linattn.ops.triton.window_selftest import WindowForm
-from hf_linattn.ops.types import ScaledSums, Window, accumulator_dtype
+from hf_linattn.ops.types import ScaledSums, Window, WindowSinks, accumulator_dtype
 
 BLOCK = 32
 """Queries per row of the kernel: measured, from 32 to 256."""
+SHORTEST = 64
+"""Queries in float32 from which on the kernels in C++ take less time than torch's: measured."""
+ARGUMENTS = 9
+"""Of the operator; its seven tensors with output and log-sum-exp are as many."""
 BLOCKS_PER_CALL = 16
 """Blocks per call: only their masks take memory."""
 
@@ -86,11 +90,28 @@ def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) ->
     return window_operator.attention(window, sinks, other)
 
 
-def attention(window: Window, other: ScaledSums | None) -> Tensor:
+def native(window: Window, other: ScaledSums | None) -> bool:
+    """Tell whether the kernels in C++ compute a window, with sinks and sums of its last queries alone."""
+    if torch.compiler.is_compiling() or not fits(window.query, window.key, window.value, None, 0.0):
+        return False
+    return takes.window(window, other)
+
+
+def native_is_faster(window: Window) -> bool:
+    """Tell whether they take a text inside the window, and in less time than torch's own kernel."""
+    return (window.query.dtype != torch.float32 or window.query.shape[2] >= SHORTEST) and native(window, None)
+
+
+def attention(window: Window, other: ScaledSums | None, sinks: WindowSinks | None = None) -> Tensor:
     """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen.
 
     Tensors of 16 bits go to the kernels in C++ as they are, to torch's in float32; the output is in their
     dtype.
+
+    Args:
+        window: queries, and what they see.
+        other: sums over other tokens, where `native` of all queries or of the last ones; None for none.
+        sinks: tokens beside the window, where `native`; None for none.
     """
     sums, dtype = accumulator_dtype(*window[:3]), window.query.dtype
     fused = fits(window.query, window.key, window.value, None, 0.0)
@@ -104,7 +125,10 @@ def attention(window: Window, other: ScaledSums | None) -> Tensor:
     arguments = (*window[:4], *(other or (None, None, None)), window.span, window.scaling)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_of_window(*arguments)[0]  # type: ignore[no-any-return]
-    output: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():
+        return _forward(window, other, sinks)[0]
+    beside = () if sinks is None else sinks[:4] + (sinks.turn or (None, None))
+    output: Tensor = _Attention.apply(*arguments, *beside)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -243,10 +267,12 @@ def _parts(*inputs: Any) -> tuple[Window, ScaledSums | None]:
     return Window(query, key, value, valid, span, scaling), None if sums[0] is None else ScaledSums(*sums)
 
 
-def _forward(window: Window, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    window: Window, other: ScaledSums | None, sinks: WindowSinks | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute o', and lse' `[B, H, N]`, 0 where nothing is seen."""
     if takes.window(window, other):
-        return cpp_window.forward(window, other)
+        return cpp_window.forward(window, other, sinks)
     query, _, value, _, span, scaling = window
     blocks = _Blocks(window)
     (batch, heads, length), padded = query.shape[:3], blocks.count * blocks.size
@@ -298,9 +324,14 @@ def _factor(has_others: Tensor, log_scale: Tensor, lse: Tensor) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, window: Window, other: ScaledSums | None, output: Tensor, lse: Tensor
+    grad: Tensor,
+    window: Window,
+    other: ScaledSums | None,
+    output: Tensor,
+    lse: Tensor,
+    sinks: WindowSinks | None = None,
 ) -> list[Tensor]:
-    """Compute gradients of query, key and value, and of the three tensors of the other sums.
+    """Compute gradients of query, key and value, of the three tensors of the other sums, of the sinks.
 
     Args:
         grad: gradient of the output, `[B, H, N, Dv]`.
@@ -308,9 +339,10 @@ def _backward(
         other: likewise.
         output: o' of the forward.
         lse: lse' of the forward.
+        sinks: as the forward took them.
     """
     if takes.window(window, other):
-        return cpp_window.backward(grad, window, other, output, lse)
+        return cpp_window.backward(grad, window, other, output, lse, sinks)
     query, blocks = window.query, _Blocks(window)
     outputs, lses, grads = (blocks.over_queries(x) for x in (output, lse, grad))
     d_query = torch.empty_like(blocks.query)
@@ -360,14 +392,30 @@ def _grads(gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, lse = _forward(*_parts(*inputs))
-        _remember(ctx, inputs, (output, lse))
+        inputs, beside = inputs[:ARGUMENTS], inputs[ARGUMENTS:]
+        output, lse = _forward(*_parts(*inputs), _sinks(beside))
+        ctx.save_for_backward(*inputs[:7], output, lse, *beside)
+        ctx.options = inputs[7:]
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _grads(_backward_of(grad, *ctx.saved_tensors, *ctx.options))
+        *tensors, output, lse = ctx.saved_tensors[:ARGUMENTS]
+        beside = ctx.saved_tensors[ARGUMENTS:]
+        results = _backward(grad, *_parts(*tensors, *ctx.options), output, lse, _sinks(beside))
+        if not beside:
+            return _grads(results)
+        d_beside = (x.to(like.dtype) for x, like in zip(results[-2:], beside, strict=False))
+        return (*_grads(results[:-2]), *d_beside, *(None,) * (len(beside) - 2))
+
+
+def _sinks(beside: tuple[Any, ...]) -> WindowSinks | None:
+    """Put the tensors of sinks together; none for none."""
+    if not beside:
+        return None
+    *given, cos, sin = beside
+    return WindowSinks(*given, None if cos is None else (cos, sin))
 
 
 _operator = torch.library.custom_op(

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hf_linattn.attention import upcast
 from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
 
@@ -19,6 +20,11 @@ MOVING = ("dynamic", "longrope")
 
 _turns: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Tensor, Tensor]] = WeakKeyDictionary()
 """Rotary embedding -> what its last turn was of, its cosines and sines."""
+
+_tables: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Tensor, Tensor, Tensor]] = WeakKeyDictionary()
+"""The same for many tokens: also their steps."""
+MOST_KEPT = 1 << 16
+"""Tokens of a table that is kept for the next layer: some tens of megabytes."""
 
 
 class Rotary:
@@ -95,6 +101,32 @@ class Rotary:
         _, cos, sin = known
         if self._by_halves is None:
             self._by_halves = self._turns_halves(cos[:1], sin[:1])
+        return (cos, sin) if self._by_halves else None
+
+    def turns(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return what kernels turn many queries by in place of `back`: `[B or 1, N, R]` each, as `turn`.
+
+        Args:
+            query: `[B, H, N, D]`.
+            steps: tokens, `[B, N]`, not all 0.
+        """
+        module: Any = self.module[0]
+        frequencies = getattr(module, "inv_freq", None)
+        if frequencies is None:
+            return None
+        if len(steps) > 1 and torch.equal(steps[1:], steps[:1].expand(len(steps) - 1, -1)):
+            steps = steps[:1]
+        about = frequencies.data_ptr(), frequencies._version, getattr(module, "attention_scaling", 1.0)
+        known = _tables.get(module)
+        if known is None or known[0] != about or not torch.equal(known[1], steps):
+            cos, sin = (x.float().contiguous() for x in self._angles(upcast(query[:, :, :1]), steps))
+            known = about, steps, cos, sin
+            if steps.numel() <= MOST_KEPT:
+                _tables[module] = known
+        _, _, cos, sin = known
+        if self._by_halves is None:
+            at = int(steps[0].argmax())
+            self._by_halves = self._turns_halves(cos[:1, at], sin[:1, at])
         return (cos, sin) if self._by_halves else None
 
     def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:

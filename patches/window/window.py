@@ -18,7 +18,7 @@ from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import ScaledSums, State
+from hf_linattn.ops.types import ScaledSums, State, WindowSinks
 from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
@@ -253,15 +253,22 @@ class Window(StatefulAttention):
     def _softmax(self, tokens: Tokens, causal: bool) -> Tensor:
         """Compute a text inside the window: none of its tokens has left."""
         assert tokens.query is not None
-        key, value, mask = tokens.hide(tokens.key), tokens.hide(self._values(tokens.value)), None
-        if tokens.valid is not None:
-            mask = ring.pairs(tokens.valid, causal)
-        output = F.scaled_dot_product_attention(
-            *(tokens.query, key, value, mask),
-            is_causal=causal and mask is None,
-            scale=tokens.scaling,
-            enable_gqa=True,
-        )
+        query, key, value = tokens.query, tokens.hide(tokens.key), tokens.hide(self._values(tokens.value))
+        valid, mask = tokens.valid, None
+        if valid is None:
+            valid = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)
+        window = types.Window(query, key, value, valid, tokens.length, tokens.scaling)
+        if causal and window_attention.native_is_faster(window):
+            output = window_attention.attention(window, None)
+        else:
+            if tokens.valid is not None:
+                mask = ring.pairs(tokens.valid, causal)
+            output = F.scaled_dot_product_attention(
+                *(query, key, value, mask),
+                is_causal=causal and mask is None,
+                scale=tokens.scaling,
+                enable_gqa=True,
+            )
         own = [weight for weight in self.parameters() if weight.requires_grad]
         if not own or not torch.is_grad_enabled():
             return output
@@ -416,6 +423,10 @@ class Window(StatefulAttention):
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
             if window_attention.kernels_take(window, self.sinks, other is not None):
                 return window_attention.by_kernels(window, self._as_they_lie(query, seen), other)
+            if window_attention.native(window, other):
+                beside = self._beside(query, seen) if self.sinks else None
+                if beside is not None or not self.sinks:
+                    return window_attention.attention(window, other, beside)
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:
@@ -435,6 +446,17 @@ class Window(StatefulAttention):
             turned = self._turned(upcast(query), seen.ranks).to(query.dtype)
         key, value, valid = seen.sinks
         return Sinks(turned, key, self._values(value), valid, seen.ranks)
+
+    def _beside(self, query: Tensor, seen: Seen) -> WindowSinks | None:
+        """Hand sinks to kernels in C++; None where they cannot turn queries as the model's embedding does."""
+        turn, (key, value, valid) = None, seen.sinks
+        if seen.ranks is not None and self.rotary is not None:
+            steps = (seen.ranks - self._last_rank).clamp_min(0)
+            if steps.any():
+                turn = self.rotary.turns(query, steps)
+                if turn is None:
+                    return None
+        return WindowSinks(key, self._values(value), valid, seen.ranks, turn)
 
     def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> ScaledSums:
         key, value, ranks = upcast(seen.sinks.key), upcast(self._values(seen.sinks.value)), seen.ranks

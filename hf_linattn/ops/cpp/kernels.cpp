@@ -1,4 +1,5 @@
-// What Python calls: linear attention, causal and over all keys, the delta rule, and softmax over a window.
+// What Python calls: linear attention, causal and over all keys, learned maps, the delta rule, and softmax over
+// a window.
 // Everything is brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
 #include <algorithm>
@@ -25,6 +26,7 @@
 #include "delta_step.h"
 #include "linear_backward.h"
 #include "linear_forward.h"
+#include "softmax_map.h"
 #include "window_backward.h"
 #include "window_decode.h"
 #include "window_forward.h"
@@ -131,6 +133,13 @@ void linattn_window_backward(const WindowProblem* p, float scaling) {
         return run_all<WindowBackward<Pair>>(*p, scaling);
 #endif
     run_all<WindowBackward<float>>(*p, scaling);
+}
+
+void linattn_softmax_map(const SoftmaxMapProblem* p, float floor) {
+#if defined(__AVX512BF16__)
+    if (all_bfloat16({p->input, p->weight})) return run_all<SoftmaxMapHead<Pair>>(*p, floor);
+#endif
+    run_all<SoftmaxMapHead<float>>(*p, floor);
 }
 
 void linattn_window_decode(const WindowDecodeProblem* p, float scaling) {

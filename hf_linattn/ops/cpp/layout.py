@@ -211,8 +211,24 @@ class WindowGrads(Part):
     d_key: Array
     d_value: Array
     d_others: Array
-    d_total: Address  # float32 [B, H, N], dense
+    d_total: Address  # float32, dense, as total
     d_log_scale: Address
+    d_sink_key: Address  # float32 [B, Hkv, sinks, D], dense
+    d_sink_value: Address  # float32 [B, Hkv, sinks, Dv], dense
+
+
+class WindowSinks(Part):
+    """Tokens that are seen beside the window, all of it 0 for none."""
+
+    sinks: int
+    sink_key: Array
+    sink_value: Array
+    sink_valid: Address  # bool [B, sinks], dense, True where they count
+    ranks: Address  # int64 [B, N], dense: a query sees the sinks up to its rank; 0 for all of them
+    turn_cos: Address  # float32 [B or 1, N, turned], dense: queries meet sinks turned by it; 0 for as they are
+    turn_sin: Address
+    turned: int  # features, of which the first half is turned into the second one
+    turn_row: int  # stride of rows
 
 
 class WindowProblem(Struct):
@@ -220,6 +236,7 @@ class WindowProblem(Struct):
 
     sizes: Sizes
     grads: WindowGrads
+    beside: WindowSinks
     span: int  # query i sees the columns i < c <= i + span
     n_missing: int  # first columns that are not there
     block: int  # queries, and columns of a tile; a multiple of all vectors
@@ -229,10 +246,29 @@ class WindowProblem(Struct):
     output: Array
     valid: Address  # bool, of the same columns, True where they count
     valid_row: int  # its stride
-    others: Array  # float32 [B, H, N, Dv]: sums over other tokens; data 0 for none
-    total: Address  # float32 [B, H, N], dense, of the others
+    others: Array  # float32 [B, H, N - others_from, Dv]: sums over other tokens; data 0 for none
+    others_from: int  # first query that has any
+    total: Address  # float32 [B, H, N - others_from], dense, of the others
     log_scale: Address  # likewise
     lse: Address  # float32 [B, H, N], dense
+
+
+class SoftmaxMapGrads(Part):
+    """Of the backward: gradients of the features, and of what they are made of."""
+
+    d_features: Array
+    d_input: Array
+    d_weight: Address  # float32 [B, H, F / 2, D], dense: of each row
+
+
+class SoftmaxMapProblem(Struct):
+    """Features [softmax(W x), softmax(-W x)] held above a floor, forward and backward."""
+
+    sizes: Sizes  # value_dim is F / 2
+    grads: SoftmaxMapGrads
+    input: Array  # x
+    weight: Array  # W of each head, [1, H, F / 2, D]
+    features: Array
 
 
 class DecodeTail(Part):
@@ -248,8 +284,9 @@ class DecodeTail(Part):
     log_decay: Address  # float32 [B, Hkv, 1], dense, at most 0: of the evicted token; 0 for none
     gate: Gate  # in place of log_decay
     query_log_scale: Address  # float32 [B, H, 1], dense: log of a divisor of tail_query; 0 for none
-    map_query: Address  # W of [softmax(W x), softmax(-W x)], float32 [H, F / 2, D], dense; 0 for another map
-    map_key: Address  # float32 [Hkv, F / 2, D], likewise
+    map_query: Address  # W of [softmax(W x), softmax(-W x)], [H, F / 2, D], dense; 0 for another map
+    map_key: Address  # [Hkv, F / 2, D], likewise
+    map_dtype: int  # of both, float32 or bfloat16
     eps: float  # of the learned map the least feature
     mix: Address  # float32 [H], dense: the window's share, each part divided by itself; 0 for one normaliser
     mix_logit: bool  # its sigmoid is the share
@@ -286,10 +323,11 @@ class WindowDecodeProblem(Struct):
 
 _PARTS = {part.__name__ for part in Part.__subclasses__()}
 _STRUCTS: list[type[Struct]] = [Array, Gate, *Part.__subclasses__()]
-_STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, WindowDecodeProblem]
+_STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, SoftmaxMapProblem, WindowDecodeProblem]
 NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_DELTA_GRADS, NO_DELTA_GATE, NO_WINDOW_GRADS, NO_TAIL = (
     bytes(each.size) for each in (Array, Gate, LinearGrads, DeltaGrads, DeltaGate, WindowGrads, DecodeTail)
 )
+NO_SINKS, NO_MAP_GRADS = bytes(WindowSinks.size), bytes(SoftmaxMapGrads.size)
 
 
 def array(x: Tensor) -> bytes:

@@ -88,14 +88,36 @@ inline void scale(float* x, float factor, int64_t count) {  // in whole vectors,
     for (int64_t i = 0; i < count; i += WIDTH) store(x + i, load(x + i) * factor);
 }
 
-inline float dot(const float* x, const float* y, int columns) {
+// Bits of a bfloat16.
+struct Short {
+    uint16_t bits;
+};
+typedef uint16_t Shorts __attribute__((vector_size(WIDTH * 2)));
+typedef uint32_t Words __attribute__((vector_size(WIDTH * 4)));
+
+inline Floats load(const Short* x) {
+    Shorts bits;
+    memcpy(&bits, x, sizeof bits);
+    return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+inline float value_of(float x) { return x; }
+inline float value_of(Short x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+template <class Number>
+inline float dot(const Number* x, const float* y, int columns) {
     Floats total = {};
     for (int i = 0; i < columns; i += WIDTH) total += load(x + i) * load(y + i);
     return sum(total);
 }
 
 // y = A x + b of a dense A [rows, columns] and any b, or none.
-inline void apply(const float* a, const float* b, int rows, int columns, const float* x, float* y) {
+template <class Number>
+inline void apply(const Number* a, const float* b, int rows, int columns, const float* x, float* y) {
     const int whole = columns / WIDTH * WIDTH;
     int i = 0;
     for (; i + WIDTH <= rows; i += WIDTH) {
@@ -108,7 +130,7 @@ inline void apply(const float* a, const float* b, int rows, int columns, const f
     }
     for (; i < rows; ++i) y[i] = dot(a + i * columns, x, whole);
     for (i = 0; i < rows; ++i) {
-        for (int e = whole; e < columns; ++e) y[i] += a[i * columns + e] * x[e];
+        for (int e = whole; e < columns; ++e) y[i] += value_of(a[i * columns + e]) * x[e];
         if (b) y[i] += b[i];
     }
 }

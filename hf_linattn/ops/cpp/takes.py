@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from hf_linattn.ops.cpp import auto
 from hf_linattn.ops.cpp.layout import DTYPES
@@ -31,6 +32,11 @@ def delta(inputs: DeltaInputs) -> bool:
     if (gates is not None and gates.dtype != SUMS) or (state is not None and state.dtype != SUMS):
         return False
     return linear(key if query is None else query, key, value)
+
+
+def softmax_map(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether they take a learned map, `[B, H, N, D]` and `[H, F / 2, D]`."""
+    return _reads(x, x, weight) and type(weight) in (Tensor, Parameter) and bool(x.numel())
 
 
 def window(window: Window, other: ScaledSums | None) -> bool:

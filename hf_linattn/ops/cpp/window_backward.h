@@ -2,11 +2,11 @@
 
 #pragma once
 
-#include "window_head.h"
+#include "window_sinks.h"
 
 template <class Element>
-class WindowBackward : WindowHead<Element> {
-    using Head = WindowHead<Element>;
+class WindowBackward : WindowSinkHead<Element> {
+    using Head = WindowSinkHead<Element>;
     using Head::p_, Head::row_, Head::head_, Head::head_dim_, Head::value_dim_, Head::key_row_;
     using Head::value_row_, Head::scaling_, Head::block_, Head::tiles_, Head::columns_, Head::loaded_;
     using Head::query_, Head::scores_;
@@ -60,6 +60,7 @@ public:
                 query_gradients(head, start, count);
             write_tile(start / block_);
         }
+        if (this->sinks_) this->write_sink_gradients();
         for (int64_t tile = (p_.length - 1) / block_ + 1; tile < loaded_; ++tile) write_tile(tile);
     }
 
@@ -77,6 +78,13 @@ private:
     }
 
     void load_tile(int64_t tile) {
+        this->read_mask(tile);
+        if (!this->all_masked(tile)) read_columns(tile);
+        memset(d_key(tile), 0, block_ * key_row_ * sizeof(float));
+        memset(d_value(tile), 0, block_ * value_row_ * sizeof(float));
+    }
+
+    void read_columns(int64_t tile) {
         float *key_floats = d_key(tile), *value_floats = d_value(tile);  // until they are packed
         if constexpr (STEPS<Element> == 1) key_floats = key(tile);
         this->read_tile(p_.key, tile, key_floats, head_dim_, key_row_);
@@ -84,9 +92,6 @@ private:
         transposed(key_floats, key_row_, block_, key_row_, key_transposed(tile), block_);
         this->read_tile(p_.value, tile, value_floats, value_dim_, value_row_);
         transposed(value_floats, value_row_, block_, value_row_, value_transposed(tile), block_);
-        this->read_mask(tile);
-        memset(d_key(tile), 0, block_ * key_row_ * sizeof(float));
-        memset(value_floats, 0, block_ * value_row_ * sizeof(float));
     }
 
     void write_tile(int64_t tile) {
@@ -109,6 +114,7 @@ private:
         query_across_ = across_rows(query_, key_row_, count, key_row_, query_columns_);
         g_across_ = across_rows(g_, value_row_, count, value_row_, g_columns_);
         memset(d_query_, 0, count * key_row_ * sizeof(float));
+        if (this->sinks_) this->sink_gradients(start, count, g_, g_dot_output_, lse_, d_query_);
         const int64_t block = start / block_, last = this->last_tile(start, count);
         for (int64_t tile = block; tile <= last; ++tile) {
             if (this->all_masked(tile)) continue;
@@ -133,14 +139,15 @@ private:
         this->read_row(p_.output, head, start + row, output_, value_dim_, value_row_);
         lse_[row] = at<float>(p_.lse)[index];
         g_dot_output_[row] = dot(g, output_, value_row_);
-        if (!this->has_others()) return;
-        const float total = at<float>(p_.total)[index];
-        const float factor = total == 0 ? 0 : std::exp(at<float>(p_.log_scale)[index] - lse_[row]);
-        this->read_row(p_.others, head, start + row, other_, value_dim_, value_row_);
-        at<float>(p_.d_total)[index] = -factor * g_dot_output_[row];
-        at<float>(p_.d_log_scale)[index] = factor * (dot(g, other_, value_row_) - g_dot_output_[row] * total);
+        if (!this->has_others(start + row)) return;
+        const int64_t own = this->other_offset(head, start + row), token = start + row - p_.others_from;
+        const float total = at<float>(p_.total)[own];
+        const float factor = total == 0 ? 0 : std::exp(at<float>(p_.log_scale)[own] - lse_[row]);
+        this->read_row(p_.others, head, token, other_, value_dim_, value_row_);
+        at<float>(p_.d_total)[own] = -factor * g_dot_output_[row];
+        at<float>(p_.d_log_scale)[own] = factor * (dot(g, other_, value_row_) - g_dot_output_[row] * total);
         for (int e = 0; e < value_row_; e += WIDTH) store(other_ + e, load(g + e) * factor);
-        write(p_.d_others, offset(p_.d_others, row_, head, start + row), value_dim_, other_);
+        write(p_.d_others, offset(p_.d_others, row_, head, token), value_dim_, other_);
     }
 
     // Weights of a strip of queries on a tile, gradients of its scores, and of the queries.

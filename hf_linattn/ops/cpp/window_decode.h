@@ -160,7 +160,11 @@ private:
         const int half = features_ / 2, vectors = padded(half);
         float *x = tile_, *projected = phi_map_, *part = phi_map_ + vectors;
         read_row(from, head, token, x, head_dim_, key_row_);
-        apply(at<float>(weights) + index * half * head_dim_, nullptr, half, head_dim_, x, projected);
+        const int64_t first = index * half * head_dim_;
+        if (p_.map_dtype == BFLOAT16)
+            apply(at<Short>(weights) + first, nullptr, half, head_dim_, x, projected);
+        else
+            apply(at<float>(weights) + first, nullptr, half, head_dim_, x, projected);
         for (int side = 0; side < 2; ++side) {
             for (int i = half; i < vectors; ++i) projected[i] = NEGATIVE_INFINITY;
             Floats peak = load(projected), total = {};

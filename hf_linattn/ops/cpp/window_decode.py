@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
@@ -63,8 +64,8 @@ class LinearTail(NamedTuple):
         mix: the window's share of the output, `[H]`, float32, dense, where each part has a normaliser of its
             own and the tail is not empty; None for one normaliser.
         mix_logit: the sigmoid of `mix` is the share.
-        learned: W_q `[H, F / 2, D]` and W_k `[Hkv, F / 2, D]`, float32, dense, of the features
-            [softmax(W x), softmax(-W x)] held above `eps`, of query and evicted key; None for `kind`.
+        learned: W_q `[H, F / 2, D]` and W_k `[Hkv, F / 2, D]` of the features [softmax(W x), softmax(-W x)]
+            held above `eps`, of query and evicted key; None for `kind`.
     """
 
     query: Tensor
@@ -148,8 +149,13 @@ def decode(
 
 def _dense(tail: LinearTail) -> LinearTail:
     """Make the last axes dense, and decay and scale all of them, as the kernel reads them."""
-    evicted, decay, scale = tail.evicted, tail.log_decay, tail.query_log_scale
+    evicted, decay, scale, learned = tail.evicted, tail.log_decay, tail.query_log_scale, tail.learned
+    if learned is not None:
+        dtypes = {x.dtype for x in learned}
+        dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+        learned = learned[0].to(dtype).contiguous(), learned[1].to(dtype).contiguous()
     return tail._replace(
+        learned=learned,
         query=rows(tail.query),
         evicted=None if evicted is None else (rows(evicted[0]), rows(evicted[1])),
         log_decay=None if decay is None else decay.contiguous(),
@@ -172,6 +178,7 @@ def _packed(tail: LinearTail, query: Tensor, packed_query: bytes) -> bytes:
         query_log_scale=address(tail.query_log_scale),
         map_query=0 if tail.learned is None else tail.learned[0].data_ptr(),
         map_key=0 if tail.learned is None else tail.learned[1].data_ptr(),
+        map_dtype=0 if tail.learned is None else layout.DTYPES[tail.learned[1].dtype],
         eps=tail.eps,
         mix=address(tail.mix),
         mix_logit=tail.mix_logit,

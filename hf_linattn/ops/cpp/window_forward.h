@@ -2,15 +2,15 @@
 
 #pragma once
 
-#include "window_head.h"
+#include "window_sinks.h"
 
 // Weights are over the exponential of a maximum that a later one may exceed by so much, in its exponent: the
 // sums stay far from the ends of float32, and are hardly ever scaled again.
 constexpr float SLACK = 8;
 
 template <class Element>
-class WindowForward : WindowHead<Element> {
-    using Head = WindowHead<Element>;
+class WindowForward : WindowSinkHead<Element> {
+    using Head = WindowSinkHead<Element>;
     using Head::p_, Head::row_, Head::head_dim_, Head::value_dim_, Head::key_row_, Head::value_row_;
     using Head::scaling_, Head::block_, Head::tiles_, Head::loaded_, Head::query_, Head::scores_;
 
@@ -59,23 +59,50 @@ private:
     }
 
     void load_tile(int64_t tile) {
+        this->read_mask(tile);
+        if (this->all_masked(tile)) return;
         this->read_tile(p_.key, tile, staging_, head_dim_, key_row_);
         transposed(staging_, key_row_, block_, key_row_, key_transposed(tile), block_);
         this->read_tile_across(p_.value, tile, staging_, value(tile), value_dim_, value_row_);
-        this->read_mask(tile);
     }
 
     void forward_queries(int64_t head, int64_t start, int count) {
         this->read_queries(head, start, count);
         queries_ = along_rows(query_, key_row_, count, key_row_, query_rows_);
-        memset(numerator_, 0, count * value_row_ * sizeof(float));
-        memset(sums_, 0, count * WIDTH * sizeof(float));
-        for (int i = 0; i < count; ++i) top_[i] = std::numeric_limits<float>::lowest();
+        if (this->sinks_) {
+            begin_with_sinks(start, count);
+        } else {
+            memset(numerator_, 0, count * value_row_ * sizeof(float));
+            memset(sums_, 0, count * WIDTH * sizeof(float));
+            for (int i = 0; i < count; ++i) top_[i] = std::numeric_limits<float>::lowest();
+        }
         const int64_t block = start / block_, last = this->last_tile(start, count);
         for (int64_t tile = block; tile <= last; ++tile)
             for (int i = 0; i < count && !this->all_masked(tile); i += ROWS)
                 add_tile(block, tile, i, std::min(ROWS, count - i));
         for (int i = 0; i < count; ++i) write_row(head, start, i);
+    }
+
+    void begin_with_sinks(int64_t start, int count) {
+        this->score_sinks(start, count);
+        const int columns = this->sink_row_;
+        for (int i = 0; i < count; ++i) {
+            float* scores = this->sink_scores_ + i * columns;
+            Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
+            for (int j = 0; j < columns; j += WIDTH) {
+                const Floats values = load(scores + j);
+                peak = values > peak ? values : peak;
+            }
+            top_[i] = max_of(peak);
+            for (int j = 0; j < columns; j += WIDTH) {
+                const Floats weight = exp_nonpositive(load(scores + j) - top_[i]);
+                store(scores + j, weight);
+                total += weight;
+            }
+            store(sums_ + i * WIDTH, total);
+        }
+        product(LeftFactor{this->sink_scores_, columns, 1}, count, this->sinks_, this->sink_value_, value_row_,
+                numerator_, value_row_, value_row_, false);
     }
 
     // Add what a strip of queries sees of a tile.
@@ -121,12 +148,13 @@ private:
     }
 
     void write_row(int64_t head, int64_t start, int row) {
-        const int64_t index = this->query_offset(head, start) + row;
         float* numerator = numerator_ + row * value_row_;
-        const float total = this->has_others() ? at<float>(p_.total)[index] : 0;
-        if (total != 0) this->read_row(p_.others, head, start + row, other_, value_dim_, value_row_);
+        const int64_t index = this->other_offset(head, start + row);
+        const float total = this->has_others(start + row) ? at<float>(p_.total)[index] : 0;
+        if (total != 0)
+            this->read_row(p_.others, head, start + row - p_.others_from, other_, value_dim_, value_row_);
         const float log_scale = total != 0 ? at<float>(p_.log_scale)[index] : 0;
-        at<float>(p_.lse)[index] = join_softmax(numerator, top_[row], sum(load(sums_ + row * WIDTH)), other_,
+        at<float>(p_.lse)[this->query_offset(head, start) + row] = join_softmax(numerator, top_[row], sum(load(sums_ + row * WIDTH)), other_,
                                                 total, log_scale, value_row_);
         write(p_.output, offset(p_.output, row_, head, start + row), value_dim_, numerator);
     }

@@ -96,7 +96,12 @@ protected:
     }
 
     int64_t last_tile(int64_t start, int count) const { return (start + count - 1 + p_.span) / block_; }
-    bool has_others() const { return p_.others.data; }
+    bool has_others(int64_t token) const { return p_.others.data && token >= p_.others_from; }
+
+    // Of a query's sums over other tokens, in a dense `[B, H, N - others_from]`.
+    int64_t other_offset(int64_t head, int64_t token) const {
+        return (row_ * p_.heads + head) * (p_.length - p_.others_from) + token - p_.others_from;
+    }
 
     void read_queries(int64_t head, int64_t start, int count) {
         for (int i = 0; i < count; ++i) {
@@ -132,11 +137,11 @@ protected:
     void read_mask(int64_t tile) {
         float *mask_bias = ring_slot(mask_bias_, tile, block_), &n_masked = *ring_slot(n_masked_, tile, 1);
         n_masked = 0;
-        const uint8_t* valid = at<uint8_t>(p_.valid) + row_ * p_.valid_row;
+        const uint8_t* valid = p_.valid ? at<uint8_t>(p_.valid) + row_ * p_.valid_row : nullptr;
         for (int j = 0; j < block_; ++j) {
             const int64_t column = tile * block_ + j;
             const bool exists = column >= p_.n_missing && column < columns_;
-            mask_bias[j] = exists && valid[column - p_.n_missing] ? 0 : NEGATIVE_INFINITY;
+            mask_bias[j] = exists && (!valid || valid[column - p_.n_missing]) ? 0 : NEGATIVE_INFINITY;
             n_masked += mask_bias[j] != 0;
         }
     }

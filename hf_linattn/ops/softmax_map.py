@@ -1,0 +1,52 @@
+"""Learned maps [softmax(W x), softmax(-W x)] in one operation of C++ with a backward of its own.
+
+Its backward keeps x and W alone, and computes the features again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.cpp import softmax_map as native
+from hf_linattn.ops.cpp import takes
+from hf_linattn.ops.tracing import exporting
+
+
+def kernels_take(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether the kernels compute a map of `[B, H, N, D]`: on a CPU, not while compiling."""
+    if torch.compiler.is_compiling() or exporting():
+        return False
+    return takes.softmax_map(x, weight)
+
+
+def features(x: Tensor, weight: Tensor, floor: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Compute features `[B, H, N, F]` of a dtype, with gradients, where `kernels_take`.
+
+    Where x and weight are bfloat16 the kernels multiply in it, if the processor does.
+
+    Args:
+        x: `[B, H, N, D]`.
+        weight: W of each head, `[H, F / 2, D]`.
+        floor: the least feature.
+        dtype: of the features.
+    """
+    if not torch.is_grad_enabled():
+        return native.forward(x, weight, floor, dtype)
+    result: Tensor = _SoftmaxMap.apply(x, weight, floor, dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SoftmaxMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, floor: float, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.floor = floor
+        return native.forward(x, weight, floor, dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*native.backward(grad, *ctx.saved_tensors, ctx.floor), None, None)
