@@ -13,6 +13,7 @@ loads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -92,6 +93,15 @@ class Attention(Patch):
     def attend(self, call: Call) -> Output:
         """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""
         raise NotImplementedError(f"{type(self).__name__} has no attend")
+
+    def prepared_step(self, call: Call) -> Callable[[Tensor, Tensor, Tensor, int], Tensor | None] | None:
+        """Return what computes the next tokens behind a call of one token; None for `attend` again.
+
+        It takes query, key and value, in memory as the call's, and the number of tokens before, none of
+        which is padding; it writes the state over and gives `[B, 1, H, Dv]`, or None, with nothing changed,
+        where its weights are not as they were.
+        """
+        return None
 
     def wrap(self, inner: Attention) -> None:
         """Take in the linear attention that it is composed with."""

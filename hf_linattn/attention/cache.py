@@ -72,6 +72,7 @@ class StateLayer(CacheLayerMixin):
         self.tail: list[Tokens] = []  # while recording: what came since the last crop
         self.base: tuple[Any, Tensor | None] | None = None  # state and fingerprint before the tail
         self.expecting_update = False
+        self.prepared: Any = None  # how the next token is computed; see patching/steps.py
         self.device: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

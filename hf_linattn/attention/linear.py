@@ -224,7 +224,9 @@ class LinearAttention(StatefulAttention):
         assert tokens.query is not None
         S, z = state or (None, None)
         learned = self.softmax_map() if backend == "cpp" and self.fused == "none" else None
-        if learned is not None and all(map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])):
+        if learned is not None and all(
+            map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])
+        ):
             dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
             query, key = (
                 softmax_map.features(x, weight, learned.floor, dtype)

@@ -199,7 +199,7 @@ class Visibility:
         if self.dense is not None:
             return self.dense.sum(-1).float()
         columns = self.columns
-        if self.queries != 1 or columns is None or self.summed is not None or torch.compiler.is_compiling():
+        if columns is None or self.summed is not None or torch.compiler.is_compiling():
             return self._counted(device)
         own = columns.untyped_storage().data_ptr()
         if columns.is_inference() or any(  # whose changes are not counted; what a layer has by itself
@@ -207,7 +207,7 @@ class Visibility:
         ):
             return self._counted(device)
         parts = self.documents is None, self.window is None
-        about = columns._version, self.causal, self.keys, device, parts
+        about = columns._version, self.causal, self.queries, self.keys, device, parts
         known = getattr(columns, COUNTED, None)
         if known is None or known[0] != about:
             known = about, self._counted(device)

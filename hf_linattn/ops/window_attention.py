@@ -90,28 +90,44 @@ def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) ->
     return window_operator.attention(window, sinks, other)
 
 
-def native(window: Window, other: ScaledSums | None) -> bool:
-    """Tell whether the kernels in C++ compute a window, with sinks and sums of its last queries alone."""
+def native_takes(window: Window, other: ScaledSums | None) -> bool:
+    """Tell whether the kernels in C++ compute a window, by `native`."""
     if torch.compiler.is_compiling() or not fits(window.query, window.key, window.value, None, 0.0):
         return False
     return takes.window(window, other)
 
 
-def native_is_faster(window: Window) -> bool:
-    """Tell whether they take a text inside the window, and in less time than torch's own kernel."""
-    return (window.query.dtype != torch.float32 or window.query.shape[2] >= SHORTEST) and native(window, None)
+def native_is_faster(query: Tensor) -> bool:
+    """Tell whether they take less time than torch's own kernel for a text inside the window."""
+    return query.dtype != torch.float32 or query.shape[2] >= SHORTEST
 
 
-def attention(window: Window, other: ScaledSums | None, sinks: WindowSinks | None = None) -> Tensor:
+def native(window: Window, other: ScaledSums | None, sinks: WindowSinks | None = None) -> Tensor:
+    """Attend as `attention` does by the kernels in C++, where `native_takes`.
+
+    Args:
+        window: queries, and what they see.
+        other: sums over other tokens, of all queries or of the last ones, before which there are no others;
+            None for none.
+        sinks: tokens beside the window; None for none.
+    """
+    if not torch.is_grad_enabled():
+        return cpp_window.forward(window, other, sinks)[0]
+    beside = () if sinks is None else sinks[:4] + (sinks.turn or (None, None))
+    output: Tensor = _Attention.apply(*_arguments(window, other), *beside)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _arguments(window: Window, other: ScaledSums | None) -> tuple[Any, ...]:
+    """Give what the operator takes."""
+    return *window[:4], *(other or (None, None, None)), window.span, window.scaling
+
+
+def attention(window: Window, other: ScaledSums | None) -> Tensor:
     """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen.
 
     Tensors of 16 bits go to the kernels in C++ as they are, to torch's in float32; the output is in their
     dtype.
-
-    Args:
-        window: queries, and what they see.
-        other: sums over other tokens, where `native` of all queries or of the last ones; None for none.
-        sinks: tokens beside the window, where `native`; None for none.
     """
     sums, dtype = accumulator_dtype(*window[:3]), window.query.dtype
     fused = fits(window.query, window.key, window.value, None, 0.0)
@@ -122,13 +138,10 @@ def attention(window: Window, other: ScaledSums | None, sinks: WindowSinks | Non
         return attention(wide, other).to(dtype)
     if not fused:
         return window_blocks.attention(window, other)
-    arguments = (*window[:4], *(other or (None, None, None)), window.span, window.scaling)
+    arguments = _arguments(window, other)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_of_window(*arguments)[0]  # type: ignore[no-any-return]
-    if not torch.is_grad_enabled():
-        return _forward(window, other, sinks)[0]
-    beside = () if sinks is None else sinks[:4] + (sinks.turn or (None, None))
-    output: Tensor = _Attention.apply(*arguments, *beside)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -18,6 +18,7 @@ from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.parallel.shard import Shard
+from hf_linattn.patching.steps import prepare, run_again
 from hf_linattn.registry import Recipe
 
 SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
@@ -241,6 +242,11 @@ class PatchedAttention(nn.Module):
         Returns:
             Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
         """
+        how, layer = (scaling, dropout, causal), context.layer
+        if layer is not None and layer.prepared is not None:
+            again = run_again(self, layer, query, key, value, mask, how, extras)
+            if again is not None:
+                return again, None
         self._refuse_call(context.cross, dropout, causal, extras)
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if self.keep_window and extras.get("window") is not None:
@@ -283,6 +289,8 @@ class PatchedAttention(nn.Module):
         output, weights = self.attention(call)
         for name in self.changes_output:
             output = self.get_submodule(name)(call, output)
+        if layer is not None and query.shape[2] == 1:
+            prepare(self, call, how, extras)
         return output.transpose(1, 2).contiguous(), weights
 
     def _restricted(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
 from hf_linattn.ops import window_attention
-from hf_linattn.ops.cpp import takes, window_decode
+from hf_linattn.ops.cpp import auto, takes, window_decode
 from hf_linattn.ops.triton import window_token
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import Sinks
@@ -89,6 +89,91 @@ def fused_step(
         query, tokens.key, tokens.value, tokens.valid, buffer, tokens.scaling, outside, sinks
     )
     return output, state
+
+
+class PreparedToken:
+    """Tokens that come one by one behind one state, none of them padding.
+
+    Args:
+        window: the attention, whose weights and branches are looked at before each token.
+        rest: of what has left the window; None for a window alone.
+        tokens: one token.
+        state: written over.
+        turn: as `fused_step` takes it.
+        share: likewise.
+    """
+
+    def __init__(
+        self,
+        window: Any,
+        rest: LinearAttention | None,
+        tokens: Tokens,
+        state: WindowState,
+        turn: Turn | None,
+        share: Share | None,
+    ) -> None:
+        assert tokens.query is not None
+        query, self.window, self.turn = tokens.query, window, turn
+        self.sinks, sinks, tail = state.sink_key.shape[2], None, None
+        if self.sinks:
+            sinks = window_decode.Sinks(query, state.sink_key, state.sink_value)
+        if rest is not None:
+            tail = _evicting(rest, query, state, rest.gate())
+            assert tail is not None
+            if share is not None:
+                tail = tail._replace(mix=share.values.float().contiguous(), mix_logit=share.logit)
+        ring_buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
+        token = query, tokens.key, tokens.value
+        self.prepared = window_decode.Prepared(token, ring_buffer, tokens.scaling, tail, sinks)
+        self.weights = [
+            (module._parameters, name, weight, weight.data_ptr(), weight._version)
+            for module in window.modules()
+            for name, weight in module._parameters.items()
+        ]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor | None:
+        """Compute a token behind so many: `[B, 1, H, Dv]`; None where something has changed."""
+        if self.window.branches not in (None, "both") or not auto.ready():
+            return None
+        for parameters, name, weight, at, version in self.weights:
+            if parameters.get(name) is not weight or weight.data_ptr() != at or weight._version != version:
+                return None
+        if before < self.sinks:
+            return None
+        turned = None
+        if self.turn is not None and before > self.turn.last:
+            turned = self.turn.rotary.turn(upcast(query), [before - self.turn.last])
+            if turned is None:
+                return None
+        return self.prepared.run(query, key, value, turned)
+
+
+def prepare(
+    window: Any,
+    rest: LinearAttention | None,
+    tokens: Tokens,
+    state: WindowState,
+    turn: Turn | None,
+    share: Share | None,
+) -> PreparedToken | None:
+    """Prepare the tokens behind this one, as `PreparedToken` takes it; None where each must be looked at."""
+    query = tokens.query
+    assert query is not None
+    if not takes.linear(query, tokens.key, tokens.value, state.linear) or (
+        rest is not None and not state.linear
+    ):
+        return None
+    if rest is not None and (
+        (rest.gate() is None and rest.has_decay) or (rest.fused == "none" and rest.softmax_map() is None)
+    ):
+        return None
+    written = all(x.is_contiguous() for x in state) and all(
+        x.stride(-1) == 1 for x in (query, tokens.key, tokens.value)
+    )
+    kept = tokens.key.dtype == state.key.dtype and tokens.value.dtype == state.value.dtype
+    if not written or not kept or any(x.is_inference() for x in window.parameters()):
+        return None
+    return PreparedToken(window, rest, tokens, state, turn, share)
 
 
 def _to_write(tokens: Tokens, state: WindowState) -> WindowState:

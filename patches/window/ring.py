@@ -218,15 +218,19 @@ def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:
     return Pushed(Seen(*seen, first, ranks), evicted, after)
 
 
+def counted(tokens: Tokens) -> Tensor:
+    """Tell which tokens are no padding, boolean `[B, N]`."""
+    if tokens.valid is not None:
+        return tokens.valid
+    return torch.ones(tokens.key.shape[0], tokens.length, dtype=torch.bool, device=tokens.key.device)
+
+
 def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor | None]:
     """Find the tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each.
 
     Without sinks nobody wants ranks.
     """
-    batch, length = tokens.key.shape[0], tokens.length
-    valid = tokens.valid
-    if valid is None:
-        valid = torch.ones(batch, length, dtype=torch.bool, device=tokens.key.device)
+    batch, valid = tokens.key.shape[0], counted(tokens)
     if not sinks:
         return valid, None
     count = tokens.count if causal else valid.cumsum(1)

@@ -24,7 +24,7 @@ from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
 from . import ring, salient, split
-from .fused import Share, Turn, fused_step
+from .fused import PreparedToken, Share, Turn, fused_step, prepare
 from .rest import absorb, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
@@ -204,11 +204,8 @@ class Window(StatefulAttention):
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
         rest = self._linear() if self.inner else None
-        summed = rest is None or (isinstance(rest, LinearAttention) and not self.gate_count)
-        if summed and self.branches in (None, "both"):
-            share = None if self.mix in (None, "shared") else Share(self.gate, self.mix == "learned")
-            turn = None if self.rotary is None else Turn(self.rotary, self._last_rank)
-            fused = fused_step(rest, tokens, state, turn, share)
+        if self._sums_in_kernels():
+            fused = fused_step(rest, tokens, state, *self._turn_and_share())
             if fused is not None:
                 return fused
         pushed = ring.push_one(tokens, state, wants_evicted=bool(self.inner))
@@ -218,6 +215,23 @@ class Window(StatefulAttention):
             return inside(None), pushed.after
         output, after = self._with_rest(tokens, pushed.evicted or ring.nobody(tokens), before, inside)
         return output, pushed.after if after is before else pushed.after.with_linear(after)
+
+    def _sums_in_kernels(self) -> bool:
+        """Tell whether one call can compute a token: the rest are sums, and no branch is switched off."""
+        summed = not self.inner or (isinstance(self._linear(), LinearAttention) and not self.gate_count)
+        return summed and self.branches in (None, "both")
+
+    def _turn_and_share(self) -> tuple[Turn | None, Share | None]:
+        share = None if self.mix in (None, "shared") else Share(self.gate, self.mix == "learned")
+        return None if self.rotary is None else Turn(self.rotary, self._last_rank), share
+
+    def prepared_step(self, call: Call) -> PreparedToken | None:
+        """Prepare the tokens behind this one, where one call in C++ computes each."""
+        if self.salient or not self._sums_in_kernels() or call.layer is None:
+            return None
+        tokens = Tokens(call.query, call.key, call.value, call.scaling)
+        rest = self._linear() if self.inner else None
+        return prepare(self, rest, tokens, call.layer.state, *self._turn_and_share())
 
     def _nothing_left(self, evicted: Tokens | None, before: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
@@ -254,25 +268,24 @@ class Window(StatefulAttention):
         """Compute a text inside the window: none of its tokens has left."""
         assert tokens.query is not None
         query, key, value = tokens.query, tokens.hide(tokens.key), tokens.hide(self._values(tokens.value))
-        valid, mask = tokens.valid, None
-        if valid is None:
-            valid = torch.ones(key.shape[0], tokens.length, dtype=torch.bool, device=key.device)
-        window = types.Window(query, key, value, valid, tokens.length, tokens.scaling)
-        if causal and window_attention.native_is_faster(window):
-            output = window_attention.attention(window, None)
-        else:
-            if tokens.valid is not None:
-                mask = ring.pairs(tokens.valid, causal)
+        output = None
+        if causal and window_attention.native_is_faster(query):
+            valid = ring.counted(tokens)
+            window = types.Window(query, key, value, valid, tokens.length, tokens.scaling)
+            if window_attention.native_takes(window, None):
+                output = window_attention.native(window, None)
+        if output is None:
+            mask = None if tokens.valid is None else ring.pairs(tokens.valid, causal)
             output = F.scaled_dot_product_attention(
                 *(query, key, value, mask),
                 is_causal=causal and mask is None,
                 scale=tokens.scaling,
                 enable_gqa=True,
             )
-        own = [weight for weight in self.parameters() if weight.requires_grad]
-        if not own or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return output
-        return with_zero_gradients(output, own)
+        own = [weight for weight in self.parameters() if weight.requires_grad]
+        return with_zero_gradients(output, own) if own else output
 
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
@@ -423,10 +436,10 @@ class Window(StatefulAttention):
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
             if window_attention.kernels_take(window, self.sinks, other is not None):
                 return window_attention.by_kernels(window, self._as_they_lie(query, seen), other)
-            if window_attention.native(window, other):
+            if window_attention.native_takes(window, other):
                 beside = self._beside(query, seen) if self.sinks else None
                 if beside is not None or not self.sinks:
-                    return window_attention.attention(window, other, beside)
+                    return window_attention.native(window, other, beside)
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:

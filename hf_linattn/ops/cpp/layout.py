@@ -63,6 +63,19 @@ class Struct:
                 yield (name, "d", "double") if hint is float else (name, "q", "int64_t")
 
     @classmethod
+    def offset(cls, name: str) -> int:
+        """Count the bytes before a field, of a part's own fields too."""
+        before, hints = 0, get_type_hints(cls)
+        for field, form, _ in cls.fields():
+            if field == name:
+                return before
+            hint = hints[field]
+            if isinstance(hint, type) and issubclass(hint, Part) and name in get_type_hints(hint):
+                return before + hint.offset(name)
+            before += struct.calcsize(form)
+        raise KeyError(name)
+
+    @classmethod
     def declaration(cls) -> str:
         """Write the struct in C++."""
         fields = [(name, kind) for name, _, kind in cls.fields()]
@@ -225,7 +238,9 @@ class WindowSinks(Part):
     sink_value: Array
     sink_valid: Address  # bool [B, sinks], dense, True where they count
     ranks: Address  # int64 [B, N], dense: a query sees the sinks up to its rank; 0 for all of them
-    turn_cos: Address  # float32 [B or 1, N, turned], dense: queries meet sinks turned by it; 0 for as they are
+    turn_cos: (
+        Address  # float32 [B or 1, N, turned], dense: queries meet sinks turned by it; 0 for as they are
+    )
     turn_sin: Address
     turned: int  # features, of which the first half is turned into the second one
     turn_row: int  # stride of rows

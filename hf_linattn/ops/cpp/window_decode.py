@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,11 @@ from hf_linattn.ops.cpp import build, layout
 from hf_linattn.ops.cpp.layout import address, array
 from hf_linattn.ops.cpp.linear import rows
 from hf_linattn.ops.types import FEATURE_MAPS, Gate, token_major
+
+_MOVED = ("query", "tail_query", "sink_query", "key", "value", "output", "turn_cos")
+OFFSETS = {name: layout.WindowDecodeProblem.offset(name) for name in _MOVED}
+ADDRESS, TURN = struct.Struct("q"), struct.Struct("4q")
+"""The fields from `turn_cos` on lie together."""
 
 
 class RingBuffer(NamedTuple):
@@ -110,19 +117,90 @@ def decode(
         UnsupportedCallError: the kernels cannot be compiled.
     """
     query, key, value = rows(query), rows(key), rows(value)
-    (batch, heads), (columns, value_dim) = query.shape[:2], ring.value.shape[2:]
-    output = token_major(query, batch, heads, 1, value_dim)
+    output = token_major(query, *query.shape[:2], 1, ring.value.shape[3])
     tail = None if tail is None else _dense(tail)  # held until the kernel is done
-    turn = None if sinks is None else sinks.turn
+    if sinks is not None:
+        sinks = Sinks(rows(sinks.query), rows(sinks.key), rows(sinks.value), sinks.turn)
+    problem = _problem((query, key, value), valid, ring, output, tail, sinks)
+    build.library().linattn_window_decode(problem, scaling)
+    return output
+
+
+class Prepared:
+    """Tokens behind one window, of which the call is packed once: `run` fills in where a token lies.
+
+    Args:
+        token: query `[B, H, 1, D]`, key and value, in memory as all tokens will be, none of them padding.
+        ring: as `decode` takes it; it must stay where it is, as what follows.
+        scaling: of the scores.
+        tail: likewise; of the token's query itself.
+        sinks: likewise.
+    """
+
+    def __init__(
+        self,
+        token: tuple[Tensor, Tensor, Tensor],
+        ring: RingBuffer,
+        scaling: float,
+        tail: LinearTail | None,
+        sinks: Sinks | None,
+    ) -> None:
+        query, _, value = token
+        self.shape, self.scaling = (query.shape[0], 1, query.shape[1], value.shape[3]), scaling
+        tail = None if tail is None else _dense(tail)
+        if sinks is not None:
+            sinks = sinks._replace(query=query, key=rows(sinks.key), value=rows(sinks.value))
+        output = query.new_empty(self.shape).transpose(1, 2)
+        self.threads = threads()
+        self.problem = bytearray(_problem(token, None, ring, output, tail, sinks))
+        self.call = (ctypes.c_char * len(self.problem)).from_buffer(self.problem)
+        self.held = ring, tail, sinks
+        self.queries = [OFFSETS["query"], *(OFFSETS["tail_query"],) * (tail is not None)]
+        self.queries += [OFFSETS["sink_query"]] * (sinks is not None)
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, turn: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """Compute a token: `[B, 1, H, Dv]`; None where threads are not as many as they were.
+
+        Args:
+            query: `[B, H, 1, D]`.
+            key: `[B, Hkv, 1, D]`.
+            value: `[B, Hkv, 1, Dv]`.
+            turn: as `Sinks` has it.
+        """
+        if threads() != self.threads:
+            return None
+        output, problem, put = query.new_empty(self.shape), self.problem, ADDRESS.pack_into
+        at = query.data_ptr()
+        for offset in self.queries:
+            put(problem, offset, at)
+        put(problem, OFFSETS["key"], key.data_ptr())
+        put(problem, OFFSETS["value"], value.data_ptr())
+        put(problem, OFFSETS["output"], output.data_ptr())
+        TURN.pack_into(problem, OFFSETS["turn_cos"], *_turn(turn))
+        build.library().linattn_window_decode(self.call, self.scaling)
+        return output
+
+
+def _problem(
+    token: tuple[Tensor, Tensor, Tensor],
+    valid: Tensor | None,
+    ring: RingBuffer,
+    output: Tensor,
+    tail: LinearTail | None,
+    sinks: Sinks | None,
+) -> bytes:
+    query, key, value = token
     packed_query, beside = array(query), (layout.NO_ARRAY,) * 3
     if sinks is not None:
-        sinks = Sinks(rows(sinks.query), rows(sinks.key), rows(sinks.value))
         met = packed_query if sinks.query is query else array(sinks.query)
         beside = met, array(sinks.key), array(sinks.value)
-    problem = layout.WindowDecodeProblem.pack(
-        sizes=layout.sizes(heads, 1, query, ring.value),
+    cos, sin, turned, turn_row = _turn(None if sinks is None else sinks.turn)
+    return layout.WindowDecodeProblem.pack(
+        sizes=layout.sizes(query.shape[1], 1, query, ring.value),
         tail=layout.NO_TAIL if tail is None else _packed(tail, query, packed_query),
-        columns=columns,
+        columns=ring.value.shape[2],
         sinks=0 if sinks is None else sinks.key.shape[2],
         query=packed_query,
         key=array(key),
@@ -133,18 +211,30 @@ def decode(
         sink_query=beside[0],
         sink_key=beside[1],
         sink_value=beside[2],
-        turn_cos=0 if turn is None else turn[0].data_ptr(),
-        turn_sin=0 if turn is None else turn[1].data_ptr(),
-        turned=0 if turn is None else turn[0].shape[1],
-        turn_row=0 if turn is None or turn[0].shape[0] == 1 else turn[0].shape[1],
+        turn_cos=cos,
+        turn_sin=sin,
+        turned=turned,
+        turn_row=turn_row,
         ring_valid=ring.valid.data_ptr(),
         ring_valid_row=ring.valid.stride(0),
         head_index=ring.head_index.data_ptr(),
         token_valid=0 if valid is None else valid.data_ptr(),
         token_valid_row=0 if valid is None else valid.stride(0),
     )
-    build.library().linattn_window_decode(problem, scaling)
-    return output
+
+
+def _turn(turn: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
+    """Tell where cosines and sines lie, how many there are, and the stride of rows."""
+    if turn is None:
+        return 0, 0, 0, 0
+    cos, sin = turn
+    size = cos.shape[1]
+    return cos.data_ptr(), sin.data_ptr(), size, 0 if cos.shape[0] == 1 else size
+
+
+def threads() -> int:
+    """Count the threads of a call."""
+    return 1 if layout.forked else torch.get_num_threads()
 
 
 def _dense(tail: LinearTail) -> LinearTail:

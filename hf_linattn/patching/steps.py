@@ -1,0 +1,132 @@
+"""Tokens decoded one by one behind the same state: what the first call found out, kept for the next ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.masks import CAUSAL
+from hf_linattn.attention.site import EXTRAS
+from hf_linattn.ops.tracing import exporting
+
+WATCHED = EXTRAS.keys() | {"window", "cu_seq_lens_q", "output_attentions"}
+"""Keywords of the interface call that change what is computed."""
+
+
+class PreparedStep(NamedTuple):
+    """One token of one cache layer, of which nothing but its tensors changes from call to call.
+
+    Attributes:
+        run: takes query, key, value, and the number of tokens before; gives `[B, 1, H, Dv]`, or None where
+            something has changed.
+        state: that it writes over.
+        given: shapes, strides and dtypes of query, key and value; scaling; names of keywords.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor, int], Tensor | None]
+    state: Any
+    given: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy to nothing: a copy of the cache has its numbers elsewhere."""
+        return type(None), ()
+
+
+def run_again(
+    child: Any,
+    layer: StateLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    how: tuple[float | None, float, bool],
+    extras: dict[str, Any],
+) -> Tensor | None:
+    """Compute a token as the one before it was computed; None where anything is not as it was then.
+
+    Args:
+        child: the module's `PatchedAttention`.
+        layer: with a prepared step.
+        query: `[B, H, 1, D]`.
+        key: `[B, Hkv, 1, D]`.
+        value: `[B, Hkv, 1, Dv]`.
+        mask: see `masks`.
+        how: scaling, dropout, and whether the attention is causal.
+        extras: the other keywords of the interface call.
+    """
+    step: PreparedStep = layer.prepared
+    if (
+        torch.is_grad_enabled()
+        or step.state is not layer.state
+        or not _is_simple(child, layer, mask, how, extras)
+    ):
+        return None
+    if _given(query, key, value, how, extras) != step.given:
+        return None
+    output = step.run(query, key, value, layer.seen)  # type: ignore[arg-type]
+    if output is not None:
+        layer.seen += 1
+    return output
+
+
+def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras: dict[str, Any]) -> None:
+    """Let the next token behind this call's be computed by `run_again`, if the attention can.
+
+    Args:
+        child: the module's `PatchedAttention`.
+        call: of one token, which is done.
+        how: as the call was given it.
+        extras: likewise.
+    """
+    layer = call.layer
+    layer.prepared = None
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
+        return
+    if child.modifiers or child.needs_hidden or child.keeps_gates:
+        return
+    if not isinstance(layer.seen, int) or not layer.may_overwrite():
+        return
+    if (
+        not _is_simple(child, layer, None, how, extras)
+        or torch.is_inference_mode_enabled() != layer.state[0].is_inference()
+    ):
+        return
+    run = child.attention.prepared_step(call)
+    if run is not None:
+        given = _given(call.query, call.key, call.value, how, extras)
+        layer.prepared = PreparedStep(run, layer.state, given)
+
+
+def _is_simple(
+    child: Any, layer: StateLayer, mask: Any, how: tuple[float | None, float, bool], extras: dict[str, Any]
+) -> bool:
+    """Tell whether a token sees all before it, none of which is padding, and nothing else matters."""
+    if mask is not None and not (
+        type(mask) is Tensor
+        and mask.dtype == CAUSAL
+        and mask.shape[2] == 1
+        and mask.shape[3] == layer.seen + 1
+    ):
+        return False
+    attention = child.attention
+    return (
+        layer.visible is None
+        and layer.pending is None
+        and not layer.record_past
+        and child.shard is None
+        and how[1] == 0
+        and how[2]
+        and not (attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__)
+        and all(extras[name] in (None, False) for name in extras if name in WATCHED)
+    )
+
+
+def _given(
+    query: Tensor, key: Tensor, value: Tensor, how: tuple[float | None, float, bool], extras: dict[str, Any]
+) -> tuple[Any, ...]:
+    three = (query, key, value)
+    return (*((x.shape, x.stride(), x.dtype) for x in three), query.device, how[0], *extras)
