@@ -24,7 +24,7 @@ class PreparedStep(NamedTuple):
         run: takes query, key, value, and the number of tokens before; gives `[B, 1, H, Dv]`, or None where
             something has changed.
         state: that it writes over.
-        given: shapes, strides and dtypes of query, key and value; scaling; names of keywords.
+        given: how query, key and value lie in memory; scaling; names of keywords.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, int], Tensor | None]
@@ -128,5 +128,8 @@ def _is_simple(
 def _given(
     query: Tensor, key: Tensor, value: Tensor, how: tuple[float | None, float, bool], extras: dict[str, Any]
 ) -> tuple[Any, ...]:
-    three = (query, key, value)
-    return (*((x.shape, x.stride(), x.dtype) for x in three), query.device, how[0], *extras)
+    return (
+        *(query.shape, query.stride(), query.dtype, query.device),
+        *(key.stride(), key.dtype, value.stride(), value.dtype),
+        *(how[0], *extras),
+    )

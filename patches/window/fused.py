@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
 from hf_linattn.ops import window_attention
-from hf_linattn.ops.cpp import auto, takes, window_decode
+from hf_linattn.ops.cpp import takes, window_decode
 from hf_linattn.ops.triton import window_token
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import Sinks
@@ -133,7 +133,7 @@ class PreparedToken:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor | None:
         """Compute a token behind so many: `[B, 1, H, Dv]`; None where something has changed."""
-        if self.window.branches not in (None, "both") or not auto.ready():
+        if self.window.branches not in (None, "both"):
             return None
         for parameters, name, weight, at, version in self.weights:
             if parameters.get(name) is not weight or weight.data_ptr() != at or weight._version != version:
@@ -142,7 +142,7 @@ class PreparedToken:
             return None
         turned = None
         if self.turn is not None and before > self.turn.last:
-            turned = self.turn.rotary.turn(upcast(query), [before - self.turn.last])
+            turned = self.turn.rotary.turn(query, [before - self.turn.last])
             if turned is None:
                 return None
         return self.prepared.run(query, key, value, turned)
@@ -262,7 +262,7 @@ def _sinks(
     if turn is not None:
         steps = [max(rank - turn.last, 0) for rank in ranks]
         if any(steps):
-            angles = turn.rotary.turn(upcast(query), steps)
+            angles = turn.rotary.turn(query, steps)
             if angles is None:
                 query = turn.rotary.back(upcast(query), torch.tensor(steps)[:, None])
     return window_decode.Sinks(query, state.sink_key, state.sink_value, angles)

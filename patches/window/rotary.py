@@ -77,14 +77,14 @@ class Rotary:
         Layers that share an embedding share them: they are computed once for each number of tokens.
 
         Args:
-            query: `[B, H, 1, D]`, float32.
+            query: `[B, H, 1, D]`.
             steps: tokens, of each row or of all.
 
         Returns:
             None where the embedding turns features otherwise than the first half into the second one.
         """
         module: Any = self.module[0]
-        frequencies = getattr(module, "inv_freq", None)
+        frequencies = _frequencies(module)
         if frequencies is None:
             return None
         about = (
@@ -96,7 +96,7 @@ class Rotary:
         known = _turns.get(module)
         if known is None or known[0] != about:
             places = torch.tensor(steps, device=query.device)[:, None]
-            cos, sin = (x[:, 0].float().contiguous() for x in self._angles(query, places))
+            cos, sin = (x[:, 0].float().contiguous() for x in self._angles(upcast(query), places))
             known = _turns[module] = about, cos, sin
         _, cos, sin = known
         if self._by_halves is None:
@@ -111,7 +111,7 @@ class Rotary:
             steps: tokens, `[B, N]`, not all 0.
         """
         module: Any = self.module[0]
-        frequencies = getattr(module, "inv_freq", None)
+        frequencies = _frequencies(module)
         if frequencies is None:
             return None
         if len(steps) > 1 and torch.equal(steps[1:], steps[:1].expand(len(steps) - 1, -1)):
@@ -134,6 +134,12 @@ class Rotary:
         found: Tensor = self.apply(probe, probe, cos[:, None], sin[:, None])[0]
         first, second = probe.chunk(2, -1)
         return torch.allclose(found, probe * cos + torch.cat([-second, first], -1) * sin, rtol=1e-5)
+
+
+def _frequencies(module: Any) -> Tensor | None:
+    """Find the frequencies of an embedding, a buffer, faster than by its attributes."""
+    found: Tensor | None = module._buffers.get("inv_freq")
+    return getattr(module, "inv_freq", None) if found is None else found
 
 
 def is_rotated(site: AttentionSite) -> bool:

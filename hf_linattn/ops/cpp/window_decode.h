@@ -207,11 +207,22 @@ private:
     // Scores of some columns.
     void score_columns(int from, int count) {
         const RingRows keys = ring_rows(p_.ring_key, from, count, head_dim_, key_row_);
-        for (int i = 0; i < shared_; ++i)
-            for (int j = 0; j < count; ++j)
-                scores_[i * columns_row_ + from + j] =
-                    visible(from + j) ? dot(query_ + i * key_row_, keys.data + j * keys.stride, key_row_)
-                                      : NEGATIVE_INFINITY;
+        for (int i = 0; i < shared_; ++i) {
+            float *scores = scores_ + i * columns_row_ + from, *query = query_ + i * key_row_;
+            int j = 0;
+            for (; j + WIDTH <= count; j += WIDTH) {  // as many at once as a vector has sums
+                Floats parts[WIDTH];
+                for (int m = 0; m < WIDTH; ++m) {
+                    const float* key = keys.data + (j + m) * keys.stride;
+                    parts[m] = load(query) * load(key);
+                    for (int d = WIDTH; d < key_row_; d += WIDTH) parts[m] += load(query + d) * load(key + d);
+                }
+                store(scores + j, sums(parts));
+            }
+            for (; j < count; ++j) scores[j] = dot(query, keys.data + j * keys.stride, key_row_);
+            for (j = 0; j < count; ++j)
+                if (!visible(from + j)) scores[j] = NEGATIVE_INFINITY;
+        }
     }
 
     void score_sinks(int from, int count) {
