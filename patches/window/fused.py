@@ -17,7 +17,7 @@ from hf_linattn.ops.types import Gate, State
 
 from . import ring
 from .ring import WindowState
-from .rotary import Rotary
+from .sinks import Turn
 
 
 class Share(NamedTuple):
@@ -30,18 +30,6 @@ class Share(NamedTuple):
 
     values: Tensor
     logit: bool
-
-
-class Turn(NamedTuple):
-    """How queries are turned where they meet the sinks.
-
-    Attributes:
-        rotary: the model's embedding.
-        last: rank of the last token that meets them as it is; those behind it are turned back to it.
-    """
-
-    rotary: Rotary
-    last: int
 
 
 def fused_step(

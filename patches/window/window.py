@@ -17,18 +17,18 @@ from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.tracing import exporting
-from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import ScaledSums, State, WindowSinks
+from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
 from . import ring, salient, split
-from .fused import PreparedToken, Share, Turn, fused_step, prepare
+from .fused import PreparedToken, Share, fused_step, prepare
 from .rest import absorb, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
 from .salient import SalientState
+from .sinks import Turn, for_cpp, for_triton, sink_sums
 from .unused import with_zero_gradients
 
 
@@ -223,7 +223,11 @@ class Window(StatefulAttention):
 
     def _turn_and_share(self) -> tuple[Turn | None, Share | None]:
         share = None if self.mix in (None, "shared") else Share(self.gate, self.mix == "learned")
-        return None if self.rotary is None else Turn(self.rotary, self._last_rank), share
+        return self._turn(), share
+
+    def _turn(self) -> Turn | None:
+        """Say how queries meet the sinks: those further than the cache is long are turned to its end."""
+        return None if self.rotary is None else Turn(self.rotary, self.sinks + self.size - 1)
 
     def prepared_step(self, call: Call) -> PreparedToken | None:
         """Prepare the tokens behind this one, where one call in C++ computes each."""
@@ -358,9 +362,7 @@ class Window(StatefulAttention):
         assert tokens.query is not None
         query, key, value = upcast(tokens.query), upcast(segment.key), upcast(segment.value)
         if self.sinks:
-            sinks = self._sink_sums(
-                tokens.scaling, query, Seen(key, value, None, segment.sinks, segment.ranks)
-            )
+            sinks = sink_sums(query, segment.sinks, segment.ranks, self._turn(), tokens.scaling)
             other = sinks if other is None else band.add_sums(sinks, other)
         seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
         scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
@@ -430,66 +432,27 @@ class Window(StatefulAttention):
         """
         assert tokens.query is not None
         query, key, value = tokens.query, seen.key, self._values(seen.value)
-        window = None
+        window, turn = None, self._turn()
+        sinks = seen.sinks._replace(value=self._values(seen.sinks.value))
         if span is not None:
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
             if window_attention.kernels_take(window, self.sinks, other is not None):
-                return window_attention.by_kernels(window, self._as_they_lie(query, seen), other)
+                given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
+                return window_attention.by_kernels(window, given, other)
             if window_attention.native_takes(window, other):
-                beside = self._beside(query, seen) if self.sinks else None
+                beside = for_cpp(query, sinks, seen.ranks, turn) if self.sinks else None
                 if beside is not None or not self.sinks:
                     return window_attention.native(window, other, beside)
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:
-            sinks = self._sink_sums(tokens.scaling, upcast(query), seen)
-            other = sinks if other is None else band.add_sums(sinks, other)
+            first = sink_sums(upcast(query), sinks, seen.ranks, turn, tokens.scaling)
+            other = first if other is None else band.add_sums(first, other)
         if window is not None:
             return window_attention.attention(window, other)
         wide = upcast(query), upcast(key), upcast(value)
         return window_attention.decode(*wide, seen.valid, tokens.scaling, other)
-
-    def _as_they_lie(self, query: Tensor, seen: Seen) -> Sinks | None:
-        """Hand sinks to kernels, and the queries turned to where they meet them."""
-        if not self.sinks:
-            return None
-        turned = None
-        if seen.ranks is not None and self.rotary is not None:
-            turned = self._turned(upcast(query), seen.ranks).to(query.dtype)
-        key, value, valid = seen.sinks
-        return Sinks(turned, key, self._values(value), valid, seen.ranks)
-
-    def _beside(self, query: Tensor, seen: Seen) -> WindowSinks | None:
-        """Hand sinks to kernels in C++; None where they cannot turn queries as the model's embedding does."""
-        turn, (key, value, valid) = None, seen.sinks
-        if seen.ranks is not None and self.rotary is not None:
-            steps = (seen.ranks - self._last_rank).clamp_min(0)
-            if steps.any():
-                turn = self.rotary.turns(query, steps)
-                if turn is None:
-                    return None
-        return WindowSinks(key, self._values(value), valid, seen.ranks, turn)
-
-    def _sink_sums(self, scaling: float, query: Tensor, seen: Seen) -> ScaledSums:
-        key, value, ranks = upcast(seen.sinks.key), upcast(self._values(seen.sinks.value)), seen.ranks
-        visible = seen.sinks.valid[:, None].expand(-1, query.shape[2], -1)
-        if ranks is not None:
-            visible = visible & (torch.arange(self.sinks, device=ranks.device) <= ranks[:, :, None])
-            if self.rotary is not None:
-                query = self._turned(query, ranks)
-        scores = scores_of(query, key, scaling).masked_fill(~visible[:, None], float("-inf"))
-        return band.softmax_sums(scores, value)
-
-    def _turned(self, query: Tensor, ranks: Tensor) -> Tensor:
-        """Turn queries `[B, H, N, D]` of these ranks `[B, N]` so that sinks stand inside the cache."""
-        assert self.rotary is not None
-        return self.rotary.back(query, (ranks - self._last_rank).clamp_min(0))
-
-    @property
-    def _last_rank(self) -> int:
-        """Of a query that meets the sinks where it stands."""
-        return self.sinks + self.size - 1
 
     def _share(self) -> Tensor:
         """Compute the window's share of the output where there is a rest, `[H]`."""
