@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as functional
-from helpers import tiny_models
+from helpers import definitions, tiny_models
 from helpers.tiny_models import distance
 from helpers.window_inputs import OTHER, SHAPES, definition, inputs, without_first
 
@@ -16,7 +16,7 @@ from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import build, takes
 from hf_linattn.ops.cpp import linear as native_linear
 from hf_linattn.ops.cpp import window as native_window
-from hf_linattn.ops.types import Inputs, ScaledSums, Window
+from hf_linattn.ops.types import Inputs, ScaledSums, Window, WindowSinks
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, build.COMPILERS)), reason="no C++ compiler here")
 MORE = {
@@ -183,3 +183,129 @@ def test_threads_change_nothing(compiled):
         assert torch.equal(two, window_attention.attention(seen, beside))
     finally:
         torch.set_num_threads(before)
+
+
+def beside(shape, dtype, turned, alone):
+    """Sinks that some queries see in part, turned or not, and the sums of the queries behind `alone`."""
+    rows, heads, shared, length, span, size = shape
+    make = torch.Generator().manual_seed(span)
+    key, value = (torch.randn(rows, shared, 3, size, generator=make).to(dtype) for _ in "kv")
+    valid = torch.rand(rows, 3, generator=make) > 0.3
+    ranks = torch.arange(length).expand(rows, -1) - torch.arange(rows)[:, None] * 2 - 1
+    table = torch.randn(2, rows, length, size // 4 * 2, generator=make) if turned and size > 3 else None
+    given = WindowSinks(key, value, valid, ranks, None if table is None else tuple(table))
+    total = torch.rand(rows, heads, length - alone, generator=make)
+    values = torch.randn(rows, heads, length - alone, size, generator=make)
+    return given, ScaledSums(values, total, torch.randn(total.shape, generator=make))
+
+
+def with_sinks(seen, sinks, other):
+    """All pairs at once, in float64."""
+    query, heads = seen.query, seen.query.shape[1]
+    row, column = torch.arange(query.shape[2])[:, None], torch.arange(seen.key.shape[2])
+    visible = (column > row) & (column <= row + seen.span) & seen.valid[:, None, None]
+    scores = seen.scaling * query @ definitions.repeated(seen.key, heads).mT
+    met = query
+    if sinks.turn is not None:
+        cos, sin = (x.double()[:, None] for x in sinks.turn)
+        part, rest = query[..., : cos.shape[-1]], query[..., cos.shape[-1] :]
+        first, second = part.chunk(2, -1)
+        met = torch.cat([part * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    first = seen.scaling * met @ definitions.repeated(sinks.key, heads).mT
+    shown = sinks.valid[:, None] & (torch.arange(sinks.key.shape[2]) <= sinks.ranks[..., None])
+    scores = torch.cat(
+        [
+            scores.masked_fill(~visible, float("-inf")),
+            first.masked_fill(~shown[:, None], float("-inf")),
+        ],
+        -1,
+    )
+    alone = query.shape[2] - other.total.shape[2]
+    whole = [functional.pad(x, (*(0, 0) * (x.ndim - 3), alone, 0)) for x in other]
+    return definitions.softmax(scores, torch.cat([seen.value, sinks.value], 2), whole)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), *MORE.values()], ids=[*SHAPES, *MORE])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_sinks_and_sums_of_the_last_queries_are_the_formula(shape, dtype, tolerance, compiled):
+    for turned, hide in itertools.product([False, True], [False, True]):
+        _, seen, _ = inputs(shape, "nothing", hide)
+        sinks, other = beside(shape, dtype, turned, alone=shape[3] // 3)
+        leaves = [x.detach().to(dtype) for x in seen[:3]] + [*sinks[:2], *other]
+        leaves = [x.requires_grad_() for x in leaves]
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+
+        def built(given, seen=seen, sinks=sinks):
+            window, first = Window(*given[:3], *seen[3:]), sinks._replace(key=given[3], value=given[4])
+            return window, first, ScaledSums(*given[5:])
+
+        window, first, sums = built(leaves)
+        assert window_attention.native_takes(window, sums)
+        got, want = window_attention.native(window, sums, first), with_sinks(*built(exact))
+        assert distance(got, want) < tolerance * want.abs().max().clamp_min(1)
+        with torch.no_grad():
+            assert torch.equal(got, window_attention.native(window, sums, first))
+        weight = torch.randn_like(want).to(dtype)
+        found = torch.autograd.grad((got * weight).sum(), leaves)
+        for a, b in zip(found, torch.autograd.grad((want * weight).sum(), exact), strict=True):
+            assert a.shape == b.shape
+            assert (a - b).abs().max() < 10 * tolerance * b.abs().max().clamp_min(1)
+
+
+HYBRIDS = {
+    "turned sinks": ("window+gated", {"size": 8, "sinks": 2, "feature_map": "hedgehog"}),
+    "sinks where they are": ("window+hedgehog", {"size": 8, "sinks": 3, "positions": "text"}),
+    "a share": ("window+hedgehog", {"size": 8, "sinks": 1, "mix": "learned"}),
+    "inside the window": ("window+gated", {"size": 128, "sinks": 2, "feature_map": "hedgehog"}),
+    "alone": ("window", {"size": 8, "sinks": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "padded"),
+    [
+        *((spec, "left") for spec in HYBRIDS),
+        *(("turned sinks", ""), ("turned sinks", "right"), ("inside the window", "right")),
+    ],
+)
+def test_a_hybrid_and_its_gradients_are_those_in_float64(spec, padded, compiled, monkeypatch):
+    """Shared keys, two rows, padding, and a second part behind a state; bfloat16 as near as torch's."""
+    ids, mask, found = tiny_models.tokens(2, 70), torch.ones(2, 70, dtype=torch.long), []
+    if padded:
+        mask[0, :7] = padded == "right"
+        mask[0, -7:] = padded == "left"
+    for asked, dtype in (
+        ("1", torch.float32),
+        ("0", torch.float64),
+        ("1", torch.bfloat16),
+        ("0", torch.bfloat16),
+    ):
+        monkeypatch.setenv(build.CPP, asked)
+        name, options = HYBRIDS[spec]
+        model = patch_model(tiny_models.llama(dtype=torch.bfloat16), name, options=options).to(dtype)
+        logits = model(ids, attention_mask=mask).logits.double() * mask[..., None]
+        logits.square().mean().backward()
+        with torch.no_grad():
+            cache = model(ids[:, :33], attention_mask=mask[:, :33], use_cache=True).past_key_values
+            later = model(ids[:, 33:], attention_mask=mask, past_key_values=cache).logits.double()
+        parts = [logits.detach(), later * mask[:, 33:, None]]
+        for own in (False, True):
+            grads = [p.grad.flatten() for name, p in model.named_parameters() if ("linattn" in name) == own]
+            parts.append(torch.cat(grads).double() if grads else torch.zeros(1).double())
+        found.append(parts)
+    for ours, exact, short, torchs in zip(*found, strict=True):
+        assert (ours - exact).norm() <= 1e-4 * exact.norm() + 1e-9
+        assert (short - exact).norm() <= 1.5 * (torchs - exact).norm() + 2e-2 * exact.norm()
+
+
+@torch.no_grad()
+def test_a_compiled_hybrid_in_bfloat16_is_as_near_to_float64_as_an_eager_one(compiled):
+    name, options = HYBRIDS["turned sinks"]
+    model = patch_model(tiny_models.llama(dtype=torch.bfloat16), name, options=options)
+    ids = tiny_models.tokens(1, 60)
+    eager = model(ids, use_cache=False).logits.double()
+    torch._dynamo.reset()
+    graph = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits.double()
+    torch._dynamo.reset()
+    exact = model.double()(ids, use_cache=False).logits
+    assert (graph - exact).norm() <= 1.2 * (eager - exact).norm()

@@ -1,5 +1,7 @@
 """A decoded token behind a window in one call of C++, against all pairs in float64; gates in the kernels."""
 
+import copy
+import pickle
 import shutil
 
 import pytest
@@ -319,16 +321,143 @@ def decoded(model, ids, mask):
     return torch.stack(logits, 1)
 
 
+def counted(monkeypatch):
+    """Names of the calls that tokens are computed by: prepared ones by `run`."""
+    called = []
+    for owner, name in ((window_decode, "decode"), (window_decode.Prepared, "run")):
+        real = getattr(owner, name)
+
+        def spy(*given, real=real, name=name):
+            output = real(*given)
+            called.extend([name] * (output is not None))
+            return output
+
+        monkeypatch.setattr(owner, name, spy)
+    return called
+
+
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("spec", SPECS)
 def test_models_decode_as_they_do_in_float64(spec, padding, compiled, monkeypatch):
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 30), padding)
     want = decoded(patched(spec, torch.float64), ids, mask)
-    called, real = [], window_decode.decode
-    monkeypatch.setattr(window_decode, "decode", lambda *given: (called.append(1), real(*given))[1])
+    called = counted(monkeypatch)
     got = decoded(patched(spec, torch.float32), ids, mask)
     assert relative_error(got.double(), want) < 1e-4
-    assert len(called) == (2 * 22 if "window" in spec or "hybrid" in spec else 0)
+    one_call = "window" in spec or "hybrid" in spec
+    assert len(called) == (2 * 22 if one_call else 0)
+    again = one_call and not padding and spec not in ("window+logn", "window+decay", "hybrid of taylor")
+    assert called.count("run") == (2 * 21 if again else 0)
+
+
+HYBRID = "window+hedgehog with sinks and a share"
+
+
+def begun(dtype=torch.float32):
+    """A hybrid, a cache behind 12 tokens and three decoded ones, and all tokens."""
+    model, ids = patched(HYBRID, dtype), tiny_models.tokens(2, 24)
+    with torch.no_grad():
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        for i in range(12, 15):
+            model(ids[:, i : i + 1], past_key_values=cache)
+    return model, cache, ids
+
+
+def change_weights(model, cache):
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("key_weight", "window.gate")):
+                weight.mul_(0.7)
+
+
+def replace_weights(model, cache):
+    for module in model.modules():
+        if hasattr(module, "query_weight"):
+            module.query_weight = torch.nn.Parameter(0.5 * module.query_weight.detach())
+
+
+def turn_rows(model, cache):
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def half_the_rows(model, cache):
+    cache.batch_select_indices(torch.tensor([1]))
+
+
+CHANGES = [change_weights, replace_weights, turn_rows, half_the_rows, None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x and x.__name__)
+def test_prepared_tokens_follow_every_change(change, compiled, monkeypatch):
+    """As a cache does whose every token is looked at, in float64: nothing was prepared there."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model, cache, ids = begun(dtype)
+        prepared = [layer.prepared for layer in cache.layers]
+        assert all(x is None for x in prepared) == (dtype == torch.float64)
+        called = counted(monkeypatch)
+        if change is not None:
+            change(model, cache)
+        rows = ids[1:] if change is half_the_rows else ids
+        found.append([model(rows[:, i : i + 1], past_key_values=cache).logits for i in range(15, 20)])
+        assert called.count("run") == (0 if dtype == torch.float64 else 10 if change is None else 8)
+        monkeypatch.undo()
+        monkeypatch.setenv(build.CPP, "1")
+    for got, want in zip(*found, strict=True):
+        assert relative_error(got.double(), want) < 1e-4
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_goes_on_by_itself(compiled):
+    model, cache, ids = begun()
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    want = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(15, 20)]
+    for each in copies:
+        assert all(layer.prepared is None for layer in each.layers)
+        got = [model(ids[:, i : i + 1], past_key_values=each).logits for i in range(15, 20)]
+        assert torch.equal(torch.cat(got), torch.cat(want))
+
+
+@torch.no_grad()
+def test_a_prepared_token_gives_way(compiled, monkeypatch):
+    """To padding, several tokens at once, gradients, and a branch that is switched off."""
+    model, cache, ids = begun()
+    exact, other, _ = begun(torch.float64)
+    called, mask = counted(monkeypatch), torch.ones(2, 16, dtype=torch.long)
+    mask[0, -1] = 0
+    for each, kept in ((model, cache), (exact, other)):
+        each(ids[:, 15:16], attention_mask=mask, past_key_values=kept)
+    assert "run" not in called
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    got, want = (
+        each(ids[:, 16:17], attention_mask=mask, past_key_values=kept).logits
+        for each, kept in ((model, cache), (exact, other))
+    )
+    assert relative_error(got.double(), want) < 1e-4
+    model, cache, ids = begun()
+    exact, other, _ = begun(torch.float64)
+    called.clear()
+    for each in (model, exact):
+        for module in each.modules():
+            if hasattr(module, "branches"):
+                module.branches = "window"
+    got, want = (
+        each(ids[:, 15:16], past_key_values=kept).logits for each, kept in ((model, cache), (exact, other))
+    )
+    assert relative_error(got.double(), want) < 1e-4
+    with torch.enable_grad():
+        assert model(ids[:, 16:17], past_key_values=cache).logits.requires_grad
+    assert not called
+
+
+@torch.no_grad()
+def test_learned_maps_of_bfloat16_are_read_as_they_are(compiled):
+    ids, mask = tiny_models.tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+    model = patched(HYBRID, torch.bfloat16)
+    got = decoded(model, ids, mask).double()
+    want = decoded(model.double(), ids, mask)
+    assert (got - want).norm() < 3e-2 * want.norm()
 
 
 def test_what_was_before_a_step_stays_where_somebody_may_go_back(compiled):

@@ -11,9 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops.cpp import build, delta, linear, window, window_decode
+from hf_linattn.ops.cpp import build, delta, linear, softmax_map, window, window_decode
 from hf_linattn.ops.eager import delta_rule
-from hf_linattn.ops.types import DeltaConfig, DeltaInputs, Inputs, OpConfig, OutputGrads, State, Window
+from hf_linattn.ops.types import (
+    DeltaConfig,
+    DeltaInputs,
+    Inputs,
+    OpConfig,
+    OutputGrads,
+    ScaledSums,
+    State,
+    Window,
+    WindowSinks,
+)
 
 TOKENS, HEADS, KV_HEADS, SIZE, WIDE, SPAN = 70, 2, 1, 20, 12, 24
 """More than a chunk, and no multiple of a vector; one key head, so that no thread is started."""
@@ -30,7 +40,7 @@ def check(library: CDLL) -> None:
     """
     token = build.trial.set(library)
     try:
-        for name, got, want in (*_linear(), *_delta(), *_window(), *_decode()):
+        for name, got, want in (*_linear(), *_softmax_map(), *_delta(), *_window(), *_sinks(), *_decode()):
             error = float((got - want).abs().max())
             if not error < TOLERANCE * float(want.abs().max().clamp_min(1)):  # NaN too
                 raise UnsupportedCallError(f"its kernel of {name} is {error:.2g} off")
@@ -149,6 +159,61 @@ def _window() -> Iterator[tuple[str, Tensor, Tensor]]:
         output, lse = window.forward(problem, None)
         both.append([output, *window.backward(grad, problem, None, output, lse)])
     yield from _coarse("a window in bfloat16", *both)
+
+
+def _softmax_map() -> Iterator[tuple[str, Tensor, Tensor]]:
+    x, weight = _tokens()[0], _numbers(HEADS, WIDE, SIZE, 0.2)[0]
+    grad = _numbers(HEADS, TOKENS, 2 * WIDE, 0.3)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    want = _features(*leaves)
+    x, weight = (each.detach() for each in leaves)
+    yield "a learned map", softmax_map.forward(x, weight, 0.0, torch.float32), want.detach()
+    found = softmax_map.backward(grad, x, weight, 0.0)
+    for mine, its in zip(found, _gradients(want, grad, leaves), strict=True):
+        yield "a learned map's gradients", mine, its
+    short = x.bfloat16(), weight.bfloat16()
+    long = tuple(each.float() for each in short)
+    both = [
+        [softmax_map.forward(*given, 0.0, given[0].dtype), *softmax_map.backward(grad, *given, 0.0)]
+        for given in (short, long)
+    ]
+    yield from _coarse("a learned map in bfloat16", *both)
+
+
+def _sinks() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Sinks of a window, which queries meet turned, with sums of the last queries."""
+    alone, count = 30, 3
+    leaves = tuple(
+        x.requires_grad_()
+        for x in (*_tokens(columns=TOKENS + SPAN), *(x + 0.1 for x in _tokens(columns=count)[1:]))
+    )
+    query, key, value, sink_key, sink_value = (x.detach() for x in leaves)
+    cos, sin = _numbers(TOKENS, 1, 8, 0.3)[0, :, 0][None], _numbers(TOKENS, 1, 8, 0.8)[0, :, 0][None]
+    ranks = torch.arange(TOKENS, device="cpu")[None]
+    valid = torch.ones(1, TOKENS + SPAN, dtype=torch.bool, device="cpu")
+    first, second = leaves[0][..., :4], leaves[0][..., 4:8]
+    turned = leaves[0][..., :8] * cos + torch.cat([-second, first], -1) * sin
+    met = torch.cat([turned, leaves[0][..., 8:]], -1)
+    row, column = ranks[0][:, None], torch.arange(TOKENS + SPAN, device="cpu")
+    inside = (leaves[0] @ leaves[1].mT * 0.3).masked_fill(
+        ~((column > row) & (column <= row + SPAN)), float("-inf")
+    )
+    beside = (met @ leaves[3].mT * 0.3).masked_fill(torch.arange(count, device="cpu") > row, float("-inf"))
+    weights = torch.cat([inside, beside], -1).exp()
+    total = _numbers(HEADS, TOKENS - alone, 1, 0.6)[..., 0].abs()
+    values = _numbers(HEADS, TOKENS - alone, WIDE, 0.4)
+    others = F.pad(values, (0, 0, alone, 0)), F.pad(total, (alone, 0))
+    numerator = weights @ torch.cat([leaves[2], leaves[4]], 2) + others[0]
+    want, grad = numerator / (weights.sum(-1) + others[1]).unsqueeze(-1), _numbers(HEADS, TOKENS, WIDE, 0.3)
+    problem = Window(query, key, value, valid, SPAN, 0.3)
+    sinks = WindowSinks(sink_key, sink_value, valid[:, :count], ranks, (cos, sin))
+    sums = ScaledSums(values, total, torch.zeros_like(total))
+    output, lse = window.forward(problem, sums, sinks)
+    yield "sinks of a window", output, want.detach()
+    found = window.backward(grad, problem, sums, output, lse, sinks)
+    found = [*found[:3], *found[-2:]]
+    for mine, its in zip(found, _gradients(want, grad, leaves), strict=True):
+        yield "sinks' gradients", mine, its
 
 
 def _decode() -> Iterator[tuple[str, Tensor, Tensor]]:
