@@ -49,4 +49,5 @@ class _SoftmaxMap(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*native.backward(grad, *ctx.saved_tensors, ctx.floor), None, None)
+        x, weight = ctx.saved_tensors
+        return (*native.backward(grad, x, weight, ctx.floor), None, None)

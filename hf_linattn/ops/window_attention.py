@@ -427,8 +427,8 @@ def _sinks(beside: tuple[Any, ...]) -> WindowSinks | None:
     """Put the tensors of sinks together; none for none."""
     if not beside:
         return None
-    *given, cos, sin = beside
-    return WindowSinks(*given, None if cos is None else (cos, sin))
+    key, value, valid, ranks, cos, sin = beside
+    return WindowSinks(key, value, valid, ranks, None if cos is None else (cos, sin))
 
 
 _operator = torch.library.custom_op(

@@ -171,12 +171,10 @@ def _softmax_map() -> Iterator[tuple[str, Tensor, Tensor]]:
     found = softmax_map.backward(grad, x, weight, 0.0)
     for mine, its in zip(found, _gradients(want, grad, leaves), strict=True):
         yield "a learned map's gradients", mine, its
-    short = x.bfloat16(), weight.bfloat16()
-    long = tuple(each.float() for each in short)
-    both = [
-        [softmax_map.forward(*given, 0.0, given[0].dtype), *softmax_map.backward(grad, *given, 0.0)]
-        for given in (short, long)
-    ]
+    both = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = (each.detach().bfloat16().to(dtype) for each in leaves)
+        both.append([softmax_map.forward(x, weight, 0.0, dtype), *softmax_map.backward(grad, x, weight, 0.0)])
     yield from _coarse("a learned map in bfloat16", *both)
 
 

@@ -117,7 +117,7 @@ def decode(
         UnsupportedCallError: the kernels cannot be compiled.
     """
     query, key, value = rows(query), rows(key), rows(value)
-    output = token_major(query, *query.shape[:2], 1, ring.value.shape[3])
+    output = token_major(query, query.shape[0], query.shape[1], 1, ring.value.shape[3])
     tail = None if tail is None else _dense(tail)  # held until the kernel is done
     if sinks is not None:
         sinks = Sinks(rows(sinks.query), rows(sinks.key), rows(sinks.value), sinks.turn)
