@@ -145,14 +145,19 @@ bidirectional and cross-attention:
   torch.export, any other device     the sum in vectorised torch operations (eager/linear.py)
 windows, with a linear attention for the rest or without:
   CPU with a library of C++ kernels, at most 32 bits
-                                     kernels in C++, tile by tile (cpp/window.py); a decoded token
-                                     with sinks and the rest in one call (cpp/window_decode.py), unless
-                                     it is compiled by torch.compile
+                                     kernels in C++, tile by tile (cpp/window.py), sinks among them unless
+                                     compiled by torch.compile; a text inside the window too, unless it is
+                                     of few tokens in float32; a decoded token with sinks and the rest in
+                                     one call (cpp/window_decode.py), unless it is compiled
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
   CUDA                               Triton kernels with sinks and the rest's sums, a decoded token with its
                                      state (triton/window.py, triton/window_token.py), as above
   any other device                   vectorised torch operations (eager/window.py)
+learned maps [softmax(W x), softmax(-W x)], for causal linear attention in C++:
+  CPU with a library of C++ kernels, at most 32 bits
+                                     kernels in C++ (cpp/softmax_map.py), unless compiled by torch.compile
+  all others                         torch operations
 the delta rule:
   CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++ (cpp/delta.py)
