@@ -1,5 +1,5 @@
-// What Python calls: linear attention, causal and over all keys, learned maps, the delta rule, and softmax over
-// a window.
+// What Python calls: linear attention, causal and over all keys, learned maps, the delta rule, and softmax
+// over a window.
 // Everything is brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
 #include <algorithm>

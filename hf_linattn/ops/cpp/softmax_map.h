@@ -118,14 +118,18 @@ private:
             float *d_positive = d_positive_ + i * half_row_, *d_negative = d_negative_ + i * half_row_;
             read_gradient(from, positive_ + i * half_row_, d_positive);
             read_gradient(from + half_, negative_ + i * half_row_, d_negative);
-            for (int j = 0; j < half_row_; j += WIDTH) store(d_positive + j, load(d_positive + j) - load(d_negative + j));
+            for (int j = 0; j < half_row_; j += WIDTH)
+                store(d_positive + j, load(d_positive + j) - load(d_negative + j));
         }
-        const Factor<Element> d_rows = along_rows(d_positive_, half_row_, count, half_row_, d_projected_rows_);
-        product(d_rows, count, steps<Element>(half_row_), weights, key_row_, d_input_, key_row_, key_row_, false);
-        const Element* d_columns = across_rows(d_positive_, half_row_, count, half_row_, d_projected_columns_);
+        const Factor<Element> d_rows =
+            along_rows(d_positive_, half_row_, count, half_row_, d_projected_rows_);
+        product(d_rows, count, steps<Element>(half_row_), weights, key_row_, d_input_, key_row_, key_row_,
+                false);
+        const Element* d_columns =
+            across_rows(d_positive_, half_row_, count, half_row_, d_projected_columns_);
         const Element* inputs = across_rows(input_, key_row_, count, key_row_, input_columns_);
-        product(Factor<Element>{d_columns, 1, half_row_}, half_row_, steps<Element>(count), inputs, key_row_, d_weight_,
-                key_row_, key_row_, true);
+        product(Factor<Element>{d_columns, 1, half_row_}, half_row_, steps<Element>(count), inputs, key_row_,
+                d_weight_, key_row_, key_row_, true);
         for (int i = 0; i < count; ++i)
             write(p_.d_input, offset(p_.d_input, row_, head_, start + i), head_dim_, d_input_ + i * key_row_);
     }

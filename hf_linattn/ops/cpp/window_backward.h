@@ -8,8 +8,8 @@ template <class Element>
 class WindowBackward : WindowSinkHead<Element> {
     using Head = WindowSinkHead<Element>;
     using Head::p_, Head::row_, Head::head_, Head::head_dim_, Head::value_dim_, Head::key_row_;
-    using Head::value_row_, Head::scaling_, Head::block_, Head::tiles_, Head::columns_, Head::loaded_;
     using Head::query_, Head::scores_;
+    using Head::value_row_, Head::scaling_, Head::block_, Head::tiles_, Head::columns_, Head::loaded_;
 
     Element *key_columns_, *key_transposed_, *value_transposed_;  // of the tiles in the ring
     Element *query_rows_, *query_columns_, *g_rows_, *g_columns_;
@@ -55,7 +55,8 @@ public:
     void run() {
         for (int64_t start = 0; start < p_.length; start += block_) {
             const int count = std::min<int64_t>(block_, p_.length - start);
-            for (const int64_t last = this->last_tile(start, count); loaded_ <= last; ++loaded_) load_tile(loaded_);
+            for (const int64_t last = this->last_tile(start, count); loaded_ <= last; ++loaded_)
+                load_tile(loaded_);
             for (int64_t head = this->first_query(); head < this->last_query(); ++head)
                 query_gradients(head, start, count);
             write_tile(start / block_);
@@ -177,8 +178,8 @@ private:
         const Factor<Element> d_weights =
             along_rows(d_scores + row * block_, block_, rows, columns, d_score_rows_);
         rows_of_product(d_weights, 0, rows, steps<Element>(columns),
-                        key(tile) + steps<Element>(seen.from) * key_row_, key_row_,
-                        d_query_ + row * key_row_, key_row_, key_row_, true);
+                        key(tile) + steps<Element>(seen.from) * key_row_, key_row_, d_query_ + row * key_row_,
+                        key_row_, key_row_, true);
     }
 
     // 0 where a row of scores was not computed.

@@ -101,8 +101,8 @@ private:
             }
             store(sums_ + i * WIDTH, total);
         }
-        product(LeftFactor{this->sink_scores_, columns, 1}, count, this->sinks_, this->sink_value_, value_row_,
-                numerator_, value_row_, value_row_, false);
+        product(LeftFactor{this->sink_scores_, columns, 1}, count, this->sinks_, this->sink_value_,
+                value_row_, numerator_, value_row_, value_row_, false);
     }
 
     // Add what a strip of queries sees of a tile.
@@ -154,8 +154,8 @@ private:
         if (total != 0)
             this->read_row(p_.others, head, start + row - p_.others_from, other_, value_dim_, value_row_);
         const float log_scale = total != 0 ? at<float>(p_.log_scale)[index] : 0;
-        at<float>(p_.lse)[this->query_offset(head, start) + row] = join_softmax(numerator, top_[row], sum(load(sums_ + row * WIDTH)), other_,
-                                                total, log_scale, value_row_);
+        at<float>(p_.lse)[this->query_offset(head, start) + row] = join_softmax(
+            numerator, top_[row], sum(load(sums_ + row * WIDTH)), other_, total, log_scale, value_row_);
         write(p_.output, offset(p_.output, row_, head, start + row), value_dim_, numerator);
     }
 };

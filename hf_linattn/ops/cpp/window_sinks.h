@@ -47,8 +47,8 @@ protected:
             memcpy(met_ + i * key_row_, query_ + i * key_row_, key_row_ * sizeof(float));
             turn(met_ + i * key_row_, start + i, 1);
         }
-        product(LeftFactor{met_, key_row_, 1}, count, head_dim_, sink_key_transposed_, sink_row_, sink_scores_,
-                sink_row_, sink_row_, false);
+        product(LeftFactor{met_, key_row_, 1}, count, head_dim_, sink_key_transposed_, sink_row_,
+                sink_scores_, sink_row_, sink_row_, false);
         const int64_t* ranks = p_.ranks ? at<int64_t>(p_.ranks) + row_ * p_.length + start : nullptr;
         for (int i = 0; i < count; ++i) {
             const int seen = ranks ? std::min<int64_t>(ranks[i] + 1, sinks_) : sinks_;
@@ -64,16 +64,16 @@ protected:
     void sink_gradients(int64_t start, int count, const float* g, const float* g_dot_output, const float* lse,
                         float* d_query) {
         score_sinks(start, count);
-        product(LeftFactor{g, value_row_, 1}, count, value_dim_, sink_value_transposed_, sink_row_, d_sink_scores_,
-                sink_row_, sink_row_, false);
+        product(LeftFactor{g, value_row_, 1}, count, value_dim_, sink_value_transposed_, sink_row_,
+                d_sink_scores_, sink_row_, sink_row_, false);
         for (int i = 0; i < count; ++i)
             for (int j = i * sink_row_; j < (i + 1) * sink_row_; j += WIDTH) {
                 const Floats weight = exp_nonpositive(load(sink_scores_ + j) - lse[i]);
                 store(sink_scores_ + j, weight);
                 store(d_sink_scores_ + j, weight * (load(d_sink_scores_ + j) - g_dot_output[i]));
             }
-        product(LeftFactor{d_sink_scores_, sink_row_, 1}, count, sinks_, sink_key_, key_row_, d_met_, key_row_,
-                key_row_, false);
+        product(LeftFactor{d_sink_scores_, sink_row_, 1}, count, sinks_, sink_key_, key_row_, d_met_,
+                key_row_, key_row_, false);
         for (int i = 0; i < count; ++i) {
             float *from = d_met_ + i * key_row_, *to = d_query + i * key_row_;
             if (p_.turn_cos) turn(from, start + i, -1);
@@ -81,8 +81,8 @@ protected:
         }
         product(LeftFactor{sink_scores_, 1, sink_row_}, sinks_, count, g, value_row_, d_sink_value_,
                 value_row_, value_row_, true);
-        product(LeftFactor{d_sink_scores_, 1, sink_row_}, sinks_, count, met_, key_row_, d_sink_key_, key_row_,
-                key_row_, true);
+        product(LeftFactor{d_sink_scores_, 1, sink_row_}, sinks_, count, met_, key_row_, d_sink_key_,
+                key_row_, key_row_, true);
     }
 
     void write_sink_gradients() const {
@@ -98,7 +98,8 @@ protected:
 private:
     static int64_t scratch_floats(const WindowProblem& p) {
         const int64_t n = padded(p.sinks), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        const int64_t backward = p.d_sink_key ? n * (key_row + 2 * value_row + p.block) + p.block * key_row : 0;
+        const int64_t backward =
+            p.d_sink_key ? n * (key_row + 2 * value_row + p.block) + p.block * key_row : 0;
         return p.sinks ? n * (1 + 2 * key_row + value_row + p.block) + p.block * key_row + backward : 0;
     }
 
@@ -123,7 +124,8 @@ private:
     void turn(float* x, int64_t token, float direction) const {
         const int64_t half = p_.turned / 2, from = row_ * p_.turn_row + token * p_.turned;
         const float *cosine = at<float>(p_.turn_cos) + from, *sine = at<float>(p_.turn_sin) + from;
-        const float *to_first = sine + (direction < 0 ? half : 0), *to_second = sine + (direction < 0 ? 0 : half);
+        const float *to_first = sine + (direction < 0 ? half : 0),
+                    *to_second = sine + (direction < 0 ? 0 : half);
         for (int64_t i = 0; i < half; ++i) {
             const float first = x[i], second = x[half + i];
             x[i] = first * cosine[i] - direction * second * to_first[i];
