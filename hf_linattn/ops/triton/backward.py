@@ -15,6 +15,7 @@ from hf_linattn.ops.triton.problem import (
     KernelSpec,
     Problem,
     Slots,
+    constant_strides,
     last_contiguous,
 )
 from hf_linattn.ops.types import InputGrads
@@ -187,7 +188,7 @@ class _Run:
             spec,
             -(-length // segment),
             D_OUT=self.d_output,
-            d_out_strides=self.d_output.stride()[:3],
+            **constant_strides(d_out=self.d_output),
             TOTAL=self.total,
             heads=self.call.heads,
             length=length,
@@ -216,7 +217,7 @@ class _Run:
             slots=slots,
             programs=None if slots else call.batch_heads,
             OUT=output,
-            out_strides=output.stride()[:3],
+            **constant_strides(out=output),
             D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
             FACTORS=factors,
         )
@@ -242,7 +243,7 @@ class _Run:
             S0=S0,
             Z0=z0,
             D_Q=d_query,
-            d_q_strides=d_query.stride()[:3],
+            **constant_strides(d_q=d_query),
             ALONG=along,
             CAUSAL=causal,
         )
@@ -282,7 +283,7 @@ class _Run:
             D_S=R,
             D_Z=r,
             D_K=d_key,
-            d_k_strides=d_key.stride()[:3],
+            **constant_strides(d_k=d_key),
             D_S0=d_S0,
             D_Z0=d_z0,
             ALONG=along,
@@ -303,7 +304,7 @@ class _Run:
             **after,
             D_S=R,
             D_V=d_value,
-            d_v_strides=d_value.stride()[:3],
+            **constant_strides(d_v=d_value),
             CAUSAL=causal,
         )
         return d_value

@@ -77,8 +77,9 @@ def weighed_features(
 def derivative(x, shift, FEATURE_MAP: tl.constexpr):
     """Compute phi'(x); `shift` of the row for queries, 0 for keys. The output ignores it: a constant."""
     x = x.to(tl.float32)
-    if FEATURE_MAP == "elu1":
-        return tl.where(x > 0, 1.0, exponential(x - shift))
+    if FEATURE_MAP == "elu1":  # above 0 the shift is 0, and no number of a row is above its own shift
+        exponent = x * 1.4426950408889634 - shift * 1.4426950408889634
+        return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
     else:
         return tl.where(x > 0, 1.0, 0.0)
 
@@ -87,6 +88,7 @@ def derivative(x, shift, FEATURE_MAP: tl.constexpr):
 def gradient_rows(
     Q, D_OUT, OUT, TOTAL, D_TOTAL, DECAY, LABELS, T, SHIFT, STATES, FACTORS,
     q_strides, d_out_strides, out_strides, heads, length, segment, slots,
+    D_OUT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
@@ -119,7 +121,7 @@ def gradient_rows(
             row = (batch_head * GROUP + member) * length
             d_out = head_pointer(D_OUT, d_out_strides, batch, head)
             query = head_pointer(Q, q_strides, batch, head)
-            g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
+            g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
             t = tl.zeros([CHUNK], tl.float32)
             if D_TOTAL is not None:
                 t += tl.load(D_TOTAL + row + tokens, mask=inside, other=0.0)
@@ -127,16 +129,16 @@ def gradient_rows(
                     t *= tl.load(TOTAL + row + tokens, mask=inside, other=0.0)
             if NORMALISE:
                 out = head_pointer(OUT, out_strides, batch, head)
-                out = load_tile(out, start, inside, out_strides[2], columns, DV)
+                out = load_tile(out, start, inside, OUT_STRIDE, columns, DV)
                 t -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
             shift = tl.zeros([CHUNK], tl.float32)
             if FEATURE_MAP == "elu1":
-                shift = row_shift(load_tile(query, start, inside, q_strides[2], every, D), every, D)
+                shift = row_shift(load_tile(query, start, inside, Q_STRIDE, every, D), every, D)
             first_block = inside & (block == 0)
             tl.store(T + row + tokens, t, mask=first_block)
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
             if STATES is not None:
-                q = load_tile(query, start, inside, q_strides[2], rows, D)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 scale = load_scale(TOTAL + row, tokens, inside, NORMALISE)
                 if LINKED:
                     scale *= of_state
@@ -156,6 +158,8 @@ def gradient_rows(
 def query_gradients(
     Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, FACTORS, S0, Z0, D_Q, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
+    D_OUT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
+    D_Q_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
@@ -181,15 +185,18 @@ def query_gradients(
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
         inside = tokens < length
-        g = load_tile(D_OUT, start, inside, d_out_strides[2], columns, DV)
+        g = load_tile(D_OUT, start, inside, D_OUT_STRIDE, columns, DV)
         t = tl.load(T + row * length + tokens, mask=inside, other=0.0)
         d_phi = dot(g, operand(s, OPERAND), OPERAND)
-        d_phi += dot(repeated(t, OPERAND), operand(z, OPERAND), OPERAND)
+        if BLOCK_V > 64:  # rows of 128 have no registers left for z as an operand
+            d_phi += t[:, None] * tl.sum(z, 0)[None, :]
+        else:
+            d_phi += dot(repeated(t, OPERAND), operand(z, OPERAND), OPERAND)
         near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, start, keep, k_strides[2], rows, D)
-            v = load_tile(V, start, keep, v_strides[2], columns, DV)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D)
+            v = load_tile(V, start, keep, V_STRIDE, columns, DV)
             features = key_features(
                 k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
             )
@@ -211,7 +218,7 @@ def query_gradients(
             z += partial_sums(features, weight)
             near = dot(d_scores, phi_k, OPERAND)
         if (FEATURE_MAP != "none") or (ALONG is not None):
-            q = load_tile(Q, start, inside, q_strides[2], rows, D)
+            q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
         scale = load_scale(TOTAL + row * length, tokens, inside, NORMALISE)
         d_phi = added(d_phi, near, scale, BLOCK_V)
@@ -221,13 +228,15 @@ def query_gradients(
             tl.store(ALONG + place, tl.sum(phi_q * d_phi, 1), mask=inside)
         if FEATURE_MAP != "none":
             d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
-        store_tile(D_Q, d_phi, start, inside, d_q_strides[2], rows, D)
+        store_tile(D_Q, d_phi, start, inside, D_Q_STRIDE, rows, D)
 
 
 @triton.jit
 def key_gradients(
     Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, FACTORS, D_S, D_Z, D_K, D_S0, D_Z0, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_k_strides, heads, length, segment, slots,
+    V_STRIDE: tl.constexpr, D_OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
+    D_K_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
@@ -256,7 +265,7 @@ def key_gradients(
         tokens = start + order
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        v = load_tile(V, start, keep, v_strides[2], columns, DV)
+        v = load_tile(V, start, keep, V_STRIDE, columns, DV)
         d_phi = dot(v, operand(big_r, OPERAND), OPERAND)
         d_phi += dot(repeated(tl.full([CHUNK], 1.0, tl.float32), OPERAND), operand(small_r, OPERAND), OPERAND)
         if LINKED:
@@ -273,9 +282,9 @@ def key_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
-                q = load_tile(query, start, inside, q_strides[2], rows, D)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
                 )
@@ -290,7 +299,7 @@ def key_gradients(
                 small_r += partial_sums(features, t)
         d_phi = added(d_phi, near, keep.to(tl.float32), BLOCK_V)
         if (FEATURE_MAP != "none") or (ALONG is not None):
-            k = load_tile(K, start, keep, k_strides[2], rows, D)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D)
         if ALONG is not None:
             phi_k = key_features(
                 k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
@@ -301,7 +310,7 @@ def key_gradients(
             tl.store(ALONG + place, tl.sum(phi_k * d_phi, 1), mask=inside)
         if FEATURE_MAP != "none":
             d_phi *= derivative(k, 0.0, FEATURE_MAP)
-        store_tile(D_K, d_phi, start, inside, d_k_strides[2], rows, D)
+        store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
             D_S0 += batch_head * D * DV
@@ -313,6 +322,7 @@ def key_gradients(
 def value_gradients(
     Q, K, VALID, DECAY, LABELS, D_OUT, TOTAL, SHIFT, STATES, FACTORS, D_S, D_V,
     q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
+    K_STRIDE: tl.constexpr, D_OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr, D_V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
@@ -334,7 +344,7 @@ def value_gradients(
         tokens = start + order
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, start, keep, k_strides[2], rows, D)
+        k = load_tile(K, start, keep, K_STRIDE, rows, D)
         phi_k = operand(
             key_features(k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS),
             OPERAND,
@@ -353,8 +363,8 @@ def value_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, d_out_strides[2], columns, DV)
-                q = load_tile(query, start, inside, q_strides[2], rows, D)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
                 )
@@ -367,4 +377,4 @@ def value_gradients(
                 features = scaled(features, of_state, True) if LINKED else features
                 big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
         d_value = added(d_value, near, keep.to(tl.float32), BLOCK_D)
-        store_tile(D_V, d_value, start, inside, d_v_strides[2], columns, DV)
+        store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV)

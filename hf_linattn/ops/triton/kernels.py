@@ -43,6 +43,7 @@ from hf_linattn.ops.triton.kernel_functions import (
 def segment_states(
     K, V, VALID, DECAY, LABELS, STATES, FACTORS,
     k_strides, v_strides, valid_strides, kv_heads, length, segment, slots,
+    K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +62,8 @@ def segment_states(
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
         keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, start, keep, k_strides[2], rows, D)
-        v = load_tile(V, start, keep, v_strides[2], columns, DV)
+        k = load_tile(K, start, keep, K_STRIDE, rows, D)
+        v = load_tile(V, start, keep, V_STRIDE, columns, DV)
         features = key_features(
             k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
         )
@@ -132,6 +133,7 @@ def accumulate(
 def outputs(
     Q, K, V, VALID, DECAY, LABELS, STATES, FACTORS, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
+    Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
@@ -160,14 +162,13 @@ def outputs(
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
         inside = tokens < length
-        q = load_tile(Q, start, inside, q_strides[2], rows, D)
+        q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
         phi_q = operand(query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS), OPERAND)
         total = tl.sum(dot(phi_q, tl.trans(operand(z, OPERAND)), OPERAND), 1)
-        near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, start, keep, k_strides[2], rows, D)
-            v = load_tile(V, start, keep, v_strides[2], columns, DV)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D)
+            v = load_tile(V, start, keep, V_STRIDE, columns, DV)
             features = key_features(
                 k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
             )
@@ -186,20 +187,21 @@ def outputs(
             if LINKED:
                 scores = linked_pairs(scores, running, label, False)
             total += tl.sum(scores, 1)
-            near = dot(scores, v, OPERAND)
-        numerator = dot(phi_q, tl.trans(operand(s, OPERAND)), OPERAND)
+        # before the products below, which need its registers
+        tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
+        numerator = dot(operand(s, OPERAND), tl.trans(phi_q), OPERAND)  # [columns, queries]
         if CAUSAL:
             if LINKED:
-                numerator *= of_state[:, None]
+                numerator *= of_state[None, :]
+            numerator += dot(tl.trans(v), tl.trans(operand(scores, OPERAND)), OPERAND)
+            if LINKED:
                 v = v.to(tl.float32) * of_key[:, None]
                 s *= left
             s += dot(tl.trans(v), phi_k, OPERAND)
-        scale = tl.full([CHUNK], 1.0, tl.float32)
         if NORMALISE:
-            scale = reciprocal(total)
-        numerator = added(numerator, near, scale, BLOCK_D)
-        store_tile(OUT, numerator, start, inside, out_strides[2], columns, DV)
-        tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
+            numerator *= reciprocal(total)[None, :]
+        numerator = tl.trans(numerator)
+        store_tile(OUT, numerator, start, inside, OUT_STRIDE, columns, DV)
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):
             store_state(

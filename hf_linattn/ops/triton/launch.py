@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
-from hf_linattn.ops.triton.problem import OUTPUTS, SEGMENT_STATES, STEP, Problem, interpreting
+from hf_linattn.ops.triton.problem import (
+    OUTPUTS,
+    SEGMENT_STATES,
+    STEP,
+    Problem,
+    constant_strides,
+    interpreting,
+)
 from hf_linattn.ops.types import Inputs, OpConfig
 
 __all__ = ["available", "backward", "decode", "forward", "global_backward", "global_forward", "step"]
@@ -218,7 +225,7 @@ def _outputs(
         S0=S0,
         Z0=z0,
         OUT=output,
-        out_strides=output.stride()[:3],
+        **constant_strides(out=output),
         TOTAL=total,
         S=S,
         Z=z,

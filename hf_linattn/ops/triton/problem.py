@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +140,25 @@ def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(-2) < FAR else x.contiguous()
 
 
+def strides(**tensors: Tensor | None) -> dict[str, Any]:
+    """Pass the strides of tensors `[B, H, N, D]`, by the names that kernels give them."""
+    return {f"{name}_strides": (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
+
+
+def constant_strides(**tensors: Tensor) -> dict[str, Any]:
+    """Pass the strides of tensors that kernels walk: the one from token to token is a constant to them.
+
+    Addresses of a tile's rows are then one register and numbers in the instructions. Models keep it whatever the
+    batch and the length, for `[B, N, H, D]` and for `[B, H, N, D]` alike.
+    """
+    found: dict[str, Any] = {}
+    for name, x in tensors.items():
+        batch, head, token, _ = x.stride()
+        found[f"{name}_strides"] = (batch, head)
+        found[f"{name.upper()}_STRIDE"] = token
+    return found
+
+
 class Problem:
     """Inputs of one call, and its launches. Arguments as `launch.forward` takes them."""
 
@@ -203,12 +223,12 @@ class Problem:
         assert segment % self.tiles.longest_chunk == 0, segment  # a step never looks past its segment
         return segment, -(-length // segment)
 
-    def inputs(self, names: str) -> dict[str, Any]:
+    def inputs(self, names: str, strides: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Pass the tensors named by letters (q, k, v), and the mask where there are keys or values."""
         arguments: dict[str, Any] = {}
         for name, x in (("q", self.query), ("k", self.key), ("v", self.value)):
             if name in names:
-                arguments |= {name.upper(): x, f"{name}_strides": x.stride()[:3]}
+                arguments |= {name.upper(): x, **strides(**{name: x})}
         if "k" in names or "v" in names:
             valid = None if self.valid is None else self.valid.view(torch.uint8)
             arguments |= {"VALID": valid, "valid_strides": (0, 0) if valid is None else valid.stride()}
@@ -329,7 +349,7 @@ class Problem:
             (self.programs(spec) if programs is None else programs, segments),
             self.tile(spec),
             **arguments,
-            **self.inputs(spec.inputs),
+            **self.inputs(spec.inputs, strides if spec is STEP else constant_strides),
             **self.links(spec),
             **self.sizes(spec),
             **self.maps,

@@ -52,7 +52,7 @@ class Configuration(NamedTuple):
 
 # Heads of up to 64, 128 and 256. A walk keeps a state `[width, block]` in registers beside its chunk.
 WALKS = {
-    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+    "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 32, 8, 2)),
     "bf16": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     "fp16": (Tile(32, 32, 4, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "tf32x3": (Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
