@@ -67,29 +67,53 @@ def check_wrong_kernels_are_rows(folder):
     assert "error" not in correct.size_row(context, size)
 
 
+KERNEL_CASES = (
+    "machine",
+    "ours",
+    "window, sinks and sums, ours",
+    "window+gated, ours",
+    "tiles",
+    "fla, raw",
+)
+
+
 def check_kernels(folder):
-    """In the interpreter: every form has a row, and a table of tiles is written that the launcher reads."""
+    """In the interpreter: forms have rows, those of windows too, and a table of tiles is written that the launcher reads."""
     from hf_linattn.ops.triton import measured_tiles
 
     tiles = module("gpu_stages.tiles")
     tiles.GAIN, gain = 1e9, tiles.GAIN  # whatever is measured is taken, so that there is a table
-    median, took = tiles._sample, iter([2.0, 1.0])
+    median, took = tiles._sample, iter([2.0, 1.0] * 2)
     tiles._sample = lambda *about: next(took)
     try:
-        rows = dry_run(
-            "kernels", folder, keep=lambda case: case["case"] in ("machine", "ours", "tiles", "fla, raw")
-        )
+        rows = dry_run("kernels", folder, keep=lambda case: case["case"] in KERNEL_CASES)
     finally:
         tiles.GAIN, tiles._sample = gain, median
     assert all(row["ok"] for row in rows), rows
+    assert {row["case"]["case"] for row in rows} == set(KERNEL_CASES)
     by_name = {row["case"]["case"]: row for row in rows if "token" not in row["case"]}
-    assert by_name["ours"]["both"] > 0
+    assert all(by_name[name]["both"] > 0 for name in ("ours", "window, sinks and sums, ours"))
+    (token,) = (row for row in rows if row["case"]["case"] == "window+gated, ours")
+    assert token["token"] > 0
+    assert token["bytes"] == 4 * (2 * 9 * 16 + 2 * (16 * 16 + 16))  # the window, the state read and written
     assert by_name["fla, raw"]["skipped"] == "fla's kernels run on CUDA only"
-    (name, tile) = next(iter(by_name["tiles"]["best"].items()))
-    assert by_name["tiles"][f"{name}_gain"] == 2
     (where,) = table = measured_tiles.read(folder / "tiles.json")
     assert (where.operand, where.head_dim, where.grouped) == ("ieee", 16, False)
-    assert list(table[where][name]) == tile
+    measured = [row for row in rows if row["case"]["case"] == "tiles"]
+    names = [next(iter(row["best"])) for row in measured]
+    assert [name.startswith("window") for name in names] == [False, True]
+    # one row of the table has tiles of both
+    assert {name: list(tile) for name, tile in table[where].items()} == measured[0]["best"] | measured[1]["best"]
+    assert all(row[f"{name}_gain"] == 2 for row, name in zip(measured, names, strict=True))
+
+
+def check_neighbours():
+    """Blocks of a window's walks are tokens and may be wider than heads; all others are columns."""
+    from hf_linattn.ops.triton.tiles import Tile
+
+    tiles = module("gpu_stages.tiles")
+    for name, widest in (("outputs", 64), ("window_step", 64), ("window_outputs", 128)):
+        assert max(tile.block for tile in tiles.neighbours(name, Tile(64, 64, 4, 2), 64, False)) == widest
 
 
 def check_tiles_that_fail(folder):

@@ -32,6 +32,11 @@ def test_kernels_in_the_interpreter(interpreted, tmp_path, check):
 
 
 @needs_triton
+def test_candidates_of_tiles():
+    gpu_kit.check_neighbours()
+
+
+@needs_triton
 def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
 

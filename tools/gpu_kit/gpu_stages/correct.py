@@ -139,11 +139,12 @@ def form_row(context: Context, dtype: str, widths: tuple[int, int], group: int, 
     """Run the package's check of one form; every number within what rounding explains."""
     needs_triton(context)
     key = key_of(dtype, widths, group, form, context.device)
-    wrong = _disagreement(key, context.dry)
+    wrong = disagreement(key, context.dry)
     return {"operand": key.operand} | ({"error": wrong} if wrong else {})
 
 
-def _disagreement(key: selftest.Key, dry: bool) -> str | None:
+def disagreement(key: selftest.Key, dry: bool) -> str | None:
+    """Run the check that the package has for this form; return what differs, None where all agrees."""
     if isinstance(key.form, TokenForm):
         return token_selftest.disagreement(key, window_token)
     if isinstance(key.form, WindowForm):
@@ -155,7 +156,7 @@ def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[An
     """Compile what `form_row` launches, in a process without a device."""
     same = mock.patch.object(token_selftest, "same", return_value=True)
     with mock.patch.object(selftest, "compare", return_value=None), same:
-        _disagreement(key_of(dtype, widths, group, form, "meta"), dry=False)
+        disagreement(key_of(dtype, widths, group, form, "meta"), dry=False)
 
 
 def inputs_of(size: Size, device: str) -> Inputs:

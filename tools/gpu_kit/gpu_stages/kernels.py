@@ -21,7 +21,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs, OpConfig
 
-from . import tiles, timing
+from . import tiles, timing, windows
 from .work import Case, Context, Row, Skip, kernels, needs_triton
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -108,17 +108,21 @@ def _ours(kind: str, normalise: bool, context: Context, shape: Shape) -> Call:
     return lambda q, k, v: linear_attention.attention(Inputs(q, k, v), config, False, "triton").output
 
 
-def _module(wish: str, context: Context, shape: Shape) -> Call:
+def _module(wish: str, patch: str, context: Context, shape: Shape) -> Call:
     """Make a patched module, as it stands in a model; with kernels or by torch operations."""
     if wish == "1" and context.device != "cuda":
         raise Skip("modules on a CPU do not use triton")
-    model = build_bare(_config(context, shape, "train"), "elu1")
+    model = build_bare(_config(context, shape, "train"), patch, _options(context, patch))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with kernels(wish):
             return model.attention(q, k, v, None).transpose(1, 2)
 
     return call
+
+
+def _options(context: Context, patch: str) -> dict[str, Any]:
+    return {"size": windows.span_of(context), "sinks": windows.SINKS} if patch.startswith("window") else {}
 
 
 def _config(context: Context, shape: Shape, kind: Any) -> BenchConfig:
@@ -171,12 +175,18 @@ def _theirs(maps: bool, context: Context, shape: Shape) -> Call:
 FORMS: dict[str, Callable[[Context, Shape], Call]] = {
     "ours": partial(_ours, "elu1", True),
     "ours, raw": partial(_ours, "none", False),
-    "ours, in a module": partial(_module, "1"),
-    "torch operations": partial(_module, "0"),
+    "ours, in a module": partial(_module, "1", "elu1"),
+    "torch operations": partial(_module, "0", "elu1"),
     "softmax, flash": partial(_softmax, SDPBackend.FLASH_ATTENTION),
     "softmax, cuDNN": partial(_softmax, SDPBackend.CUDNN_ATTENTION),
     "fla, raw": partial(_theirs, False),
     "fla, elu1 and normaliser": partial(_theirs, True),
+    "window, ours": partial(windows.ours, False),
+    "window, sinks and sums, ours": partial(windows.ours, True),
+    "window, in a module": partial(_module, "1", "window"),
+    "window, torch operations": partial(_module, "0", "window"),
+    "window+gated, in a module": partial(_module, "1", "window+gated"),
+    "window+gated, torch operations": partial(_module, "0", "window+gated"),
 }
 """Name -> its function of queries, keys and values, all `[B, H or Hkv, N, D]`."""
 
@@ -189,19 +199,27 @@ def _ours_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]
     return lambda: launch.step(inputs, OpConfig("elu1")), 2 * S.nbytes + 2 * S[..., 0].nbytes
 
 
-def _module_token(wish: str, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+def _window_token(gated: bool, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
+    q, k, v = (x.detach() for x in _inputs(context, shape, 1))
+    return windows.ours_token(gated, context, (q, k, v))
+
+
+def _module_token(wish: str, patch: str, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
     """Make a patched module decode, with what its cache does."""
     if wish == "1" and context.device != "cuda":
         raise Skip("modules on a CPU do not use triton")
     config = _config(context, shape, "decode")
     with kernels(wish):
-        step, _ = _decoding(build_bare(config, "elu1"), config, random_inputs(config))
+        model = build_bare(config, patch, _options(context, patch))
+        step, _ = _decoding(model, config, random_inputs(config))
 
     def call() -> None:
         with kernels(wish):
             step()
 
-    return call, 8 * shape.batch * shape.kv_heads * shape.width * (shape.width + 1)
+    state = 0 if patch == "window" else 8 * (shape.width + 1)  # read and written in float32
+    ring = 2 * windows.span_of(context) * context.dtype.itemsize if patch.startswith("window") else 0
+    return call, shape.batch * shape.kv_heads * shape.width * (state + ring)
 
 
 def _softmax_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
@@ -229,9 +247,14 @@ def _their_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int
 
 DECODING: dict[str, Callable[[Context, Shape], tuple[Callable[[], Any], int]]] = {
     "ours": _ours_token,
-    "ours, in a module": partial(_module_token, "1"),
-    "torch operations": partial(_module_token, "0"),
+    "ours, in a module": partial(_module_token, "1", "elu1"),
+    "torch operations": partial(_module_token, "0", "elu1"),
     "softmax, flash": _softmax_token,
     "fla, elu1": _their_token,
+    "window, ours": partial(_window_token, False),
+    "window+gated, ours": partial(_window_token, True),
+    "window, in a module": partial(_module_token, "1", "window"),
+    "window+gated, in a module": partial(_module_token, "1", "window+gated"),
+    "window+gated, torch operations": partial(_module_token, "0", "window+gated"),
 }
 """Name -> its call of one token, and the bytes that it must move."""

@@ -51,6 +51,9 @@ FORMS = (
     ("gated", "1"),
     ("hedgehog", "1"),
     ("window+elu1", "0"),
+    ("window", "1"),
+    ("window+gated", "1"),
+    ("window+gated", "0"),
 )
 """Patch, and whether kernels are insisted on or off."""
 CHECKPOINTED = 8192

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_linattn.ops import linear_attention
-from hf_linattn.ops.triton import launch, measured_tiles, problem, selftest
+from hf_linattn.ops.triton import launch, measured_tiles, problem
 from hf_linattn.ops.triton.tiles import Configuration, Tile
 from hf_linattn.ops.types import Inputs, OpConfig
 
-from . import precompile, timing
-from .correct import key_of
+from . import precompile, timing, windows
+from .correct import disagreement, key_of
 from .work import Case, Context, Row, needs_triton
 
 GAIN = 0.97
@@ -39,6 +39,7 @@ class Problem(NamedTuple):
     batch: int
     heads: int
     length: int
+    windows: bool = False
 
 
 PROBLEMS = (
@@ -52,13 +53,19 @@ PROBLEMS = (
     Problem("float16", 128, 1, False, 1, 32, 8192),
     Problem("float16", 64, 1, False, 8, 16, 2048),
     Problem("float32", 64, 1, False, 8, 16, 2048),
+    Problem("bfloat16", 128, 1, False, 1, 32, 8192, windows=True),
+    Problem("bfloat16", 64, 1, False, 8, 16, 2048, windows=True),
+    Problem("bfloat16", 128, 4, False, 1, 32, 8192, windows=True),
+    Problem("bfloat16", 64, 4, False, 4, 16, 4096, windows=True),
+    Problem("bfloat16", 256, 1, False, 1, 16, 4096, windows=True),
+    Problem("float16", 128, 1, False, 1, 32, 8192, windows=True),
 )
 TINY = Problem("float32", 16, 1, False, 1, 1, 20)
 
 
 def cases(context: Context) -> list[Case]:
     """List the problems."""
-    problems = (TINY,) if context.dry else PROBLEMS
+    problems = (TINY, TINY._replace(windows=True)) if context.dry else PROBLEMS
     return [Case({"case": "tiles", **each._asdict()}, partial(_row, context, each)) for each in problems]
 
 
@@ -78,6 +85,9 @@ def inputs_of(about: Problem, device: str) -> Inputs:
 
 def once(about: Problem, inputs: Inputs) -> None:
     """Run forward and backward, and one token."""
+    if about.windows:
+        windows.once(*inputs[:3], min(windows.SPAN, about.length // 2))
+        return
     outputs = linear_attention.attention(inputs, OpConfig("elu1"), True, "triton")
     torch.autograd.grad(outputs.output, inputs[:3], torch.ones_like(outputs.output))
     one = [x[:, :, :1].detach() for x in inputs[:3]]
@@ -121,14 +131,16 @@ def watched() -> Iterator[dict[str, list[Any]]]:
         problem.Problem.launch = run
 
 
-def neighbours(tile: Tile, width: int, dry: bool) -> list[Tile]:
+def neighbours(name: str, tile: Tile, width: int, dry: bool) -> list[Tile]:
     """List tiles around one: half, same and twice its chunk and block, 4 or 8 warps, then other stages."""
+    # a block of a window's walks are tokens, of all others columns
+    widest = 128 if name.startswith("window") and name != "window_step" else problem.padded(width)
     if dry:
         return [tile._replace(warps=1 if tile.warps > 1 else 2)]
     chunks = (
         {tile.chunk} if tile.chunk == 1 else {max(tile.chunk // 2, 16), tile.chunk, min(2 * tile.chunk, 128)}
     )
-    blocks = {max(tile.block // 2, 16), tile.block, min(2 * tile.block, problem.padded(width), 128)}
+    blocks = {max(tile.block // 2, 16), tile.block, min(2 * tile.block, widest, 128)}
     found = [Tile(c, b, w, tile.stages) for c in sorted(chunks) for b in sorted(blocks) for w in (4, 8)]
     found += [tile._replace(stages=stages) for stages in (1, 2, 3)]
     return [each for each in dict.fromkeys(found) if each != tile]
@@ -156,7 +168,7 @@ def _row(context: Context, about: Problem) -> Row:
         once(about, inputs)
     own = {name: launches[-1][0] for name, launches in seen.items() if name in Configuration._fields}
     found: dict[str, list[Tile]] = {
-        name: neighbours(tile, about.width, context.dry) for name, tile in own.items()
+        name: neighbours(name, tile, about.width, context.dry) for name, tile in own.items()
     }
     if context.dry:
         found = {name: found[name] for name in list(found)[:1]}
@@ -189,14 +201,20 @@ def _added(context: Context, about: Problem, inputs: Inputs, best: dict[str, Til
         *(inputs.query.device, problem.operand_of((inputs.query.dtype,)), (about.width, about.width)),
         *(about.group, about.linked),
     )
-    form = ("elu1", True, True, about.linked)
-    trial = key_of(about.dtype, (about.width, about.width), 1 + (about.group > 1), form, context.device)
+    forms: tuple[tuple[Any, ...], ...] = (("elu1", True, True, about.linked),)
+    if about.windows:
+        forms = (("window", True, True), ("token", 0, "elu1", True, "gate", ""))
+    wrong = None
     with measured_tiles.trial(best):
-        wrong = selftest.disagreement(trial, launch, 20 if context.dry else selftest.LENGTH)
+        for form in forms[: 1 if context.dry else None]:
+            widths = about.width, about.width
+            trial = key_of(about.dtype, widths, 1 + (about.group > 1), form, context.device)
+            wrong = wrong or disagreement(trial, context.dry)
     row: Row = {"best": {name: list(tile) for name, tile in best.items()}}
     if wrong:
         return row | {"error": f"with the best tiles {wrong}; they are not in the table"}
     path = context.folder / NAME
     table = measured_tiles.read(path) if path.exists() else {}
-    measured_tiles.write(path, table | {where: best} if best else table)
+    # linear attention and windows of the same sizes share a row
+    measured_tiles.write(path, table | {where: {**table.get(where, {}), **best}} if best else table)
     return row
