@@ -23,7 +23,6 @@ import triton.language as tl
 from hf_linattn.ops.triton.kernel_functions import (
     added,
     dot,
-    exponential,
     head_pointer,
     key_features,
     link,

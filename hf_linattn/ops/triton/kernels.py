@@ -189,18 +189,31 @@ def outputs(
             total += tl.sum(scores, 1)
         # before the products below, which need its registers
         tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
-        numerator = dot(operand(s, OPERAND), tl.trans(phi_q), OPERAND)  # [columns, queries]
-        if CAUSAL:
-            if LINKED:
+        near = tl.zeros([CHUNK, BLOCK], tl.float32)
+        if BLOCK > 64:  # S goes into the product from the registers in which it lies, a row of it a warp
+            numerator = dot(operand(s, OPERAND), tl.trans(phi_q), OPERAND)  # [columns, queries]
+            if LINKED and CAUSAL:
                 numerator *= of_state[None, :]
-            numerator += dot(tl.trans(v), tl.trans(operand(scores, OPERAND)), OPERAND)
+            if CAUSAL:
+                numerator += dot(tl.trans(v), tl.trans(operand(scores, OPERAND)), OPERAND)
+        else:
+            if CAUSAL:
+                near = dot(scores, v, OPERAND)
+            numerator = dot(phi_q, tl.trans(operand(s, OPERAND)), OPERAND)
+            if LINKED and CAUSAL:
+                numerator *= of_state[:, None]
+        if CAUSAL:
             if LINKED:
                 v = v.to(tl.float32) * of_key[:, None]
                 s *= left
             s += dot(tl.trans(v), phi_k, OPERAND)
+        scale = tl.full([CHUNK], 1.0, tl.float32)
         if NORMALISE:
-            numerator *= reciprocal(total)[None, :]
-        numerator = tl.trans(numerator)
+            scale = reciprocal(total)
+        if BLOCK > 64:
+            numerator = tl.trans(numerator * scale[None, :])
+        else:
+            numerator = added(numerator, near, scale, BLOCK_D)
         store_tile(OUT, numerator, start, inside, OUT_STRIDE, columns, DV)
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):

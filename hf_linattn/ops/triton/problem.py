@@ -148,8 +148,8 @@ def strides(**tensors: Tensor | None) -> dict[str, Any]:
 def constant_strides(**tensors: Tensor) -> dict[str, Any]:
     """Pass the strides of tensors that kernels walk: the one from token to token is a constant to them.
 
-    Addresses of a tile's rows are then one register and numbers in the instructions. Models keep it whatever the
-    batch and the length, for `[B, N, H, D]` and for `[B, H, N, D]` alike.
+    Addresses of a tile's rows are then one register and numbers in the instructions. Models keep it whatever
+    the batch and the length, for `[B, N, H, D]` and for `[B, H, N, D]` alike.
     """
     found: dict[str, Any] = {}
     for name, x in tensors.items():
