@@ -14,7 +14,8 @@ from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention, window_attention
 from hf_linattn.ops.eager.chunked_backward import through_running_sum
-from hf_linattn.ops.triton import launch, problem
+from hf_linattn.ops.triton import launch, measured_tiles, problem
+from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig, OutputGrads, Outputs
 
@@ -194,6 +195,18 @@ def check_rows_without_keys():
     assert not found.key[0, :, :40].any()
     alone = Inputs(*(x[:1, :, 40:] for x in inputs[:3]), None, None, None)
     close(output[:1, :, 40:], run(case, alone)[0].double(), 1e-6, "output behind the hidden keys")
+
+
+def check_blocks_of_128_columns():
+    """Where a program answers for more than 64 columns, products have another order."""
+    tile = Tile(32, 128, 1, 1)
+    walks = ("outputs", "query_gradients", "key_gradients", "value_gradients")
+    small = Case(D=72, Dv=72, length=40, heads=1, kv_heads=1, state=True)
+    with measured_tiles.trial(dict.fromkeys(walks, tile)):
+        check(small)
+        check(small._replace(decay=0.2, documents=(10, 33), masked=True, heads=2, tolerance=1e-5))
+        check(small._replace(causal=False, feature_map="relu"))
+        check(small._replace(dtype="bfloat16", tolerance=1e-2))
 
 
 def check_same_bits():

@@ -139,12 +139,6 @@ def exponential(x):
 
 
 @triton.jit
-def exponential_after(x, shift):
-    """Compute exp(x - shift) of a tile, in one multiplication and addition; `shift` of its rows."""
-    return tl.exp2(x * 1.4426950408889634 - shift * 1.4426950408889634)
-
-
-@triton.jit
 def key_features(
     x,
     keep,
@@ -319,3 +313,9 @@ def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, AL
     inside = (rows < D)[:, None] & (columns < DV)[None, :]
     tl.store(S + rows[:, None] * DV + columns[None, :], s, mask=inside)
     tl.store(Z + rows, z, mask=(rows < D) & ALL_Z)
+
+
+@triton.jit
+def exponential_after(x, shift):
+    """Compute exp(x - shift) of a tile, in one multiplication and addition; `shift` of its rows."""
+    return tl.exp2(x * 1.4426950408889634 - shift * 1.4426950408889634)

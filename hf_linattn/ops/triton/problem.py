@@ -83,8 +83,9 @@ def device_of(device: torch.device) -> Device:
     return Device(capability, properties.multi_processor_count)
 
 
+@functools.cache
 def interpreting() -> bool:
-    """Tell whether triton interprets kernels, on CPU tensors."""
+    """Tell whether triton interprets kernels, on CPU tensors: a process does from the start, or never."""
     triton = importlib.import_module("triton")
     return bool(triton.knobs.runtime.interpret)
 

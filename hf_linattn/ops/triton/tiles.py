@@ -8,6 +8,7 @@ choose, would slow every first call, and could make two runs of one program diff
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -96,11 +97,48 @@ WINDOW_KEYS = {
 }
 
 
+# What is better elsewhere than on the A100: by major capability (0: AMD) and operand, for heads of up to 64 and
+# 128. AMD's processors have twice the registers a thread with four warps. Blackwell's tensor cores take no fewer
+# than 64 rows of queries, whose way through their own memory costs a window's short walks more than it saves.
+OWN: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
+    (0, "bf16"): (
+        {},
+        dict.fromkeys(("query_gradients", "key_gradients", "value_gradients"), Tile(32, 64, 4, 2)),
+    ),
+    (0, "fp16"): ({}, dict.fromkeys(("outputs", "value_gradients"), Tile(16, 32, 4, 2))),
+    (8, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1)}),
+    (12, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1), "query_gradients": Tile(16, 64, 8, 2)}),
+}
+OWN_WINDOWS: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
+    (0, "bf16"): (
+        {},
+        {"window_query_gradients": Tile(64, 32, 4, 2), "window_key_gradients": Tile(32, 64, 4, 2)},
+    ),
+    (10, "bf16"): (
+        {
+            "window_outputs": Tile(32, 64, 4, 2),
+            "window_query_gradients": Tile(32, 64, 4, 2),
+            "window_key_gradients": Tile(64, 32, 4, 2),
+        },
+        {
+            "window_outputs": Tile(32, 64, 4, 2),
+            "window_query_gradients": Tile(32, 64, 8, 2),
+            "window_key_gradients": Tile(64, 32, 8, 2),
+        },
+    ),
+    (12, "bf16"): (
+        {},
+        {"window_query_gradients": Tile(128, 16, 8, 2), "window_key_gradients": Tile(16, 128, 8, 1)},
+    ),
+}
+
+
 def padded(width: int) -> int:
     """Round up to the next power of two that a tensor core takes."""
     return max(16, 1 << (width - 1).bit_length())
 
 
+@functools.lru_cache(maxsize=256)  # every launch asks
 def configuration(
     D: int, Dv: int, group: int, operand: str, capability: tuple[int, int], linked: bool = False
 ) -> Configuration:
@@ -144,7 +182,7 @@ def configuration(
     def of(tile: Tile, width: int) -> Tile:
         return tile._replace(block=min(tile.block, width))
 
-    return Configuration(
+    chosen = Configuration(
         segment_states=of(total, value_dim),
         outputs=of(outputs, value_dim),
         step=Tile(1, min(value_dim, (2048 if linked else 4096) // head_dim), 4, 1),
@@ -158,6 +196,13 @@ def configuration(
         window_step=Tile(64 if index < 2 else 32, min(value_dim, 8192 // head_dim), 4, 2),
         least=256,
     )
+    family, small = (capability[0], operand), index < 2
+    own: dict[str, Tile] = OWN_WINDOWS[family][index] if small and family in OWN_WINDOWS else {}
+    if small and family in OWN and group == 1 and not linked:  # they were compiled for these
+        written = {"outputs": value_dim, "value_gradients": value_dim}
+        of_call = OWN[family][index].items()
+        own = own | {name: of(tile, written.get(name, head_dim)) for name, tile in of_call}
+    return chosen._replace(**own)
 
 
 def segment_length(length: int, programs: int, processors: int, least: int) -> int:
