@@ -78,7 +78,7 @@ KERNEL_CASES = (
 
 
 def check_kernels(folder):
-    """In the interpreter: forms have rows, those of windows too, and a table of tiles is written that the launcher reads."""
+    """In the interpreter: forms and windows have rows, and a table of tiles that the launcher reads."""
     from hf_linattn.ops.triton import measured_tiles
 
     tiles = module("gpu_stages.tiles")
@@ -103,7 +103,8 @@ def check_kernels(folder):
     names = [next(iter(row["best"])) for row in measured]
     assert [name.startswith("window") for name in names] == [False, True]
     # one row of the table has tiles of both
-    assert {name: list(tile) for name, tile in table[where].items()} == measured[0]["best"] | measured[1]["best"]
+    both = measured[0]["best"] | measured[1]["best"]
+    assert {name: list(tile) for name, tile in table[where].items()} == both
     assert all(row[f"{name}_gain"] == 2 for row, name in zip(measured, names, strict=True))
 
 

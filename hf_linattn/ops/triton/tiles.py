@@ -97,12 +97,12 @@ WINDOW_KEYS = {
 }
 
 
-# What is better elsewhere than on the A100: by major capability (0: AMD) and operand, for heads of up to 64 and
-# 128. AMD's threads have twice the registers in four warps. Blackwell's tensor cores take no fewer than 64 rows
-# of queries, whose way through a memory of their own costs a window's short walks more than it saves.
+# What is better elsewhere than on the A100: by major capability (0: AMD) and operand, heads of up to 64 and
+# 128. AMD threads have more registers in fewer warps. Blackwell tensor cores take no fewer than 64 rows
+# of queries, and their way through a memory of their own costs a window more than it saves.
 FOUR = ("outputs", "query_gradients", "key_gradients", "value_gradients")
 OWN: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
-    (0, "bf16"): ({}, dict.fromkeys(FOUR, Tile(32, 64, 4, 2))),
+    (0, "bf16"): (dict.fromkeys(FOUR, Tile(32, 64, 2, 2)), dict.fromkeys(FOUR, Tile(32, 64, 4, 2))),
     (0, "fp16"): ({}, dict.fromkeys(FOUR, Tile(16, 32, 4, 2))),
     (8, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1)}),
     (12, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1), "query_gradients": Tile(16, 64, 8, 2)}),
