@@ -90,6 +90,19 @@ def test_a_damaged_table_is_said_and_not_used(folder, wrong):
         measured_tiles.use(path)
 
 
+def test_devices_have_tiles_of_their_own():
+    def outputs(*about):
+        return configuration(*about).outputs
+
+    of_amd, of_others = outputs(128, 128, 1, "bf16", (0, 0)), outputs(128, 128, 1, "bf16", (8, 6))
+    assert (of_amd.warps, of_others.warps) == (4, 8)
+    # they were compiled for one query head per key head, without decay
+    assert outputs(128, 128, 4, "bf16", (0, 0)) == outputs(128, 128, 4, "bf16", (8, 6))
+    assert outputs(128, 128, 1, "bf16", (0, 0), True) == outputs(128, 128, 1, "bf16", (8, 6), True)
+    assert outputs(64, 16, 1, "bf16", (0, 0)).block == 16  # no wider than values
+    assert outputs(64, 64, 1, "bf16", (13, 0)) == outputs(64, 64, 1, "bf16", (8, 6))  # not seen yet
+
+
 def test_a_trial_is_over_afterwards(folder):
     with measured_tiles.trial({"step": Tile(1, 8, 1, 1)}):
         assert measured_tiles.measured(CHOSEN, *ABOUT).step == Tile(1, 8, 1, 1)
