@@ -9,7 +9,7 @@ choose, would slow every first call, and could make two runs of one program diff
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tile(NamedTuple):
@@ -195,7 +195,7 @@ def configuration(
         least=256,
     )
     family, small = (capability[0], operand), index < 2
-    own: dict[str, Tile] = OWN_WINDOWS[family][index] if small and family in OWN_WINDOWS else {}
+    own: dict[str, Any] = OWN_WINDOWS[family][index] if small and family in OWN_WINDOWS else {}
     if small and family in OWN and group == 1 and not linked:  # they were compiled for these
         written = {"outputs": value_dim, "value_gradients": value_dim}
         of_call = OWN[family][index].items()
