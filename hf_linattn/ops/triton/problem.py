@@ -54,7 +54,7 @@ GRADIENT_ROWS = KernelSpec("gradient_rows", "q", "D", ("D", "DV"))
 QUERY_GRADIENTS = KernelSpec("query_gradients", "qkv", "D", ("DV",), per_query_head=True)
 KEY_GRADIENTS = KernelSpec("key_gradients", "qkv", "D", ("DV",))
 VALUE_GRADIENTS = KernelSpec("value_gradients", "qk", "DV", ("D",))
-DIRECT = 1 << 19
+DIRECT = 9 << 16
 """Bytes of slots that a program may read to sum them up itself; more get a launch of their own."""
 
 
