@@ -414,8 +414,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, output, lse = ctx.saved_tensors[:ARGUMENTS]
-        beside = ctx.saved_tensors[ARGUMENTS:]
+        saved = ctx.saved_tensors  # read once: under checkpointing each read takes the tensors away
+        (*tensors, output, lse), beside = saved[:ARGUMENTS], saved[ARGUMENTS:]
         results = _backward(grad, *_parts(*tensors, *ctx.options), output, lse, _sinks(beside))
         if not beside:
             return _grads(results)
