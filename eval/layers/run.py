@@ -7,7 +7,6 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
@@ -111,7 +110,7 @@ def run(args: argparse.Namespace, command: str) -> str:
     save_tradeoff(args.output_dir / "tradeoff.png", ranking, points, args.context)
     session.finish()
     if args.save is not None:
-        _save_hybrid(evaluator(), ranking.kept(keep), args.save)
+        _save_hybrid(args, evaluator(), ranking.kept(keep))
     ends = {"original": schedule.original(recall=False), "all linear": rows[(), OWN]}
     lines = [f"{name}: {_line(row)}" for name, row in ends.items()]
     lines += _summary(args, ranking, points)
@@ -123,13 +122,13 @@ def run(args: argparse.Namespace, command: str) -> str:
     return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
 
 
-def _save_hybrid(evaluator: Evaluator, own: Collection[int], folder: Path) -> None:
-    """Write the model with softmax in the layers `own`; the maps of the others stay."""
-    put(evaluator.model, {layer.module: None for layer in evaluator.layers if layer.number in own})
-    model: Any = evaluator.model
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with filling(folder) as partial:
+def _save_hybrid(args: argparse.Namespace, evaluator: Evaluator, own: Collection[int]) -> None:
+    """Write the model with softmax in the layers `own`; the maps of the others stay, in their own dtype."""
+    model: Any = load_model(ModelSpec("", args.model))  # not the one measured, which --dtype may have rounded
+    put(model, {layer.module: None for layer in evaluator.layers if layer.number in own})
+    with writing(args.save):
+        args.save.mkdir(parents=True, exist_ok=True)
+    with filling(args.save) as partial:
         model.save_pretrained(partial)
         evaluator.tokenizer.save_pretrained(partial)
 

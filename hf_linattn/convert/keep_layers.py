@@ -43,7 +43,7 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     assert plan.kept is not None
     chosen = plan.kept.parent / "chosen.json"
     if accelerator.is_main_process and not chosen.exists():
-        _rank(plan, plan.kept, data)
+        _rank(plan, plan.kept, accelerator.mixed_precision, data)
         results = json.loads((plan.kept.parent / "results.json").read_text(encoding="utf-8"))
         layers = sorted(results["order"][: results["keep"]])
         write_json(chosen, {"layers": layers, "rank": results["rank"], "note": results["note"]})
@@ -52,8 +52,10 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     return known
 
 
-def _rank(plan: ConversionPlan, kept: Path, data: Any) -> None:
+def _rank(plan: ConversionPlan, kept: Path, precision: str, data: Any) -> None:
     arguments, folder = plan.arguments, kept.parent
+    # as the stages compute; the hybrid is written in the dtype of stage transfer's folder all the same
+    dtype = "bfloat16" if precision == "bf16" else arguments.dtype
     text = folder / "text.txt"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,14 +63,23 @@ def _rank(plan: ConversionPlan, kept: Path, data: Any) -> None:
     if not text.exists():
         _write_text(plan, text, data)
     words = [sys.executable, "-m", "hf_linattn.eval.layers", "--model", str(folder.parent / "transfer")]
-    words += ["--original", plan.original, "--data", str(text), "--bos", "no", "--dtype", arguments.dtype]
+    words += ["--original", plan.original, "--data", str(text), "--bos", "no", "--dtype", dtype]
     words += ["--length", str(arguments.block_size), "--max-tokens", str(TOKENS), "--counts", "keep"]
     words += ["--seed", str(arguments.seed), "--output-dir", str(folder), "--save", str(kept)]
     if arguments.keep is not None:
         words += ["--keep", str(arguments.keep)]
     environment = {**ALONE, "CUDA_VISIBLE_DEVICES": ""} if arguments.cpu else ALONE
-    job = Job("layers", words, finished=(kept / "config.json").exists)
+    job = Job("layers", words, finished=(kept / "config.json").exists, progress=lambda: _measured(folder))
     run_jobs([job], folder / "logs", at_once=1, environment=environment)
+
+
+def _measured(folder: Path) -> float:
+    """Tell what part of the arrangements is measured: none, all, each layer alone, and two to compare."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        return min(len(results["rows"]) / (len(results["layers"]) + 4), 1.0)
+    except (OSError, LookupError, ValueError):
+        return 0.0  # not begun
 
 
 def _write_text(plan: ConversionPlan, path: Path, data: Any) -> None:

@@ -148,11 +148,15 @@ def test_help_is_in_groups(capsys):
 
 def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_learned(monkeypatch):
     argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
+    argv += ["--mixed-precision", "bf16"]
     monkeypatch.setattr(keep_layers, "TOKENS", 256)
     assert main([*argv, "--output-dir", "recalls"]) == 0
     chosen = json.loads(Path("recalls/layers/chosen.json").read_text())
     ranking = json.loads(Path("recalls/layers/results.json").read_text())
     assert chosen["layers"] == ranking["order"][:1]
+    assert ranking["arguments"]["dtype"] == "bfloat16"
+    # of two layers each alone is linear where the other is kept: nothing more to compare
+    assert keep_layers._measured(Path("recalls/layers")) == len(ranking["rows"]) / 6 == 4 / 6
     [kept] = chosen["layers"]
     patches = ["softmax" if layer == kept else "window+gated" for layer in range(2)]
     for folder in ("recalls/layers/hybrid", "recalls/distill"):
