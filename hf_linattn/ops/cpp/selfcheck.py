@@ -124,7 +124,7 @@ def _delta() -> Iterator[tuple[str, Tensor, Tensor]]:
         short = [x.detach().bfloat16() for x in leaves[:3]]
         both = []
         for three in (short, [x.float() for x in short]):
-            each = DeltaInputs(*three, inputs.gates)
+            each = DeltaInputs(three[0], three[1], three[2], inputs.gates)
             first = delta.forward(each, config, keep=False)[0]
             assert first is not None
             both.append([first, *delta.backward(each, config, grad.to(each.value.dtype), None)[:4]])
