@@ -181,7 +181,8 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, of_losses: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing each read takes the tensors away
         if len(saved) == 1:
-            return None, None, None, None, saved[0] * of_losses[:, None].to(saved[0].dtype), None, None
+            (gradient,) = saved
+            return None, None, None, None, gradient * of_losses[:, None].to(gradient.dtype), None, None
         states, weight, bias = saved
         held = HeldPredictions(states, weight, bias, ctx.finish)
         trained = zip(("states", "weight", "bias"), ctx.needs_input_grad[4:], strict=True)
