@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_linattn.cli.files import write_json, writing
+from hf_linattn.cli.files import read_json, write_json, writing
 from hf_linattn.cli.jobs import Job, run_jobs
 from hf_linattn.convert.resolve import ConversionPlan
 from hf_linattn.data import streams, token_ids
+from hf_linattn.errors import DataError
 
 TOKENS = 8192
 """Tokens of the text that each arrangement of layers is measured on."""
@@ -44,12 +44,11 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     chosen = plan.kept.parent / "chosen.json"
     if accelerator.is_main_process and not chosen.exists():
         _rank(plan, plan.kept, accelerator.mixed_precision, data)
-        results = json.loads((plan.kept.parent / "results.json").read_text(encoding="utf-8"))
+        results = read_json(plan.kept.parent / "results.json")
         layers = sorted(results["order"][: results["keep"]])
         write_json(chosen, {"layers": layers, "rank": results["rank"], "note": results["note"]})
     accelerator.wait_for_everyone()
-    known: dict[str, Any] = json.loads(chosen.read_text(encoding="utf-8"))
-    return known
+    return read_json(chosen)
 
 
 def _rank(plan: ConversionPlan, kept: Path, precision: str, data: Any) -> None:
@@ -76,10 +75,10 @@ def _rank(plan: ConversionPlan, kept: Path, precision: str, data: Any) -> None:
 def _measured(folder: Path) -> float:
     """Tell what part of the arrangements is measured: none, all, each layer alone, and two to compare."""
     try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        return min(len(results["rows"]) / (len(results["layers"]) + 4), 1.0)
-    except (OSError, LookupError, ValueError):
+        results = read_json(folder / "results.json")
+    except DataError:
         return 0.0  # not begun
+    return min(len(results["rows"]) / (len(results["layers"]) + 4), 1.0)
 
 
 def _write_text(plan: ConversionPlan, path: Path, data: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_linattn.cli.files import read_json
 from hf_linattn.cli.jobs import Job, last_step
 from hf_linattn.demo.data import DemoData
+from hf_linattn.errors import DataError
 
 PAGE = "page"
 """Stands for a row among the commands of the page itself."""
@@ -55,10 +56,9 @@ class Steps:
 
         def read() -> dict[str, Any]:
             try:
-                results: dict[str, Any] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                results = {"complete": False, "rows": []}
-            return results
+                return read_json(folder / "results.json")
+            except DataError:
+                return {"complete": False, "rows": []}
 
         self.add(
             row,
