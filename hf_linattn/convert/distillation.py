@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
-from hf_linattn.training.divergence import ComparisonTarget, compare_predictions
-from hf_linattn.training.head import Predictions
-from hf_linattn.training.loop import next_token_losses_of
+from hf_linattn.training.divergence import ComparisonTarget, Text, compare_predictions
+from hf_linattn.training.loop import next_tokens
 from hf_linattn.training.objectives import CACHELESS, Objective
 
 PREDICTIONS = compare_predictions(CACHELESS)
@@ -90,14 +89,12 @@ class DistillationLoss:
         with use_branches(model, "linear") if self._drops(model) else nullcontext():
             output = self.comparison.run(model, input_ids)
         chosen = None if self.objective is None else self.objective.chosen
-        places = () if chosen is None else (chosen(batch),)
-        losses = self.comparison.divergence(output, target, *places)
+        how: dict[str, Any] = {} if chosen is None else {"chosen": chosen(batch)}
         if self.ce_weight:
-            text_losses: Callable[[Predictions, Tensor], Tensor] = next_token_losses_of
-            if self.objective is not None:
-                assert self.objective.loss_of_predictions is not None  # refused before
-                text_losses = self.objective.loss_of_predictions
-            losses = losses + self.ce_weight * text_losses(output, batch)
+            targets = next_tokens if self.objective is None else self.objective.targets
+            assert targets is not None  # refused before
+            how["text"] = Text(targets(batch), self.ce_weight)
+        losses: Tensor = self.comparison.divergence(output, target, **how)
         return losses
 
     def _drops(self, model: nn.Module) -> bool:

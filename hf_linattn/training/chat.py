@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_linattn.data import count_targets, token_ids
-from hf_linattn.training.divergence import cross_entropy, mean_of_chosen
-from hf_linattn.training.head import Predictions, predict, token_losses
-from hf_linattn.training.masked_lm import NO_TARGET
+from hf_linattn.training.divergence import NO_TARGET, cross_entropy, mean_of_chosen
+from hf_linattn.training.head import predict, token_losses
+from hf_linattn.training.loop import next_tokens
 from hf_linattn.training.objectives import CACHELESS, Objective
 
 
@@ -30,7 +29,7 @@ def fit_objective(objective: Objective, *data: NDArray[np.int32] | None) -> Obje
         description="conversations as the tokenizer's chat template writes them, joined in order and cut "
         "into blocks; attention crosses their borders; the assistant's tokens alone are learned",
         losses=chosen_losses,
-        loss_of_predictions=chosen_losses_of,
+        targets=next_targets,
         prepare=prepare,
         chosen=predictions_of_targets,
         count_targets=count_targets,
@@ -42,18 +41,18 @@ def prepare(blocks: NDArray[np.int32], row_ids: NDArray[np.int64], step: int) ->
     return np.stack([token_ids(blocks), np.where(blocks < 0, np.int32(NO_TARGET), blocks)], axis=1)
 
 
+def next_targets(batch: Tensor) -> Tensor:
+    """Tell what each position is to predict, `NO_TARGET` for nothing: [B, 2, N] -> [B, N]."""
+    return next_tokens(batch[:, 1])
+
+
 def predictions_of_targets(batch: Tensor) -> Tensor:
     """Tell which positions predict a target, the one behind them: [B, 2, N] -> bool [B, N]."""
-    return F.pad(batch[:, 1, 1:] != NO_TARGET, (0, 1))
+    return next_targets(batch) != NO_TARGET
 
 
 def chosen_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B]."""
-    return chosen_losses_of(predict(model, batch[:, 0], **CACHELESS), batch)
-
-
-def chosen_losses_of(predictions: Predictions, batch: Tensor) -> Tensor:
-    """Compute what `chosen_losses` does, of known predictions of the batch [B, 2, N]: -> [B]."""
-    chosen = predictions_of_targets(batch)
-    targets = batch[:, 1].roll(-1, 1)[chosen]
-    return mean_of_chosen(token_losses(cross_entropy, predictions[chosen], targets), chosen)
+    predictions, targets = predict(model, batch[:, 0], **CACHELESS), next_targets(batch)
+    chosen = targets != NO_TARGET
+    return mean_of_chosen(token_losses(cross_entropy, predictions[chosen], targets[chosen]), chosen)

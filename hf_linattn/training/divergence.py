@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from hf_linattn.training.head import Predictions, predict, token_losses
+
+NO_TARGET = -100
+"""Target of a position that predicts nothing; transformers' own number."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class ComparisonTarget:
     Attributes:
         run: (model, token ids `[B, N]`) -> what is compared: predictions as of `predict`, or hidden states.
         divergence: (the student's, the teacher's), both as `run` gives them -> `[B]`; where predictions are
-            compared the teacher's may be `TopPredictions`, and a third argument `[B, N]` is True at the
-            positions that alone count.
+            compared the teacher's may be `TopPredictions`, `chosen` `[B, N]` is True at the positions that
+            alone count, and the loss of a `text` is added, of the same logits.
         unit: of the divergence, for pictures.
     """
 
@@ -31,16 +35,72 @@ class ComparisonTarget:
     unit: str
 
 
+class Text(NamedTuple):
+    """What predictions are compared with beside a teacher.
+
+    Attributes:
+        targets: what each position is to predict, `[B, N]`; `NO_TARGET` where that is nothing.
+        weight: of the mean negative log-likelihood of a row's targets, added to its mean divergence.
+    """
+
+    targets: Tensor
+    weight: float
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute the negative log-likelihood of targets `[...]` by logits `[..., V]`, in nats: -> `[...]`."""
     losses = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
 
-def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Compute KL(teacher || student) of every token's prediction, in nats: logits `[B, N, V]` -> `[B, N]`."""
-    ours, target = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
-    return F.kl_div(ours, target, reduction="none", log_target=True).sum(-1)
+def token_divergence(
+    student: Tensor, teacher: Tensor, targets: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Compute KL(teacher || student) of every token's prediction, in nats, and what the text adds.
+
+    With p and q the teacher's and the student's probabilities, t a target and w its weight:
+
+        sum_i p_i (log p_i - log q_i) - w log q_t
+
+    Args:
+        student: logits `[..., V]`; gradients go there alone.
+        teacher: likewise.
+        targets: token ids `[...]`; None for no text.
+        weights: `[...]`, 0 where there is no target.
+
+    Returns:
+        `[...]`, float32.
+    """
+    values: Tensor = _Divergence.apply(student, teacher, targets, weights)  # type: ignore[no-untyped-call]
+    return values
+
+
+class _Divergence(torch.autograd.Function):
+    """`token_divergence`; the forward makes its gradient, (1 + w) q - p - w [i = t], in place of log q."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, targets: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        ours, theirs = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
+        probabilities = theirs.exp()
+        values = torch.linalg.vecdot(probabilities, theirs.sub_(ours))
+        if targets is not None and weights is not None:
+            places = targets.clamp_min(0)[..., None]
+            values -= weights * ours.gather(-1, places)[..., 0]
+        if ctx.needs_input_grad[0]:
+            gradient = ours.exp_()
+            if targets is not None and weights is not None:
+                gradient *= 1 + weights[..., None]
+                gradient.scatter_add_(-1, places, -weights[..., None])
+            ctx.save_for_backward(gradient.sub_(probabilities).to(student.dtype))
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * of_values[..., None].to(gradient.dtype), None, None, None
 
 
 @dataclass(frozen=True)
@@ -64,7 +124,13 @@ def top_predictions(logits: Tensor, count: int) -> TopPredictions:
     return TopPredictions(ids, torch.cat((kept, rest), -1))
 
 
-def top_divergence(student: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
+def top_divergence(
+    student: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+    targets: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Compute KL(teacher || student) of predictions that say of K tokens how likely they are, in nats.
 
     With p the teacher's probabilities, q the student's and R all tokens but the K:
@@ -77,14 +143,20 @@ def top_divergence(student: Tensor, ids: Tensor, log_probs: Tensor) -> Tensor:
         student: logits `[..., V]`.
         ids: the K tokens, `[..., K]`.
         log_probs: of the K tokens and of R by the teacher, `[..., K + 1]`, whose exponentials sum to 1.
+        targets: as in `token_divergence`.
+        weights: likewise.
 
     Returns:
         `[...]`.
     """
     logits = student.float()
     rest = logits.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    ours = F.log_softmax(torch.cat((logits.gather(-1, ids), rest), -1), -1)
-    return F.kl_div(ours, log_probs, reduction="none", log_target=True).sum(-1)
+    parts = torch.cat((logits.gather(-1, ids), rest), -1)
+    total = parts.logsumexp(-1, keepdim=True)
+    values = F.kl_div(parts - total, log_probs, reduction="none", log_target=True).sum(-1)
+    if targets is not None and weights is not None:
+        values = values + weights * (total - logits.gather(-1, targets.clamp_min(0)[..., None]))[..., 0]
+    return values
 
 
 def states_error(student: Tensor, teacher: Tensor) -> Tensor:
@@ -104,18 +176,25 @@ def mean_of_chosen(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _prediction_divergence(
-    student: Predictions, teacher: Predictions | TopPredictions, chosen: Tensor | None = None
+    student: Predictions,
+    teacher: Predictions | TopPredictions,
+    chosen: Tensor | None = None,
+    text: Text | None = None,
 ) -> Tensor:
     loss: Callable[..., Tensor] = token_divergence
-    targets: tuple[Predictions, ...]
+    others: tuple[Predictions, ...]
     if isinstance(teacher, TopPredictions):
-        loss, targets = top_divergence, (teacher.ids, teacher.log_probs)
+        loss, others = top_divergence, (teacher.ids, teacher.log_probs)
     else:
-        targets = (teacher,)
+        others = (teacher,)
+    if text is not None:
+        there = text.targets != NO_TARGET
+        counted = there.shape[1] if chosen is None else chosen.sum(1)
+        others = (*others, text.targets, there * (text.weight * counted / there.sum(1))[:, None])
     if chosen is not None:
-        values = token_losses(loss, student[chosen], *(target[chosen] for target in targets))
+        values = token_losses(loss, student[chosen], *(other[chosen] for other in others))
         return mean_of_chosen(values, chosen)
-    return token_losses(loss, student, *targets).mean(1)
+    return token_losses(loss, student, *others).mean(1)
 
 
 def _mean_layer_error(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:

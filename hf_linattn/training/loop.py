@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
@@ -28,10 +29,10 @@ from tqdm import tqdm
 from hf_linattn.errors import TrainingError
 from hf_linattn.parallel import Shard, row_part
 from hf_linattn.training.checkpoint import Checkpoint, TrainLog
-from hf_linattn.training.divergence import cross_entropy
+from hf_linattn.training.divergence import NO_TARGET, cross_entropy
 from hf_linattn.training.early_stopping import EarlyStop
 from hf_linattn.training.fsdp import MetaCopy, full_tensor, is_sharding, reshard, shard
-from hf_linattn.training.head import Predictions, predict, token_losses
+from hf_linattn.training.head import predict, token_losses
 from hf_linattn.training.optimizers import OptimizerName, build_optimizer
 
 LossFunction = Callable[[nn.Module, Tensor], Tensor]
@@ -107,12 +108,13 @@ def batch_rows(step: int, size: int, blocks: int, seed: int) -> NDArray[np.int64
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of tokens 2..N of every row, in nats: [B, N] -> [B]."""
-    return next_token_losses_of(predict(model, ids, use_cache=False), ids)
-
-
-def next_token_losses_of(predictions: Predictions, ids: Tensor) -> Tensor:
-    """Compute what `next_token_losses` does, of known predictions of the ids [B, N]: -> [B]."""
+    predictions = predict(model, ids, use_cache=False)
     return token_losses(cross_entropy, predictions[:, :-1], ids[:, 1:]).mean(1)
+
+
+def next_tokens(ids: Tensor) -> Tensor:
+    """Tell what each position is to predict, `NO_TARGET` for the last: [B, N] -> [B, N]."""
+    return F.pad(ids[:, 1:], (0, 1), value=NO_TARGET)
 
 
 def split_token_losses(split: Shard, model: nn.Module, ids: Tensor) -> Tensor:

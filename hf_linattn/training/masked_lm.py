@@ -19,17 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linattn.data import BlockFile, build_blocks, read_tokens
 from hf_linattn.errors import DataError
-from hf_linattn.training.divergence import cross_entropy
-from hf_linattn.training.head import Predictions, predict, token_losses
+from hf_linattn.training.divergence import NO_TARGET, cross_entropy
+from hf_linattn.training.head import predict, token_losses
 
 SHARE = 0.15
 """Part of a block's tokens that is to be predicted."""
 
 HIDDEN, SWAPPED = 0.8, 0.1
 """Of these, the parts that become the mask token and any ordinary token; the rest stays as it is."""
-
-NO_TARGET = -100
-"""Target of the other tokens; transformers' own number."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +188,11 @@ def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
 
     The batch is as `Masking.prepare` gives it: every row has the same number of targets.
     """
-    return masked_losses_of(predict(model, batch[:, 0]), batch)
-
-
-def masked_losses_of(predictions: Predictions, batch: Tensor) -> Tensor:
-    """Compute what `masked_losses` does, of known predictions of a batch [B, 2, N]: -> [B]."""
-    targets = batch[:, 1]
+    predictions, targets = predict(model, batch[:, 0]), masked_tokens(batch)
     chosen = targets != NO_TARGET
     return token_losses(cross_entropy, predictions[chosen], targets[chosen]).view(len(batch), -1).mean(1)
+
+
+def masked_tokens(batch: Tensor) -> Tensor:
+    """Tell what each position is to predict: [B, 2, N] -> [B, N]."""
+    return batch[:, 1]

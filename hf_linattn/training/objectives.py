@@ -21,15 +21,14 @@ from transformers.models.auto.modeling_auto import (
 from hf_linattn.data import document_separator, load_blocks
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.divergence import ComparisonTarget, compare_hidden_states, compare_predictions
-from hf_linattn.training.head import Predictions
 from hf_linattn.training.loop import (
     LossFunction,
     Preparation,
     TargetCount,
     next_token_losses,
-    next_token_losses_of,
+    next_tokens,
 )
-from hf_linattn.training.masked_lm import Masking, masked_losses, masked_losses_of
+from hf_linattn.training.masked_lm import Masking, masked_losses, masked_tokens
 
 ObjectiveName = Literal["causal", "mlm", "states"]
 
@@ -48,7 +47,7 @@ class Objective:
         keywords: of a forward, besides token ids.
         comparison: what of an original and its student is compared.
         losses, prepare: for the training loop; None where nothing is predicted, or nothing prepared.
-        loss_of_predictions: (predictions, batch) -> losses [B], as `losses` without a forward.
+        targets: batch -> what each position is to predict [B, N], `NO_TARGET` for nothing; None likewise.
         chosen: batch -> the positions [B, N] whose predictions are learned; None for all.
         count_targets: blocks -> how many tokens of each are learned [B]; None where all have as many.
         highest: the largest token id that `prepare` may bring in.
@@ -62,7 +61,7 @@ class Objective:
     keywords: dict[str, bool]
     comparison: ComparisonTarget
     losses: LossFunction | None = None
-    loss_of_predictions: Callable[[Predictions, Tensor], Tensor] | None = None
+    targets: Callable[[Tensor], Tensor] | None = None
     prepare: Preparation | None = None
     chosen: Callable[[Tensor], Tensor] | None = None
     count_targets: TargetCount | None = None
@@ -125,7 +124,7 @@ def build_objective(
             CACHELESS,
             compare_predictions(CACHELESS),
             losses=next_token_losses,
-            loss_of_predictions=next_token_losses_of,
+            targets=next_tokens,
             peft_task="CAUSAL_LM",
         )
     masking = Masking.of(tokenizer, block_size, seed)
@@ -136,7 +135,7 @@ def build_objective(
         {},
         compare_predictions({}),
         losses=masked_losses,
-        loss_of_predictions=masked_losses_of,
+        targets=masked_tokens,
         prepare=masking.prepare,
         highest=max(len(tokenizer) - 1, cast("int", tokenizer.mask_token_id)),
         auto_class=AutoModelForMaskedLM,

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from hf_linattn import patch_model
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.training import head
-from hf_linattn.training.divergence import TopPredictions, top_predictions
+from hf_linattn.training.divergence import NO_TARGET, TopPredictions, top_predictions
 from hf_linattn.training.head import Finish, HeldPredictions, logits_in_chunks, predict
 from hf_linattn.training.loop import next_token_losses
-from hf_linattn.training.masked_lm import NO_TARGET, masked_losses
+from hf_linattn.training.masked_lm import masked_losses
 
 IDS = tiny_models.tokens(3, 24)
 ALL = IDS.numel() * 97
@@ -98,6 +98,16 @@ def test_values_and_gradients_are_those_of_the_plain_form(family):
     losses, want = loss(model, IDS), plain_divergence(model, teacher) + 0.5 * plain_nats(model)
     assert tiny_models.distance(losses, want) < 1e-6
     assert_same(gradients(model, losses), gradients(model, want))
+
+
+def test_divergence_and_text_share_the_logits(monkeypatch):
+    model, teacher = build("llama"), build("llama", seed=2)
+    model.lm_head.requires_grad_(False)
+    made = []
+    raw = HeldPredictions.raw
+    monkeypatch.setattr(HeldPredictions, "raw", lambda self: made.append(len(self.states)) or raw(self))
+    DistillationLoss(frozen_teacher(teacher), ce_weight=0.5)(model, IDS).sum().backward()
+    assert sum(made) == 2 * IDS.numel()  # the student's and the teacher's, once each
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -35,7 +35,8 @@ from hf_linattn.finetune.__main__ import main
 from hf_linattn.finetune.model import check_fit
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.training import loop
-from hf_linattn.training.masked_lm import NO_TARGET, Masking, masked_losses
+from hf_linattn.training.divergence import NO_TARGET
+from hf_linattn.training.masked_lm import Masking, masked_losses
 from hf_linattn.training.objectives import build_objective, choose_objective
 
 pytestmark = pytest.mark.usefixtures("surroundings")
