@@ -69,33 +69,39 @@ class ModelSeries(Series):
     def _timed(
         self, side: str, context: Callable[[], AbstractContextManager[None]], length: int
     ) -> tuple[Timed, Row]:
+        with context(), scoring(self.model):
+            call, restore, size = self._call(length)
+
         @contextmanager
         def around() -> Iterator[None]:
             with context(), scoring(self.model):
                 yield
+                restore()
 
-        with around():
-            call, size = self._call(length)
         return Timed(self.labels[side], call, around), {"cache_bytes": size}
 
-    def _call(self, length: int) -> tuple[Callable[[], Any], int | None]:
-        """Return what is timed, on the side that is in force, and the bytes of the cache if there is one."""
+    def _call(self, length: int) -> tuple[Callable[[], Any], Callable[[], None], int | None]:
+        """Return what is timed, on the side that is in force.
+
+        Returns:
+            The call; another that makes good what calls leave behind; the bytes of the cache if there is one.
+        """
         if self.kind == "train":
-            return self._training(caches.random_tokens(self.model, self.batch, length, self.seed)), None
+            ids = caches.random_tokens(self.model, self.batch, length, self.seed)
+            return self._training(ids), _nothing, None
         ids = caches.random_tokens(self.model, self.batch, length + 1, self.seed)
         _, cache = caches.read(self.model, ids[:, :length])
         size = caches.cache_bytes(cache)
         if self.kind == "prefill":
-            return lambda: caches.read(self.model, ids[:, :length])[0], size
+            return lambda: caches.read(self.model, ids[:, :length])[0], _nothing, size
         references, numbers = put_back(cache)
 
         def step() -> Tensor:
             out = forward(self.model, ids[:, length:], 1, past_key_values=cache, use_cache=True)
             references()
-            numbers()
             return out.logits  # type: ignore[no-any-return]
 
-        return step, size
+        return step, numbers, size
 
     def _training(self, ids: Tensor) -> Callable[[], Any]:
         def step() -> Tensor:
@@ -107,6 +113,10 @@ class ModelSeries(Series):
             return loss.detach()
 
         return step
+
+
+def _nothing() -> None:
+    """Make nothing good."""
 
 
 def smaller_cache(model: nn.Module, batch: int, seed: int) -> BreakEven | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_linattn.attention import LinearAttention, StatefulAttention, Tokens, upcast
 from hf_linattn.ops.types import State
 
+from .ring import nobody
+
 
 def with_gates(tokens: Tokens) -> Tokens:
     """Keep the gates of tokens behind their values, so that they stay together in the window's ring."""
@@ -63,6 +65,16 @@ def absorb(rest: StatefulAttention, tokens: Tokens, before: State | None) -> Sta
     some = written if before is None else written | (before.z > 0)
     after = rest.absorb(tokens, None if before is None else rest.state_of(before.S))
     return State(after[0], some.to(after[0].dtype))
+
+
+def before_first(rest: StatefulAttention, tokens: Tokens) -> State:
+    """Return the state before the first of these tokens."""
+    if not isinstance(rest, LinearAttention):
+        return absorb(rest, nobody(tokens), None)
+    batch, heads, _, width = tokens.key.shape
+    dtype = torch.promote_types(tokens.key.dtype, torch.float32)
+    z = tokens.key.new_zeros(batch, heads, rest.features or width, dtype=dtype)
+    return State(z.new_zeros(*z.shape, tokens.value.shape[3]), z)
 
 
 def of_all_queries(length: int, *sums: Tensor) -> tuple[Tensor, ...]:

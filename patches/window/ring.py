@@ -27,6 +27,10 @@ class KeyValues(NamedTuple):
     value: Tensor
     valid: Tensor
 
+    def first(self, count: int) -> KeyValues:
+        """Select the first columns."""
+        return KeyValues(self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count])
+
     def columns(self, index: Tensor) -> KeyValues:
         """Select those at these columns, `[K]` of all rows or `[B, K]` of each."""
         if index.ndim == 1:
@@ -196,11 +200,19 @@ def without_gaps(tokens: Tokens, place: Tensor) -> Tokens:
 
 def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
     """Keep the first tokens of a text, at most `size`: in the first columns, as `push_one` wants them."""
-    before = WindowState.empty(tokens, 0, sinks)
-    valid, ranks = ranked(tokens, sinks, causal=True)
-    new = masked(tokens, valid)
-    window, first = padded(new, 0, size - tokens.length), with_sinks(new, ranks, before.sinks)
-    return WindowState(*window, *first, before.oldest.fill_(tokens.length % size), before.S, before.z)
+    if tokens.valid is None and tokens.length >= sinks:  # then the first are the sinks
+        valid = counted(tokens)
+        new = KeyValues(tokens.key, tokens.value, valid)
+        first = KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in new.first(sinks)))
+        valid[:, :sinks] = False
+    else:
+        valid, ranks = ranked(tokens, sinks, causal=True)
+        new = masked(tokens, valid)
+        first = with_sinks(new, ranks, WindowState.empty(tokens, 0, sinks).sinks)
+    batch = tokens.key.shape[0]
+    oldest = tokens.key.new_full((batch,), tokens.length % size, dtype=torch.int64)
+    nothing = tokens.key.new_empty(batch, 0)
+    return WindowState(*padded(new, 0, size - tokens.length), *first, oldest, nothing, nothing)
 
 
 def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:

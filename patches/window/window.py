@@ -24,7 +24,7 @@ from hf_linattn.registry import register
 
 from . import ring, salient, split
 from .fused import PreparedToken, Share, fused_step, prepare
-from .rest import absorb, of_all_queries, sums, with_gates, without_gates
+from .rest import absorb, before_first, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import Rotary, is_rotated
 from .salient import SalientState
@@ -294,7 +294,9 @@ class Window(StatefulAttention):
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
         after = ring.from_prompt(tokens, self.size, self.sinks)
-        return after.with_linear(self._absorbed(ring.nobody(tokens), None)) if self.inner else after
+        if not self.inner:
+            return after
+        return after.with_linear(before_first(self._linear(), without_gates(tokens, self.gate_count)))
 
     def _absorbed(self, tokens: Tokens, before: State | None) -> State:
         return absorb(self._linear(), without_gates(tokens, self.gate_count), before)
@@ -326,10 +328,10 @@ class Window(StatefulAttention):
                 "program for all lengths has no such number: export with salient=0"
             )
         if state is None:
-            nobody = replace(ring.nobody(tokens), in_place=False, keep=True)
             if tokens.query is None:
-                begun = self._absorbed(nobody, None)
+                begun = before_first(self._linear(), without_gates(tokens, self.gate_count))
             else:
+                nobody = replace(ring.nobody(tokens), in_place=False, keep=True)
                 begun = sums(self._linear(), replace(nobody, query=tokens.query[:, :, :1]), None)[2]
             state = SalientState.empty(tokens, self.size, self.sinks, self.salient, begun)
         parts = []

@@ -1,4 +1,4 @@
-"""Write the tables and figures of docs/smollm2.md.
+"""Write the tables and figures of docs/smollm2.md, and the short table of the README.
 
 python -m studies.smollm2.page --work-dir W --tokens 1000000
 """
@@ -21,7 +21,8 @@ from hf_linattn.cli.files import replacing
 from .__main__ import HERE, ROWS, TOKENS, Row
 from .figures import collect, load
 
-DOCS = HERE.parents[1] / "docs"
+README = HERE.parents[1] / "README.md"
+DOCS = README.parent / "docs"
 PAGE = DOCS / "smollm2.md"
 MARK = re.compile(r"(<!-- (\w+): written by [^\n]*-->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 CHOICES = ("arc_easy", "piqa", "winogrande", "openbook_qa")
@@ -96,17 +97,36 @@ SINKS: dict[str, Callable[[Figures], str]] = {
 }
 
 
+SHORT = ("512", "2,048", "8,192", "32,768", "LAMBADA", "cache MiB", "decode x")
+"""Columns of the README's table."""
+SHORT_ROWS = {
+    "original": "the model itself",
+    "control": "softmax, trained on 200,000 tokens",
+    "hybrid-256": "`--preset hybrid`, 200,000",
+    "recall-quarter": "`--preset recall`, 200,000",
+    "linear": "`--preset linear`, 200,000",
+    "control-long": "softmax, 1,000,000",
+    "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, 1,000,000",
+}
+"""Its rows, and what they are called there."""
+
+
 def _mib(value: float | None) -> float | None:
     return None if value is None else value / 2**20
 
 
-def table(rows: Iterable[Figures], columns: dict[str, Callable[[Figures], str]]) -> str:
-    """Write a table of the rows that have any of its figures."""
+def table(
+    rows: Iterable[Figures],
+    columns: dict[str, Callable[[Figures], str]],
+    names: dict[str, str] | None = None,
+) -> str:
+    """Write a table of the rows that have any of its figures; with names, of the rows that have one."""
     lines = []
     for row in rows:
         cells = [column(row) for column in columns.values()]
-        if any(cells):
-            lines.append(f"| {row.row.name} | {' | '.join(cells)} |")
+        name = row.row.name if names is None else names.get(row.row.name)
+        if name is not None and any(cells):
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return _table([name.strip() for name in columns], lines)
 
 
@@ -171,27 +191,33 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
     parts = {
         "table": table(rows, COLUMNS),
+        "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, SHORT_ROWS),
         "tasks": single_tasks(rows),
         "sinks": table(rows, SINKS),
         "swapped": curves(figures, "swapped"),
         "logn": curves(figures, "logn"),
         "answers": answers(rows),
     }
-    return MARK.sub(lambda found: found[1] + parts[found[2]] + found[3], page)
+
+    def part(found: re.Match[str]) -> str:
+        return found[1] + parts[found[2]] + found[3] if found[2] in parts else found[0]
+
+    return MARK.sub(part, page)
 
 
 def main() -> None:
     """Collect the figures of a work folder, and write page and pictures."""
-    parser = argparse.ArgumentParser(description="Write the tables and figures of docs/smollm2.md.")
+    parser = argparse.ArgumentParser(description="Write the tables of docs/smollm2.md and of the README.")
     parser.add_argument("--work-dir", type=Path, help="of the study (default: the stored figures alone)")
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, help="of the rows to show (default: %(default)s)"
     )
     args = parser.parse_args()
     figures = collect(args.work_dir) if args.work_dir else load()
-    content = renewed(PAGE.read_text(encoding="utf-8"), figures, args.tokens)
-    with replacing(PAGE) as partial:
-        partial.write_text(content, encoding="utf-8")
+    for path in (PAGE, README):
+        content = renewed(path.read_text(encoding="utf-8"), figures, args.tokens)
+        with replacing(path) as partial:
+            partial.write_text(content, encoding="utf-8")
     rows = [Figures(figures, row, args.tokens) for row in ROWS.values()]
     draw(rows, DOCS / "images" / "smollm2-lengths.svg", DOCS / "images" / "smollm2-recall.svg")
 

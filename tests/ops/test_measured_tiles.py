@@ -95,9 +95,10 @@ def test_devices_have_tiles_of_their_own():
         return configuration(*about).outputs
 
     of_amd, of_others = outputs(128, 128, 1, "bf16", (0, 0)), outputs(128, 128, 1, "bf16", (8, 6))
-    assert (of_amd.warps, of_others.warps) == (4, 8)
-    # they were compiled for one query head per key head, without decay
-    assert outputs(128, 128, 4, "bf16", (0, 0)) == outputs(128, 128, 4, "bf16", (8, 6))
+    assert (of_amd.chunk, of_others.chunk) == (32, 16)
+    alone, grouped = (configuration(128, 128, n, "bf16", (8, 6)) for n in (1, 4))
+    assert alone.gradient_rows != grouped.gradient_rows  # heads that share keys have tiles of their own too
+    # they were compiled without decay
     assert outputs(128, 128, 1, "bf16", (0, 0), True) == outputs(128, 128, 1, "bf16", (8, 6), True)
     assert outputs(64, 16, 1, "bf16", (0, 0)).block == 16  # no wider than values
     assert outputs(64, 64, 1, "bf16", (13, 0)) == outputs(64, 64, 1, "bf16", (8, 6))  # not seen yet

@@ -101,13 +101,49 @@ WINDOW_KEYS = {
 # 128. AMD threads have more registers in fewer warps. Blackwell tensor cores take no fewer than 64 rows
 # of queries, and their way through a memory of their own costs a window more than it saves.
 FOUR = ("outputs", "query_gradients", "key_gradients", "value_gradients")
-OWN: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
-    (0, "bf16"): (dict.fromkeys(FOUR, Tile(32, 64, 2, 2)), dict.fromkeys(FOUR, Tile(32, 64, 4, 2))),
-    (0, "fp16"): ({}, dict.fromkeys(FOUR, Tile(16, 32, 4, 2))),
-    (8, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1)}),
-    (12, "bf16"): ({}, {"gradient_rows": Tile(64, 64, 8, 1), "query_gradients": Tile(16, 64, 8, 2)}),
+Tiles = dict[str, Tile]
+
+
+def _four(*tiles: Tile) -> Tiles:
+    """Give four kernels a tile each, or the same."""
+    return dict(zip(FOUR, tiles * 4 if len(tiles) == 1 else tiles, strict=False))
+
+
+WIDE, HALF, NARROW = Tile(32, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)
+MANY = Tile(16, 64, 8, 2)
+"""As `HALF`, in more warps."""
+ROWS = {"gradient_rows": Tile(64, 64, 8, 1)}
+OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
+    (0, "bf16"): (_four(Tile(32, 64, 2, 2)), _four(WIDE)),
+    (0, "fp16"): ({}, _four(NARROW)),
+    (8, "bf16"): ({}, _four(HALF) | ROWS),
+    (8, "fp16"): (_four(WIDE, WIDE, Tile(32, 32, 4, 2), WIDE), _four(MANY, HALF, NARROW, HALF)),
+    (9, "fp16"): (_four(WIDE), _four(HALF)),
+    (10, "bf16"): ({}, _four(HALF)),
+    (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE), _four(MANY)),
+    (12, "bf16"): ({}, _four(HALF, HALF, NARROW, HALF) | ROWS),
+    (12, "fp16"): (_four(HALF), _four(MANY, HALF, Tile(16, 32, 8, 2), HALF)),
 }
-OWN_WINDOWS: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
+# The same where query heads share key heads: a loop over them inside a chunk takes registers.
+GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
+    (0, "bf16"): (
+        _four(*[Tile(32, 64, 2, 2)] * 2, *[Tile(16, 64, 2, 2)] * 2),
+        _four(WIDE, WIDE, HALF, HALF),
+    ),
+    (0, "fp16"): ({}, _four(NARROW)),
+    (8, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
+    (8, "fp16"): (_four(WIDE, WIDE, Tile(32, 32, 4, 2), HALF), _four(MANY, HALF, NARROW, HALF)),
+    (9, "bf16"): (
+        {"value_gradients": Tile(64, 64, 4, 2)},
+        {"key_gradients": HALF, "value_gradients": Tile(64, 64, 8, 2)},
+    ),
+    (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE), _four(HALF, HALF, NARROW, MANY)),
+    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
+    (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE), _four(MANY)),
+    (12, "bf16"): ({"key_gradients": HALF, "value_gradients": HALF}, _four(HALF, HALF, NARROW, HALF)),
+    (12, "fp16"): (_four(HALF, HALF, Tile(32, 32, 4, 2), HALF), _four(MANY, HALF, NARROW, HALF)),
+}
+OWN_WINDOWS: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (0, "bf16"): (
         {},
         {"window_query_gradients": Tile(64, 32, 4, 2), "window_key_gradients": Tile(32, 64, 4, 2)},
@@ -116,17 +152,33 @@ OWN_WINDOWS: dict[tuple[int, str], tuple[dict[str, Tile], dict[str, Tile]]] = {
         {
             "window_outputs": Tile(32, 64, 4, 2),
             "window_query_gradients": Tile(32, 64, 4, 2),
-            "window_key_gradients": Tile(64, 32, 4, 2),
+            "window_key_gradients": Tile(32, 128, 4, 1),
         },
         {
             "window_outputs": Tile(32, 64, 4, 2),
             "window_query_gradients": Tile(32, 64, 8, 2),
-            "window_key_gradients": Tile(64, 32, 8, 2),
+            "window_key_gradients": Tile(32, 128, 4, 1),
+        },
+    ),
+    (10, "fp16"): (
+        {
+            "window_outputs": Tile(32, 64, 4, 2),
+            "window_query_gradients": Tile(32, 64, 4, 2),
+            "window_key_gradients": Tile(32, 128, 4, 1),
+        },
+        {
+            "window_outputs": Tile(32, 64, 4, 2),
+            "window_query_gradients": Tile(16, 64, 4, 2),
+            "window_key_gradients": Tile(32, 64, 4, 1),
         },
     ),
     (12, "bf16"): (
         {},
         {"window_query_gradients": Tile(128, 16, 8, 2), "window_key_gradients": Tile(16, 128, 8, 1)},
+    ),
+    (12, "fp16"): (
+        {},
+        {"window_query_gradients": Tile(32, 64, 8, 1), "window_key_gradients": Tile(64, 32, 4, 2)},
     ),
 }
 
@@ -196,9 +248,10 @@ def configuration(
     )
     family, small = (capability[0], operand), index < 2
     own: dict[str, Any] = OWN_WINDOWS[family][index] if small and family in OWN_WINDOWS else {}
-    if small and family in OWN and group == 1 and not linked:  # they were compiled for these
+    table = OWN if group == 1 else GROUPED
+    if small and family in table and not linked:  # they were compiled without decay and documents
         written = {"outputs": value_dim, "value_gradients": value_dim}
-        of_call = OWN[family][index].items()
+        of_call = table[family][index].items()
         own = own | {name: of(tile, written.get(name, head_dim)) for name, tile in of_call}
     return chosen._replace(**own)
 
