@@ -113,16 +113,22 @@ WIDE, HALF, NARROW = Tile(32, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)
 MANY = Tile(16, 64, 8, 2)
 """As `HALF`, in more warps."""
 ROWS = {"gradient_rows": Tile(64, 64, 8, 1)}
+STATES = {"segment_states": Tile(64, 64, 4, 2)}, {"segment_states": Tile(32, 128, 8, 2)}
+BOTH = STATES[0] | {"gradient_rows": Tile(64, 64, 4, 2)}, STATES[1] | {"gradient_rows": Tile(32, 128, 8, 2)}
+"""Sums over a segment in float16, by width."""
 OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (0, "bf16"): (_four(Tile(32, 64, 2, 2)), _four(WIDE)),
     (0, "fp16"): ({}, _four(NARROW)),
     (8, "bf16"): ({}, _four(HALF) | ROWS),
-    (8, "fp16"): (_four(WIDE, WIDE, Tile(32, 32, 4, 2), WIDE), _four(MANY, HALF, NARROW, HALF)),
-    (9, "fp16"): (_four(WIDE), _four(HALF)),
+    (8, "fp16"): (
+        _four(WIDE, WIDE, Tile(32, 32, 4, 2), WIDE) | BOTH[0],
+        _four(MANY, HALF, NARROW, HALF) | BOTH[1],
+    ),
+    (9, "fp16"): (_four(WIDE) | BOTH[0], _four(HALF) | BOTH[1]),
     (10, "bf16"): ({}, _four(HALF)),
-    (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE), _four(MANY)),
+    (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE) | BOTH[0], _four(MANY) | BOTH[1]),
     (12, "bf16"): ({}, _four(HALF, HALF, NARROW, HALF) | ROWS),
-    (12, "fp16"): (_four(HALF), _four(MANY, HALF, Tile(16, 32, 8, 2), HALF)),
+    (12, "fp16"): (_four(HALF) | BOTH[0], _four(MANY, HALF, Tile(16, 32, 8, 2), HALF) | BOTH[1]),
 }
 # The same where query heads share key heads: a loop over them inside a chunk takes registers.
 GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
@@ -132,16 +138,22 @@ GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     ),
     (0, "fp16"): ({}, _four(NARROW)),
     (8, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
-    (8, "fp16"): (_four(WIDE, WIDE, Tile(32, 32, 4, 2), HALF), _four(MANY, HALF, NARROW, HALF)),
+    (8, "fp16"): (
+        _four(WIDE, WIDE, Tile(32, 32, 4, 2), HALF) | STATES[0],
+        _four(MANY, HALF, NARROW, HALF) | STATES[1],
+    ),
     (9, "bf16"): (
         {"value_gradients": Tile(64, 64, 4, 2)},
         {"key_gradients": HALF, "value_gradients": Tile(64, 64, 8, 2)},
     ),
-    (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE), _four(HALF, HALF, NARROW, MANY)),
+    (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE) | STATES[0], _four(HALF, HALF, NARROW, MANY) | STATES[1]),
     (10, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
-    (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE), _four(MANY)),
+    (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE) | STATES[0], _four(MANY) | STATES[1]),
     (12, "bf16"): ({"key_gradients": HALF, "value_gradients": HALF}, _four(HALF, HALF, NARROW, HALF)),
-    (12, "fp16"): (_four(HALF, HALF, Tile(32, 32, 4, 2), HALF), _four(MANY, HALF, NARROW, HALF)),
+    (12, "fp16"): (
+        _four(HALF, HALF, Tile(32, 32, 4, 2), HALF) | STATES[0],
+        _four(MANY, HALF, NARROW, HALF) | STATES[1],
+    ),
 }
 OWN_WINDOWS: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (0, "bf16"): (
@@ -250,7 +262,7 @@ def configuration(
     own: dict[str, Any] = OWN_WINDOWS[family][index] if small and family in OWN_WINDOWS else {}
     table = OWN if group == 1 else GROUPED
     if small and family in table and not linked:  # they were compiled without decay and documents
-        written = {"outputs": value_dim, "value_gradients": value_dim}
+        written = dict.fromkeys(("outputs", "value_gradients", "segment_states"), value_dim)
         of_call = table[family][index].items()
         own = own | {name: of(tile, written.get(name, head_dim)) for name, tile in of_call}
     return chosen._replace(**own)
