@@ -1,17 +1,19 @@
 """Parts of the benchmark: what is timed computes what it says; ratios and break-even lengths."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import OptionError, UnknownPatchError
 from hf_linattn.eval.bench import config as bench_config
 from hf_linattn.eval.bench import memory, peers, roofline
 from hf_linattn.eval.bench.break_even import break_even
 from hf_linattn.eval.bench.caches import Growth
-from hf_linattn.eval.bench.candidates import IN_PLACE, SDPA, build, check, random_inputs
+from hf_linattn.eval.bench.candidates import IN_PLACE, SDPA, build, check, put_back, random_inputs
 from hf_linattn.eval.bench.config import KINDS, BenchConfig, Shape, parse_shape, parse_shapes
 from hf_linattn.eval.bench.forecast import Forecast
 from hf_linattn.eval.bench.model import first_smaller
@@ -66,6 +68,17 @@ def test_a_decoded_token_is_the_last_of_a_prefill_however_often():
         hybrid.call()
     with hybrid.around():
         assert torch.equal(first, hybrid.call())
+
+
+def test_what_a_first_token_finds_out_stays_for_the_next():
+    layer = StateLayer()
+    layer.state, layer.seen = (torch.zeros(2),), 8
+    references, numbers = put_back(SimpleNamespace(layers=[layer]))
+    layer.state[0].add_(1)
+    layer.seen, layer.prepared = 9, "found"
+    references()
+    numbers()
+    assert (layer.seen, layer.prepared, layer.state[0].sum()) == (8, "found", 0)
 
 
 def test_training_has_gradients_of_inputs_and_of_learned_maps(monkeypatch):
