@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_linattn.attention.call import Call
+from hf_linattn.attention.prepared import Weights, dense
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, in_backward_again, upcast
@@ -180,6 +182,30 @@ class LinearAttention(StatefulAttention):
         output, total, after = self.sums(tokens, state, divide=self.sum_normalised)
         return output if self.sum_normalised else self._divided(output, total, tokens), after
 
+    def prepared_step(self, call: Call) -> PreparedToken | None:
+        """Prepare the tokens behind this one, where one call in C++ computes each, maps and all."""
+        layer, own = call.layer, (type(self).causal, type(self).sums, type(self).kernel_inputs)
+        if own != (LinearAttention.causal, LinearAttention.sums, LinearAttention.kernel_inputs):
+            return None
+        gate = self.gate()
+        if (
+            layer is None
+            or self.fused == "none"
+            or not self.sum_normalised
+            or (self.has_decay and gate is None)
+        ):
+            return None
+        state, given = layer.state, (call.query, call.key, call.value)
+        form = Form(self.fused, True, True, self.has_decay, False)
+        if not isinstance(state, State) or not native.may_overwrite(state) or not dense(*given):
+            return None
+        if choose_backend(*given, self.fused, state, form, self.features) != "cpp":
+            return None
+        if call.value.dtype != call.query.dtype or any(x.is_inference() for x in self.parameters()):
+            return None
+        inputs = Inputs(*given, None, *state)
+        return PreparedToken(self, native.Prepared(inputs, OpConfig(self.fused, self.eps, True), gate))
+
     def bidirectional(self, tokens: Tokens) -> Tensor:
         """Let every query read the sum of all keys."""
         output, total = self._sums_over_all(tokens)
@@ -313,6 +339,17 @@ class LinearAttention(StatefulAttention):
         if site.kv_heads is None or features is None or site.value_dim is None:
             return None
         return max(size, 4) * site.kv_heads * features * (site.value_dim + 1)
+
+
+class PreparedToken:
+    """Tokens that come one by one behind one state, none of them padding."""
+
+    def __init__(self, attention: LinearAttention, prepared: native.Prepared) -> None:
+        self.weights, self.prepared = Weights(attention), prepared
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor | None:
+        """Compute a token: `[B, 1, H, Dv]`; None where something has changed."""
+        return None if self.weights.changed() else self.prepared.run(query, key, value)
 
 
 def _products(key: Tensor, value: Tensor) -> torch.dtype | None:

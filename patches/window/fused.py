@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
+from hf_linattn.attention.prepared import Weights, dense
 from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import takes, window_decode
 from hf_linattn.ops.triton import window_token
@@ -113,20 +114,11 @@ class PreparedToken:
         ring_buffer = window_decode.RingBuffer(state.key, state.value, state.valid, state.oldest)
         token = query, tokens.key, tokens.value
         self.prepared = window_decode.Prepared(token, ring_buffer, tokens.scaling, tail, sinks)
-        self.weights = [
-            (module._parameters, name, weight, weight.data_ptr(), weight._version)
-            for module in window.modules()
-            for name, weight in module._parameters.items()
-        ]
+        self.weights = Weights(window)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, before: int) -> Tensor | None:
         """Compute a token behind so many: `[B, 1, H, Dv]`; None where something has changed."""
-        if self.window.branches not in (None, "both"):
-            return None
-        for parameters, name, weight, at, version in self.weights:
-            if parameters.get(name) is not weight or weight.data_ptr() != at or weight._version != version:
-                return None
-        if before < self.sinks:
+        if self.window.branches not in (None, "both") or self.weights.changed() or before < self.sinks:
             return None
         turned = None
         if self.turn is not None and before > self.turn.last:
@@ -155,9 +147,7 @@ def prepare(
         (rest.gate() is None and rest.has_decay) or (rest.fused == "none" and rest.softmax_map() is None)
     ):
         return None
-    written = all(x.is_contiguous() for x in state) and all(
-        x.stride(-1) == 1 for x in (query, tokens.key, tokens.value)
-    )
+    written = all(x.is_contiguous() for x in state) and dense(query, tokens.key, tokens.value)
     kept = tokens.key.dtype == state.key.dtype and tokens.value.dtype == state.value.dtype
     if not written or not kept or any(x.is_inference() for x in window.parameters()):
         return None

@@ -275,6 +275,7 @@ SPECS = {
     "window+gated": {},
     "window+hedgehog": {},
     "window+decay": {},
+    "elu1": {},
     "gated": {},
     "hybrid of gated features": {"gated": {"feature_map": "hedgehog", "half_life": 8.0}},
     "hybrid of taylor": {"taylor2": {}},
@@ -324,7 +325,8 @@ def decoded(model, ids, mask):
 def counted(monkeypatch):
     """Names of the calls that tokens are computed by: prepared ones by `run`."""
     called = []
-    for owner, name in ((window_decode, "decode"), (window_decode.Prepared, "run")):
+    prepared = (window_decode.Prepared, "run"), (linear.Prepared, "run")
+    for owner, name in ((window_decode, "decode"), *prepared):
         real = getattr(owner, name)
 
         def spy(*given, real=real, name=name):
@@ -345,17 +347,19 @@ def test_models_decode_as_they_do_in_float64(spec, padding, compiled, monkeypatc
     got = decoded(patched(spec, torch.float32), ids, mask)
     assert relative_error(got.double(), want) < 1e-4
     one_call = "window" in spec or "hybrid" in spec
-    assert len(called) == (2 * 22 if one_call else 0)
-    again = one_call and not padding and spec not in ("window+logn", "window+decay", "hybrid of taylor")
+    again = not padding and (one_call or spec in ALONE)
+    again = again and spec not in ("window+logn", "window+decay", "hybrid of taylor")
     assert called.count("run") == (2 * 21 if again else 0)
+    assert len(called) == (2 * 22 if one_call else called.count("run"))
 
 
 HYBRID = "window+hedgehog with sinks and a share"
+ALONE = ("elu1", "gated")
 
 
-def begun(dtype=torch.float32):
-    """A hybrid, a cache behind 12 tokens and three decoded ones, and all tokens."""
-    model, ids = patched(HYBRID, dtype), tiny_models.tokens(2, 24)
+def begun(dtype=torch.float32, spec=HYBRID):
+    """A patched model, a cache behind 12 tokens and three decoded ones, and all tokens."""
+    model, ids = patched(spec, dtype), tiny_models.tokens(2, 24)
     with torch.no_grad():
         cache = model(ids[:, :12], use_cache=True).past_key_values
         for i in range(12, 15):
@@ -366,14 +370,15 @@ def begun(dtype=torch.float32):
 def change_weights(model, cache):
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(("key_weight", "window.gate")):
+            if name.endswith(("key_weight", "window.gate")) or "linattn" in name:
                 weight.mul_(0.7)
 
 
 def replace_weights(model, cache):
-    for module in model.modules():
-        if hasattr(module, "query_weight"):
-            module.query_weight = torch.nn.Parameter(0.5 * module.query_weight.detach())
+    for path, module in model.named_modules():
+        name = "weight" if path.endswith(".gated") else "query_weight"
+        if hasattr(module, name):
+            setattr(module, name, torch.nn.Parameter(0.5 * getattr(module, name).detach()))
 
 
 def turn_rows(model, cache):
@@ -388,12 +393,13 @@ CHANGES = [change_weights, replace_weights, turn_rows, half_the_rows, None]
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("spec", [HYBRID, "gated"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda x: x and x.__name__)
-def test_prepared_tokens_follow_every_change(change, compiled, monkeypatch):
+def test_prepared_tokens_follow_every_change(change, spec, compiled, monkeypatch):
     """As a cache does whose every token is looked at, in float64: nothing was prepared there."""
     found = []
     for dtype in (torch.float32, torch.float64):
-        model, cache, ids = begun(dtype)
+        model, cache, ids = begun(dtype, spec)
         prepared = [layer.prepared for layer in cache.layers]
         assert all(x is None for x in prepared) == (dtype == torch.float64)
         called = counted(monkeypatch)
@@ -409,8 +415,9 @@ def test_prepared_tokens_follow_every_change(change, compiled, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_copy_of_a_cache_goes_on_by_itself(compiled):
-    model, cache, ids = begun()
+@pytest.mark.parametrize("spec", [HYBRID, *ALONE])
+def test_a_copy_of_a_cache_goes_on_by_itself(spec, compiled):
+    model, cache, ids = begun(spec=spec)
     copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
     want = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(15, 20)]
     for each in copies:

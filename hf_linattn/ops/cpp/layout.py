@@ -361,8 +361,12 @@ def sizes(heads: int, length: int, key: Tensor, value: Tensor) -> bytes:
         value: `[B, Hkv, S, Dv]`.
     """
     batch, kv_heads, _, value_dim = value.shape
-    threads = 1 if forked else torch.get_num_threads()
-    return Sizes.pack(batch, heads, kv_heads, length, key.shape[3], value_dim, threads)
+    return Sizes.pack(batch, heads, kv_heads, length, key.shape[3], value_dim, threads())
+
+
+def threads() -> int:
+    """Count the threads of a call."""
+    return 1 if forked else torch.get_num_threads()
 
 
 def gate(given: types.Gate | None) -> bytes:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+
 import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
-from hf_linattn.ops.cpp.layout import address, array
+from hf_linattn.ops.cpp.layout import address, array, threads
 from hf_linattn.ops.types import FEATURE_MAPS, Gate, InputGrads, Inputs, OpConfig, OutputGrads, Outputs, State
 
 SUMS = torch.float32
+OFFSETS = tuple(layout.LinearProblem.offset(name) for name in ("query", "key", "value", "output"))
+ADDRESS = struct.Struct("q")
 
 
 def may_overwrite(state: State) -> bool:
@@ -44,6 +49,44 @@ def step(inputs: Inputs, config: OpConfig, gate: Gate | None = None) -> Outputs:
     S, z, inputs = inputs.S, inputs.z, dense(inputs)
     over = (S, z) if S is not None and z is not None and inputs.S is S and inputs.z is z else None
     return _run(inputs, Outputs.empty(inputs, True, SUMS, over), config, True, 1, gate)
+
+
+class Prepared:
+    """Tokens behind one state, of which the call is packed once: `run` fills in where a token lies.
+
+    Args:
+        inputs: a token, in memory as all will be, none of them padding; its state is written over.
+        config: as in `forward`.
+        gate: likewise.
+    """
+
+    def __init__(self, inputs: Inputs, config: OpConfig, gate: Gate | None) -> None:
+        S, z = inputs.S, inputs.z
+        assert S is not None
+        assert z is not None
+        outputs = Outputs.empty(inputs, True, SUMS, (S, z))
+        batch, heads, _, wide = outputs.output.shape
+        self.shape, self.eps, self.threads = (batch, 1, heads, wide), config.eps, threads()
+        packed = _problem(inputs, outputs, config, True, 1, gate, layout.NO_LINEAR_GRADS)
+        self.problem = bytearray(packed)
+        self.call = (ctypes.c_char * len(packed)).from_buffer(self.problem)
+        self.held = S, z, outputs.total, gate
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Compute a token: `[B, 1, H, Dv]`; None where threads are not as many as they were.
+
+        Args:
+            query: `[B, H, 1, D]`.
+            key: `[B, Hkv, 1, D]`.
+            value: `[B, Hkv, 1, Dv]`.
+        """
+        if threads() != self.threads:
+            return None
+        output = value.new_empty(self.shape)
+        for offset, x in zip(OFFSETS, (query, key, value, output), strict=True):
+            ADDRESS.pack_into(self.problem, offset, x.data_ptr())
+        build.library().linattn_forward(self.call, self.eps)
+        return output
 
 
 def _run(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.cpp import build, layout
-from hf_linattn.ops.cpp.layout import address, array
+from hf_linattn.ops.cpp.layout import address, array, threads
 from hf_linattn.ops.cpp.linear import rows
 from hf_linattn.ops.types import FEATURE_MAPS, Gate, token_major
 
@@ -230,11 +230,6 @@ def _turn(turn: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
     cos, sin = turn
     size = cos.shape[1]
     return cos.data_ptr(), sin.data_ptr(), size, 0 if cos.shape[0] == 1 else size
-
-
-def threads() -> int:
-    """Count the threads of a call."""
-    return 1 if layout.forked else torch.get_num_threads()
 
 
 def _dense(tail: LinearTail) -> LinearTail:
