@@ -84,7 +84,7 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         ours, theirs = F.log_softmax(student.float(), -1), F.log_softmax(teacher.float(), -1)
         probabilities = theirs.exp()
-        values = torch.linalg.vecdot(probabilities, theirs.sub_(ours))
+        values: Tensor = torch.linalg.vecdot(probabilities, theirs.sub_(ours))
         if targets is not None and weights is not None:
             places = targets.clamp_min(0)[..., None]
             values -= weights * ours.gather(-1, places)[..., 0]
