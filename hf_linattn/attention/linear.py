@@ -23,6 +23,9 @@ from hf_linattn.ops.types import Gate, Inputs, OpConfig, SoftmaxMap, State
 from hf_linattn.parallel import carry
 from hf_linattn.parallel.shard import Shard
 
+WAY = ("attend", "_attend", "causal", "sums", "kernel_inputs")
+"""Methods that a call goes through; a prepared token leaves them out."""
+
 
 class LinearAttention(StatefulAttention):
     """o_i = sum_j (phi_q(q_i) . phi_k(k_j)) v_j / sum_j phi_q(q_i) . phi_k(k_j).
@@ -184,17 +187,13 @@ class LinearAttention(StatefulAttention):
 
     def prepared_step(self, call: Call) -> PreparedToken | None:
         """Prepare the tokens behind this one, where one call in C++ computes each, maps and all."""
-        layer, own = call.layer, (type(self).causal, type(self).sums, type(self).kernel_inputs)
-        if own != (LinearAttention.causal, LinearAttention.sums, LinearAttention.kernel_inputs):
-            return None
-        gate = self.gate()
-        if (
-            layer is None
-            or self.fused == "none"
-            or not self.sum_normalised
-            or (self.has_decay and gate is None)
+        layer, gate = call.layer, self.gate()
+        if layer is None or any(
+            getattr(type(self), name) is not getattr(LinearAttention, name) for name in WAY
         ):
             return None
+        if self.fused == "none" or not self.sum_normalised or (self.has_decay and gate is None):
+            return None  # something is left to torch
         state, given = layer.state, (call.query, call.key, call.value)
         form = Form(self.fused, True, True, self.has_decay, False)
         if not isinstance(state, State) or not native.may_overwrite(state) or not dense(*given):
