@@ -74,9 +74,9 @@ class Device(NamedTuple):
 
 @functools.lru_cache
 def device_of(device: torch.device) -> Device:
-    """Describe a CUDA or ROCm device; in the interpreter, one processor."""
+    """Describe a CUDA or ROCm device; in the interpreter, one processor that has no tiles of its own."""
     if device.type != "cuda":
-        return Device((9, 0), 1)
+        return Device((7, 0), 1)
     properties = torch.cuda.get_device_properties(device)
     # AMD counts versions of its own, and has 64 KiB of shared memory: the small tiles
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
