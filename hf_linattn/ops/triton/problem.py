@@ -20,6 +20,8 @@ LONGEST = 65535 * 256
 """Tokens: a grid has at most 65535 segments, and some kernels cut theirs to 256 tokens."""
 MOST_PROGRAMS = 2**31 - 1
 """Along the first axis of a grid, where a program answers for one column at the least."""
+NO_DEVICE = (7, 0)
+"""Capability that has no tiles of its own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
@@ -74,9 +76,9 @@ class Device(NamedTuple):
 
 @functools.lru_cache
 def device_of(device: torch.device) -> Device:
-    """Describe a CUDA or ROCm device; in the interpreter, one processor that has no tiles of its own."""
+    """Describe a CUDA or ROCm device; in the interpreter, one processor."""
     if device.type != "cuda":
-        return Device((7, 0), 1)
+        return Device((9, 0), 1)
     properties = torch.cuda.get_device_properties(device)
     # AMD counts versions of its own, and has 64 KiB of shared memory: the small tiles
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
@@ -200,8 +202,8 @@ class Problem:
         self.segment = segment
         self.about = device_of(self.device)
         # the interpreter has no registers to run out of, and takes its time for every step
-        kind = "fp16" if interpreting() else operand
-        chosen = configuration(self.D, self.Dv, self.group, kind, self.about.capability, self.linked)
+        kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, self.about.capability)
+        chosen = configuration(self.D, self.Dv, self.group, kind, capability, self.linked)
         widths = self.D, self.Dv
         self.tiles = measured_tiles.measured(chosen, self.device, operand, widths, self.group, self.linked)
 
