@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_linattn.data import count_targets, token_ids
-from hf_linattn.training.divergence import NO_TARGET, cross_entropy, mean_of_chosen
-from hf_linattn.training.head import predict, token_losses
+from hf_linattn.training.divergence import NO_TARGET, target_losses
+from hf_linattn.training.head import predict
 from hf_linattn.training.loop import next_tokens
 from hf_linattn.training.objectives import CACHELESS, Objective
 
@@ -53,6 +53,4 @@ def predictions_of_targets(batch: Tensor) -> Tensor:
 
 def chosen_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B]."""
-    predictions, targets = predict(model, batch[:, 0], **CACHELESS), next_targets(batch)
-    chosen = targets != NO_TARGET
-    return mean_of_chosen(token_losses(cross_entropy, predictions[chosen], targets[chosen]), chosen)
+    return target_losses(predict(model, batch[:, 0], **CACHELESS), next_targets(batch))

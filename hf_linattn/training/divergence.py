@@ -175,6 +175,17 @@ def mean_of_chosen(values: Tensor, chosen: Tensor) -> Tensor:
     return rows.sum(1) / chosen.sum(1)
 
 
+def target_losses(predictions: Predictions, targets: Tensor) -> Tensor:
+    """Compute the mean negative log-likelihood of every row's targets, in nats: -> `[B]`.
+
+    Args:
+        predictions: of every token, `[B, N]`.
+        targets: what each position is to predict, `[B, N]`; `NO_TARGET` where that is nothing.
+    """
+    chosen = targets != NO_TARGET
+    return mean_of_chosen(token_losses(cross_entropy, predictions[chosen], targets[chosen]), chosen)
+
+
 def _prediction_divergence(
     student: Predictions,
     teacher: Predictions | TopPredictions,

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_linattn.data import BlockFile, build_blocks, read_tokens
 from hf_linattn.errors import DataError
-from hf_linattn.training.divergence import NO_TARGET, cross_entropy
-from hf_linattn.training.head import predict, token_losses
+from hf_linattn.training.divergence import NO_TARGET, target_losses
+from hf_linattn.training.head import predict
 
 SHARE = 0.15
 """Part of a block's tokens that is to be predicted."""
@@ -186,11 +186,9 @@ class Masking:
 def masked_losses(model: nn.Module, batch: Tensor) -> Tensor:
     """Compute the mean negative log-likelihood of every row's targets, in nats: [B, 2, N] -> [B].
 
-    The batch is as `Masking.prepare` gives it: every row has the same number of targets.
+    The batch is as `Masking.prepare` gives it.
     """
-    predictions, targets = predict(model, batch[:, 0]), masked_tokens(batch)
-    chosen = targets != NO_TARGET
-    return token_losses(cross_entropy, predictions[chosen], targets[chosen]).view(len(batch), -1).mean(1)
+    return target_losses(predict(model, batch[:, 0]), masked_tokens(batch))
 
 
 def masked_tokens(batch: Tensor) -> Tensor:
