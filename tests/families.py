@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from helpers.family_checks import CUTS, PATCHES, Result, _good, check_causal
+from helpers.family_checks import CUTS, HYBRID, LINEAR, OPTIONS, PATCHES, Result, _good, check_causal
 from helpers.family_configs import LENGTH, PAD, WINDOW, first_line
 from helpers.family_models import Slow
 from tqdm import tqdm
@@ -145,9 +145,13 @@ left by {pad} tokens, windows of {window}, float64 unless said otherwise), on th
 * **unpatching**: bit-identical logits, the same state_dict keys, config, hooks and modules; also after a
   refusal.
 * **with cache**: the same rows in chunks of {chunks} tokens through a cache equal the whole at once within
-  1e-4. Where the unpatched model does not agree with itself there (marked *own*), the chunks are compared
+  2e-4. Where the unpatched model does not agree with itself there (marked *own*), the chunks are compared
   with the oracle's chunks.
-* elu1 runs with `sliding="global"` and must drop windows; softmax1 and logn must honour them.
+* elu1 and `window+gated` run with `sliding="global"` and must drop windows; softmax1 and logn must honour
+  them.
+* `window+gated` has a window of {hybrid[size]} tokens and {hybrid[sinks]} sinks, in the modules that look
+  back alone: not in encoders and cross-attention. Sinks stand where the text has them (`positions="text"`).
+  `pytest tests/patches/test_window_rotary.py` shows which models turn them inside the cache, and how.
 * *adapter*: the type has attention code of its own, which an adapter (hf_linattn/patching/adapters) replaces
   while the model is patched. The oracle runs on the same adapter, and its softmax must equal the type's code.
 * *refused* means that `patch_model` raises with the reason before anything is touched, or, where the remark
@@ -163,8 +167,8 @@ a model is any good with it.
 
 ## Types
 
-| type | elu1 | softmax1 | logn | with cache | remark |
-|---|---|---|---|---|---|
+| type | elu1 | softmax1 | logn | window+gated | with cache | remark |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -190,6 +194,7 @@ def document(results: list[Result]) -> str:
         count=len(results),
         command="Made by `python tests/families.py --write docs/families.md`.",
         counts="\n".join(lines),
+        hybrid=OPTIONS[HYBRID],
         length=LENGTH,
         pad=PAD,
         window=WINDOW,
@@ -235,8 +240,9 @@ def _remark(result: Result) -> str:
         )
     if result.adapted:
         remarks.append("adapter")
-    if "elu1" in result.sliding and result.sliding["elu1"] == "keep":
-        remarks.append("elu1 with sliding='keep': the model makes its windows' masks itself")
+    kept = [patch for patch in LINEAR if result.sliding.get(patch) == "keep"]
+    if kept:
+        remarks.append(f"{', '.join(kept)} with sliding='keep': the model makes its windows' masks itself")
     ran, routed = result.modules
     if ran < routed and result.patches:
         remarks.append(f"{ran} of {routed} attention modules ran")

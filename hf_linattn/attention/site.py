@@ -73,6 +73,23 @@ class Extra:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """A call in a forward that turns queries, keys or both by a rotary embedding.
+
+    Attributes:
+        function: its name.
+        tensor: the first tensor that is turned, as text.
+        conditions: of the `if` around it, as text; all of them must hold.
+        then: what is applied to that tensor afterwards, such as "self.q_norm".
+    """
+
+    function: str
+    tensor: str
+    conditions: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ForwardInfo:
     """What the source of an attention class says.
 
@@ -86,6 +103,7 @@ class ForwardInfo:
         parameters: names of forward's parameters, without self.
         sharing: attributes of the module that make it take keys and values from another layer, or give it
             its own.
+        rotations: of queries and keys, of which some layers may make none.
     """
 
     calls: int
@@ -95,6 +113,7 @@ class ForwardInfo:
     cache_position: int | None
     parameters: tuple[str, ...]
     sharing: tuple[str, ...] = ()
+    rotations: tuple[Rotation, ...] = ()
 
 
 class ModuleView:
@@ -121,7 +140,9 @@ class AttentionSite:
         hidden_size: width of the hidden state that its projections read; None where it gets none first.
         max_positions: the config's max_position_embeddings, in tokens.
         causal: whether the module attends to the past alone; None where only its calls tell.
-        rotary: the model's one rotary embedding, where the module takes its output; otherwise None.
+        rotary: the one rotary embedding whose output the module takes; None where it gets none, or where
+            that cannot be told.
+        layer_type: of the config's `layer_types`, where it has them.
         adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
         attributes: what the adapter gives the module beside that.
     """
@@ -138,6 +159,7 @@ class AttentionSite:
     max_positions: int | None
     causal: bool | None
     rotary: nn.Module | None = None
+    layer_type: str | None = None
     hidden_size: int | None = None
     adapted: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -185,6 +207,25 @@ class AttentionSite:
             for extra in self.forward_info.extras
             if extra.in_force(self.view)
         }
+
+    @cached_property
+    def rotated_by(self) -> str | None:
+        """Name of the function that turns its queries; None for none, and where weights follow the turn."""
+        # the texts are the source's own, which run at every call
+        names = {"self": self.view, ROTARY_ARGUMENT: self.rotary}
+
+        def value(text: str) -> Any:
+            return eval(text, {"__builtins__": {}}, names)
+
+        try:
+            found = [x for x in self.forward_info.rotations if all(map(value, x.conditions))]
+            queries = [x for x in found if x.tensor.startswith("q")]
+            turned_alone = all(x.tensor.startswith(("q", "k")) for x in found) and len(queries) == 1
+            if turned_alone and not any(list(value(name).parameters()) for name in queries[0].then):
+                return queries[0].function
+        except (AttributeError, NameError, TypeError):
+            pass  # it depends on more than the module
+        return None
 
     @cached_property
     def shares(self) -> bool:

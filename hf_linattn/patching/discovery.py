@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
@@ -26,8 +27,12 @@ from hf_linattn.attention.site import (
     Extra,
     ForwardInfo,
     ModuleView,
+    Rotation,
 )
 from hf_linattn.patching.adapters import REASONS, adapter_of, attributes_of
+
+ROTATES = re.compile(r"^apply_rotary\w*|(?<=^family\(self, ')apply_rotary\w*")
+"""Calls of a rotary embedding, an adapter's among them."""
 
 
 def _is_interface_call(node: ast.AST) -> bool:
@@ -146,6 +151,43 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(attributes)
 
 
+def _rotations(tree: ast.AST) -> tuple[Rotation, ...]:
+    """List the calls of `apply_rotary...`, and what decides about them."""
+    found: list[Rotation] = []
+
+    def visit(node: ast.AST, conditions: tuple[str, ...], after: list[ast.stmt]) -> None:
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            blocks = ((node.body, (*conditions, test)), (node.orelse, (*conditions, f"not ({test})")))
+            for block, inner in blocks:
+                for i, part in enumerate(block):
+                    visit(part, inner, block[i + 1 :] + after)
+            return
+        if isinstance(node, ast.FunctionDef):
+            for i, part in enumerate(node.body):
+                visit(part, conditions, node.body[i + 1 :] + after)
+            return
+        if isinstance(node, ast.Call) and node.args and (name := ROTATES.search(ast.unparse(node.func))):
+            tensor = ast.unparse(node.args[0])
+            found.append(Rotation(name[0], tensor, conditions, _applied(after, tensor)))
+        for child in ast.iter_child_nodes(node):
+            visit(child, conditions, after)
+
+    visit(tree, (), [])
+    return tuple(found)
+
+
+def _applied(statements: list[ast.stmt], tensor: str) -> tuple[str, ...]:
+    """List what of a module is called with a local name in these statements."""
+    calls = (node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call))
+    return tuple(
+        name
+        for call in calls
+        if (name := ast.unparse(call.func)).startswith("self.")
+        and any(ast.unparse(argument) == tensor for argument in call.args)
+    )
+
+
 def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
     """Read what a class's forward says; None if it does not call the attention interface."""
     return read_forward(inspect.unwrap(cls.forward))
@@ -166,15 +208,21 @@ def read_forward(forward: Callable[..., Any]) -> ForwardInfo | None:
     position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
     calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
     sharing = _sharing(tree, parameters)
-    return ForwardInfo(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing)
+    rotations = _rotations(tree)
+    return ForwardInfo(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing, rotations)
+
+
+def _layer_type(module: Any) -> str | None:
+    """Read what the config calls a layer's kind of attention."""
+    types, index = getattr(getattr(module, "config", None), "layer_types", None), _first(module, "layer_idx")
+    return str(types[index]) if types and index is not None and index < len(types) else None
 
 
 def window_of(module: Any) -> str | None:
     """Tell whether, and how, a layer is windowed; many modules leave that to the config (mistral)."""
-    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    types = getattr(config, "layer_types", None)
-    if types and index is not None and index < len(types):
-        kind = str(types[index])
+    config = getattr(module, "config", None)
+    kind = _layer_type(module)
+    if kind is not None:
         return "chunked" if "chunked" in kind else "sliding" if "sliding" in kind else None
     if hasattr(module, "sliding_window"):
         return "sliding" if module.sliding_window not in (None, -1, (-1, -1)) else None
@@ -199,17 +247,31 @@ def _hidden_size(module: nn.Module, source: ForwardInfo) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def _rotary(model: nn.Module) -> nn.Module | None:
-    """Find the one module that makes cosines and sines for all layers."""
-    embeddings = [m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
-    return embeddings[0] if len(embeddings) == 1 else None
+def _rotaries(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """Find the modules that make cosines and sines, by the names of the modules that they are in."""
+    found: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        tensors = (*module.named_buffers(recurse=False), ("inv_freq", getattr(module, "inv_freq", None)))
+        if any(key.endswith("inv_freq") and isinstance(value, Tensor) for key, value in tensors):
+            found.setdefault(name.rpartition(".")[0], []).append(module)
+    return found
+
+
+def _rotary(name: str, module: Any, rotaries: dict[str, list[nn.Module]]) -> nn.Module | None:
+    """Choose the one that serves an attention module: alone in the nearest module around both."""
+    thetas = getattr(getattr(module, "config", None), "layer_rope_theta", None)
+    if thetas and not thetas[_first(module, "layer_idx") or 0]:
+        return None  # a layer without
+    around = [owner for owner in rotaries if not owner or f"{name}.".startswith(f"{owner}.")]
+    nearest = rotaries[max(around, key=len)] if around else []
+    return nearest[0] if len(nearest) == 1 else None
 
 
 def _site(
     name: str,
     module: nn.Module,
     source: ForwardInfo,
-    rotary: nn.Module | None,
+    rotaries: dict[str, list[nn.Module]],
     attributes: dict[str, Any] | None = None,
 ) -> AttentionSite:
     seen: Any = ModuleView(module, attributes or {})
@@ -220,9 +282,10 @@ def _site(
         seen, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
     )
     value_dim = _first(seen, "v_head_dim") or head_dim
-    kv_heads = _first(seen, "num_key_value_heads", "num_kv_heads")
+    groups = _first(seen, "num_key_value_groups")
+    # jetmoe says 1, as its keys come in repeated
+    kv_heads = None if groups == 1 else _first(seen, "num_key_value_heads", "num_kv_heads")
     if kv_heads is None and heads is not None:
-        groups = _first(seen, "num_key_value_groups")
         latent = hasattr(seen, "kv_lora_rank")  # keys of latent attention come in expanded to every head
         kv_heads = heads if latent or not groups else heads // groups
     index = _first(seen, "layer_idx")
@@ -240,7 +303,8 @@ def _site(
         kv_heads=kv_heads,
         max_positions=positions,
         causal=causal if isinstance(causal, bool) else None,
-        rotary=rotary if ROTARY_ARGUMENT in source.parameters else None,
+        rotary=_rotary(name, seen, rotaries) if ROTARY_ARGUMENT in source.parameters else None,
+        layer_type=_layer_type(seen),
         adapted=attributes is not None,
         attributes=attributes or {},
         hidden_size=_hidden_size(module, source),
@@ -253,17 +317,17 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
     By itself, or by its adapter while it is patched.
     """
     sites = []
-    rotary = _rotary(model)
+    rotaries = _rotaries(model)
     for name, module in model.named_modules():
         adapter = adapter_of(module)
         if adapter is not None:
             source = read_forward(adapter.forward)
             assert source is not None, f"the adapter of {type(module).__name__} calls no attention interface"
-            sites.append(_site(name, module, source, rotary, attributes_of(model, name)))
+            sites.append(_site(name, module, source, rotaries, attributes_of(model, name)))
             continue
         source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
-            sites.append(_site(name, module, source, rotary))
+            sites.append(_site(name, module, source, rotaries))
     return sites
 
 

@@ -211,7 +211,8 @@ class PatchedAttention(nn.Module):
                 kind = "causal" if causal else "bidirectional"
                 raise UnsupportedModelError(
                     f"{self.where} is {kind}, and {name!r} is {part.directions} only: "
-                    f"{part.direction_reason}. Leave it out of the plan."
+                    f"{part.direction_reason}. Leave it out of the plan, e.g. patch_model(model, "
+                    f"{{'*language_model*': {self.spec!r}}}) or {{'*decoder*self_attn': {self.spec!r}}}"
                 )
 
     def forward(

@@ -15,13 +15,17 @@ from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
 
 APPLY = "apply_rotary_pos_emb"
+INTERLEAVED = "apply_rotary_pos_emb_interleave"
+"""As DeepSeek's: it reads pairs of neighbours, and writes the first half and the second one."""
 MOVING = ("dynamic", "longrope")
 """Kinds of RoPE whose frequencies depend on the length of the text: a turn by them is no turn."""
 
-_turns: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Tensor, Tensor]] = WeakKeyDictionary()
-"""Rotary embedding -> what its last turn was of, its cosines and sines."""
+_turns: WeakKeyDictionary[Any, dict[str, tuple[tuple[Any, ...], Tensor, Tensor]]] = WeakKeyDictionary()
+"""Rotary embedding -> type of layer -> what its last turn was of, its cosines and sines."""
 
-_tables: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Tensor, Tensor, Tensor]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Any, dict[str, tuple[tuple[Any, ...], Tensor, Tensor, Tensor]]] = (
+    WeakKeyDictionary()
+)
 """The same for many tokens: also their steps."""
 MOST_KEPT = 1 << 16
 """Tokens of a table that is kept for the next layer: some tens of megabytes."""
@@ -38,17 +42,24 @@ class Rotary:
     """
 
     def __init__(self, site: AttentionSite) -> None:
-        apply = inspect.unwrap(type(site.module).forward).__globals__.get(APPLY)
         module: Any = site.rotary
+        apply = inspect.unwrap(type(site.module).forward).__globals__.get(APPLY)
+        apply = _by_halves if site.rotated_by == INTERLEAVED else apply
+        # embeddings for several types of layers take the type, and have frequencies of each
+        self.layer_type = "" if hasattr(module, "inv_freq") else f"{site.layer_type}"
         kind = getattr(module, "rope_type", "default")
-        latent = hasattr(site.module, "qk_rope_head_dim")  # turned and fixed features change places
-        if module is None or apply is None or kind in MOVING or latent:
+        kind = kind.get(self.layer_type) if isinstance(kind, dict) else kind
+        read = module is not None and site.rotated_by in (APPLY, INTERLEAVED) and apply is not None
+        if not read or kind in MOVING or _frequencies(module, self.layer_type) is None:
             what = f"its rotary embedding is of the kind {kind!r}" if kind in MOVING else "none could be read"
             raise OptionError(
                 f"{site.name}: positions inside the cache need a rotary embedding that can be turned, and "
                 f"{what}. Give positions='text'"
             )
-        self.module, self.apply = (module,), apply  # in a tuple: no submodule of ours
+        self.module = (module,)  # in a tuple: no submodule of ours
+        self.apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _of_one(apply)
+        # latent attention turns the last features of a query
+        self.first: int = getattr(site.view, "qk_nope_head_dim", 0)
         self._by_halves: bool | None = None
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
@@ -59,17 +70,22 @@ class Rotary:
             steps: tokens, `[B or 1, N]`.
         """
         cos, sin = self._angles(query, steps.expand(query.shape[0], -1))
-        apply: Callable[..., tuple[Tensor, Tensor]] = self.apply
-        size = cos.shape[-1]
-        part, rest = query[..., :size], query[..., size:]
-        turned = apply(part, part, cos, sin)[0]
-        return turned if not rest.shape[-1] else torch.cat([turned, rest], -1)
+        end = self.first + cos.shape[-1]
+        part = query[..., self.first : end]
+        turned = self.apply(part, cos, sin)
+        if part.shape == query.shape:
+            return turned
+        return torch.cat([query[..., : self.first], turned, query[..., end:]], -1)
 
     def _angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         module: Any = self.module[0]
-        cos, sin = module(query, steps)
-        factor = float(getattr(module, "attention_scaling", 1.0))
+        cos, sin = module(query, steps, *([self.layer_type] if self.layer_type else []))
+        factor = float(self._scaling())
         return cos / factor, -sin / factor
+
+    def _scaling(self) -> float:
+        name = f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling"
+        return getattr(self.module[0], name, 1.0)
 
     def turn(self, query: Tensor, steps: list[int]) -> tuple[Tensor, Tensor] | None:
         """Return what kernels turn a query by in place of `back`: cosines and sines, `[B or 1, R]`, float32.
@@ -81,23 +97,20 @@ class Rotary:
             steps: tokens, of each row or of all.
 
         Returns:
-            None where the embedding turns features otherwise than the first half into the second one.
+            None where the embedding turns features otherwise than the first half of the first ones into
+            the second one.
         """
         module: Any = self.module[0]
-        frequencies = _frequencies(module)
-        if frequencies is None:
+        frequencies = _frequencies(module, self.layer_type)
+        if frequencies is None or self.first:
             return None
-        about = (
-            *steps,
-            frequencies.data_ptr(),
-            frequencies._version,
-            getattr(module, "attention_scaling", 1.0),
-        )
-        known = _turns.get(module)
+        about = *steps, frequencies.data_ptr(), frequencies._version, self._scaling()
+        turns = _turns.setdefault(module, {})
+        known = turns.get(self.layer_type)
         if known is None or known[0] != about:
             places = torch.tensor(steps, device=query.device)[:, None]
             cos, sin = (x[:, 0].float().contiguous() for x in self._angles(upcast(query), places))
-            known = _turns[module] = about, cos, sin
+            known = turns[self.layer_type] = about, cos, sin
         _, cos, sin = known
         if self._by_halves is None:
             self._by_halves = self._turns_halves(cos[:1], sin[:1])
@@ -111,18 +124,19 @@ class Rotary:
             steps: tokens, `[B, N]`, not all 0.
         """
         module: Any = self.module[0]
-        frequencies = _frequencies(module)
-        if frequencies is None:
+        frequencies = _frequencies(module, self.layer_type)
+        if frequencies is None or self.first:
             return None
         if len(steps) > 1 and torch.equal(steps[1:], steps[:1].expand(len(steps) - 1, -1)):
             steps = steps[:1]
-        about = frequencies.data_ptr(), frequencies._version, getattr(module, "attention_scaling", 1.0)
-        known = _tables.get(module)
+        about = frequencies.data_ptr(), frequencies._version, self._scaling()
+        tables = _tables.setdefault(module, {})
+        known = tables.get(self.layer_type)
         if known is None or known[0] != about or not torch.equal(known[1], steps):
             cos, sin = (x.float().contiguous() for x in self._angles(upcast(query[:, :, :1]), steps))
             known = about, steps, cos, sin
             if steps.numel() <= MOST_KEPT:
-                _tables[module] = known
+                tables[self.layer_type] = known
         _, _, cos, sin = known
         if self._by_halves is None:
             at = int(steps[0].argmax())
@@ -131,17 +145,46 @@ class Rotary:
 
     def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
         probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
-        found: Tensor = self.apply(probe, probe, cos[:, None], sin[:, None])[0]
+        found = self.apply(probe, cos[:, None], sin[:, None])
         first, second = probe.chunk(2, -1)
         return torch.allclose(found, probe * cos + torch.cat([-second, first], -1) * sin, rtol=1e-5)
 
 
-def _frequencies(module: Any) -> Tensor | None:
+def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first half of features into the second one."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+def _of_one(apply: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Let a model's function turn one tensor; most turn queries and keys together."""
+    if "k" in inspect.signature(apply).parameters:
+        return lambda x, cos, sin: apply(x, x, cos, sin)[0]
+    return apply
+
+
+def _frequencies(module: Any, layer_type: str) -> Tensor | None:
     """Find the frequencies of an embedding, a buffer, faster than by its attributes."""
-    found: Tensor | None = module._buffers.get("inv_freq")
-    return getattr(module, "inv_freq", None) if found is None else found
+    name = f"{layer_type}_inv_freq" if layer_type else "inv_freq"
+    found: Tensor | None = module._buffers.get(name)
+    return getattr(module, name, None) if found is None else found
 
 
-def is_rotated(site: AttentionSite) -> bool:
-    """Tell whether the module is given a rotary embedding."""
-    return ROTARY_ARGUMENT in site.forward_info.parameters
+def rotary_of(site: AttentionSite, positions: str) -> Rotary | None:
+    """Find the rotary embedding by which sinks are moved; None where they stay where the text has them.
+
+    Args:
+        site: where.
+        positions: of the option of the window.
+
+    Raises:
+        OptionError: positions inside the cache where there is none that can be turned.
+    """
+    if positions == "text" or (positions == "auto" and ROTARY_ARGUMENT not in site.forward_info.parameters):
+        return None
+    try:
+        return Rotary(site)
+    except OptionError:
+        if positions == "cache":
+            raise
+        return None

@@ -26,7 +26,7 @@ from . import ring, salient, split
 from .fused import PreparedToken, Share, fused_step, prepare
 from .rest import absorb, before_first, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
-from .rotary import Rotary, is_rotated
+from .rotary import rotary_of
 from .salient import SalientState
 from .sinks import Turn, for_cpp, for_triton, sink_sums
 from .unused import with_zero_gradients
@@ -57,7 +57,8 @@ class Window(StatefulAttention):
         size: tokens in the window, the query's own among them, at least 1; default 256.
         sinks: first tokens of a text that stay visible, at least 0; default 0.
         positions: "cache", a sink is never further than the cache is long (StreamingLLM's positions inside
-            the cache); "text", its true distance; "auto" (default), "cache" in models with RoPE.
+            the cache); "text", its true distance; "auto" (default), "cache" where RoPE turns the layer's
+            queries and can be turned back (not dynamic, longrope, complex, nor with a norm behind it).
         mix: with a linear attention, "shared" (the default where it has a sum to share), "learned" or
             "interpolated" (the default for "window+delta", which has none).
         salient: tokens kept beside the window, at least 0; default 0. Needs an additive linear attention (not
@@ -95,8 +96,7 @@ class Window(StatefulAttention):
         if salient < 0:
             raise OptionError(f"salient must be at least 0 tokens, got {salient}")
         self.size, self.sinks, self.mix, self.salient = size, sinks, mix, salient
-        turned = positions == "cache" or (positions == "auto" and is_rotated(site))
-        self.rotary = Rotary(site) if sinks and turned else None
+        self.rotary = rotary_of(site, positions) if sinks else None
         self.needs_rope = self.rotary is not None
         self.needs_visible_count = sinks > 0
         self.inner = ""

@@ -14,13 +14,17 @@ from helpers.family_configs import LENGTH, first_line
 from helpers.family_models import NotBuilt, Slow, cast, causal_inputs, causal_model, main_output
 from helpers.oracle import as_oracle
 from hf_linattn import LinattnError, patch_model, unpatch_model
+from hf_linattn.attention import AttentionSite
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.patching.discovery import find_sites
 
-PATCHES = ("elu1", "softmax1", "logn")
+HYBRID = "window+gated"
+PATCHES = ("elu1", "softmax1", "logn", HYBRID)
+OPTIONS: dict[str, dict[str, Any]] = {HYBRID: {"size": 16, "sinks": 3, "positions": "text"}}
+LINEAR = ("elu1", HYBRID)  # drop the model's windows
 CUTS = (0, 40, 41, LENGTH)  # borders of the calls with a cache
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
-CACHE_TOLERANCE = 1e-4  # many families compute norms in float32, and chunks round them differently
+CACHE_TOLERANCE = 2e-4  # many families compute norms in float32, and chunks round them differently
 
 
 @dataclass
@@ -120,6 +124,21 @@ def untouched(model: nn.Module) -> list[str]:
     return sorted(found)
 
 
+def plan_of(patch: str, sites: list[AttentionSite]) -> dict[str, Any]:
+    """Name the modules that a patch is for: one that forgets has one direction."""
+    fit = [site for site in sites if patch != HYBRID or site.causal is not False]
+    return {site.name: (patch, OPTIONS.get(patch, {})) for site in fit}
+
+
+def learned(model: nn.Module) -> dict[nn.Module, dict[str, Tensor]]:
+    """Parameters and buffers of the patch: module -> name -> tensor."""
+    return {
+        module: {name: x.clone() for name, x in module.linattn.state_dict().items()}
+        for module in model.modules()
+        if "linattn" in module._modules
+    }
+
+
 @torch.no_grad()
 def check(
     name: str,
@@ -167,9 +186,12 @@ def check(
     before = fingerprint(model)
     problems = [] if result.own < 1e-4 else [f"the oracle's softmax is off by {result.own:.1e}"]
     for patch in patches:
-        sliding = "global" if patch == "elu1" else "keep"
+        sliding = "global" if patch in LINEAR else "keep"
+        plan = plan_of(patch, sites)
+        if not plan:
+            continue
         try:
-            patch_model(model, patch, sliding=sliding)
+            patch_model(model, plan, sliding=sliding)
         except LinattnError as error:
             result.patches[patch] = first_line(error, 400)
             if fingerprint(model) != before:
@@ -182,9 +204,9 @@ def check(
                 if sliding == "keep":
                     raise
                 sliding = "keep"  # windows in a mask that the model makes itself cannot be dropped
-                patch_model(model, patch, sliding=sliding)
+                patch_model(model, plan, sliding=sliding)
                 got = pick(run())
-            patched = {site.module for site in sites if "linattn" in site.module._modules}
+            weights = learned(model)
             chunks = with_cache(model, inputs, pick) if cached and text else None
         except LinattnError as error:
             result.patches[patch] = "at the first call: " + first_line(error, 400)
@@ -197,7 +219,8 @@ def check(
         finally:
             unpatch_model(model)
         result.sliding[patch] = sliding
-        with as_oracle(model, patch, windows=sliding == "keep", where=patched.__contains__):
+        extra = {"learned": weights, "where": weights.__contains__, "windows": sliding == "keep"}
+        with as_oracle(model, patch, **extra, **OPTIONS.get(patch, {})):
             want = pick(run())
             if chunks is not None:
                 result.cache[patch] = cache_error(chunks, got, lambda: with_cache(model, inputs, pick))

@@ -45,7 +45,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `FalconAttention.forward` does under sdpa (its eager form adds ALiBi twice)."""
     query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
-    if alibi is None:
+    if self.alibi is None:
         assert position_embeddings is not None
         query, key = family(self, "apply_rotary_pos_emb")(query, key, *position_embeddings)
     if layer_past is not None:
