@@ -20,9 +20,13 @@ from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
 from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts
+from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.registry import patches
 from hf_linattn.training.estimate import check_weights_fit
 from hf_linattn.training.objectives import Objective
+
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Entries of configs."""
 
 
 def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
@@ -55,6 +59,21 @@ def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrained
     if arguments.patch is not None:
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     return model
+
+
+def leave_out_attention_dropout(model: PreTrainedModel) -> str:
+    """Let patches train that have no attention weights to drop; returns a line that says so, or ""."""
+    linear = [m for m in model.modules() if isinstance(m, PatchedAttention) and m.attention.linear]
+    for module in linear:
+        module.leaves_out_dropout = True
+    config = model.config.get_text_config()
+    rate = max(getattr(config, name, None) or 0.0 for name in ATTENTION_DROPOUT)
+    if not linear or not rate:
+        return ""
+    return (
+        f"attention dropout of {rate} is left out in {len(linear)} layers: {linear[0].spec!r} has no weights "
+        "to drop (--no-dropout switches off the other kinds too)\n"
+    )
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -67,6 +67,7 @@ class PatchedAttention(nn.Module):
         self.calls = threading.local()  # .context: of the running call, set by the pre-hook
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
         self.shard: Shard | None = None  # the part of each row that this process has, while rows are split
+        self.leaves_out_dropout = False  # of weights that there are not; set by commands that train
         self.base = ""
         self.modifiers: list[str] = []
         parts = [self._part(cls, site, recipe.options.get(cls.name, {})) for cls in recipe.parts]
@@ -322,12 +323,11 @@ class PatchedAttention(nn.Module):
             )
         if not cross:
             self._refuse_direction(causal)
-        if attention.linear and dropout:
+        if attention.linear and dropout and not self.leaves_out_dropout:
             raise UnsupportedCallError(
                 f"{self.where}: attention dropout of {dropout} in training, and {self.spec!r} has no "
                 "weights to drop. Load the model with it off, e.g. from_pretrained(..., "
-                "attention_dropout=0.0) (attn_pdrop for GPT-2, attention_probs_dropout_prob for BERT); "
-                "finetune has --no-dropout."
+                "attention_dropout=0.0) (attn_pdrop for GPT-2, attention_probs_dropout_prob for BERT)."
             )
         if attention.linear and extras.get("output_attentions"):
             raise UnsupportedCallError(

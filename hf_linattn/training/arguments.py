@@ -66,7 +66,9 @@ class TrainingArguments:
     min_lr_rate: float = option(
         0.1, "learning rate at the last step over the peak; a cosine between", minimum=0, maximum=1
     )
-    no_dropout: bool = option(False, "switch dropout off; linear patches have no attention weights to drop")
+    no_dropout: bool = option(
+        False, "switch all dropout off; that of attention is left out of linear patches anyway"
+    )
     mixed_precision: str | None = option(
         None,
         "bf16 is faster on GPUs, and on CPUs that multiply it (AMX, AVX512-BF16); default: as accelerate is "
