@@ -132,9 +132,8 @@ class StatefulAttention(Attention):
         valid = None if new is None else new > 0
         gates = self.gates(call)
         _check_gates(call, gates, valid)
-        tokens = Tokens(
-            query, call.key, call.value, call.scaling, valid, count, gates, keep=layer is not None
-        )
+        known = valid, count, gates, call.sink
+        tokens = Tokens(query, call.key, call.value, call.scaling, *known, keep=layer is not None)
         if not visibility.causal:
             if layer is not None:
                 raise UnsupportedCallError(

@@ -28,6 +28,7 @@ class Tokens:
         valid: boolean `[B, S]`, False for padding; None when all count.
         count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
         gates: what the attention made of each token's hidden state, `[B, Hkv, S, F]`; None for nothing.
+        sink: logits of sinks of the model's own, which have no value, `[H]`; None for none.
         documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
         keep: the state after them is wanted; else none need be made.
         in_place: nobody wants the state before them, so its tensors may be written over.
@@ -40,6 +41,7 @@ class Tokens:
     valid: Tensor | None = None
     count: Tensor | None = None
     gates: Tensor | None = None
+    sink: Tensor | None = None
     documents: Tensor | None = None
     keep: bool = True
     in_place: bool = False
@@ -127,4 +129,5 @@ def joined(parts: list[Tokens]) -> Tokens:
         torch.cat([valid(part) for part in parts], 1) if padded else None,
         torch.cat(counts, 1) if len(counts) == len(parts) else None,
         torch.cat(gates, 2) if len(gates) == len(parts) else None,
+        first.sink,
     )

@@ -121,7 +121,7 @@ def _is_simple(
         and how[1] == 0
         and how[2]
         and not (attention._forward_hooks or attention._forward_pre_hooks or "forward" in attention.__dict__)
-        and all(extras[name] in (None, False) for name in extras if name in WATCHED)
+        and all(extras[name] is None or extras[name] is False for name in extras if name in WATCHED)
     )
 
 

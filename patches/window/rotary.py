@@ -50,7 +50,8 @@ class Rotary:
         kind = getattr(module, "rope_type", "default")
         kind = kind.get(self.layer_type) if isinstance(kind, dict) else kind
         read = module is not None and site.rotated_by in (APPLY, INTERLEAVED) and apply is not None
-        if not read or kind in MOVING or _frequencies(module, self.layer_type) is None:
+        frequencies = _frequencies(module, self.layer_type) if read else None
+        if frequencies is None or kind in MOVING:
             what = f"its rotary embedding is of the kind {kind!r}" if kind in MOVING else "none could be read"
             raise OptionError(
                 f"{site.name}: positions inside the cache need a rotary embedding that can be turned, and "
@@ -60,6 +61,7 @@ class Rotary:
         self.apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _of_one(apply)
         # latent attention turns the last features of a query
         self.first: int = getattr(site.view, "qk_nope_head_dim", 0)
+        self.width = 2 * frequencies.shape[-1]
         self._by_halves: bool | None = None
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ class Rotary:
             steps: tokens, `[B or 1, N]`.
         """
         cos, sin = self._angles(query, steps.expand(query.shape[0], -1))
-        end = self.first + cos.shape[-1]
+        end = self.first + self.width
         part = query[..., self.first : end]
         turned = self.apply(part, cos, sin)
         if part.shape == query.shape:
@@ -81,7 +83,11 @@ class Rotary:
         module: Any = self.module[0]
         cos, sin = module(query, steps, *([self.layer_type] if self.layer_type else []))
         factor = float(self._scaling())
-        return cos / factor, -sin / factor
+        cos, sin = cos / factor, -sin / factor
+        if cos.shape[-1] == self.width:
+            return cos, sin
+        self.apply = _by_halves  # gpt-oss gives the angles of one half
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
     def _scaling(self) -> float:
         name = f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling"

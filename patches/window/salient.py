@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import LinearAttention, Tokens
+from hf_linattn.attention import LinearAttention, Tokens, upcast
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.types import State
+from hf_linattn.ops.eager import window as band
+from hf_linattn.ops.softmax import scores_of
+from hf_linattn.ops.types import ScaledSums, State
 
 from . import ring
 from .ring import KeyValues
+from .sinks import Turn, sink_sums, with_own_sink
 
 BLOCK = 16
 """Tokens that leave the window together: one ranking for all of them."""
@@ -205,3 +208,18 @@ def read(rest: LinearAttention, query: Tensor, segment: Segment, state: State) -
     weights = weights.masked_fill(~segment.absorbed.unsqueeze(2), 0.0)
     values = (weights @ segment.phi_value.unsqueeze(2)).flatten(1, 2)
     return numerator + values, total + weights.sum(-1).flatten(1, 2)
+
+
+def attend(
+    tokens: Tokens, segment: Segment, has_sinks: bool, turn: Turn | None, other: ScaledSums | None
+) -> Tensor:
+    """Compute softmax over window, sinks and salient tokens, and other tokens."""
+    assert tokens.query is not None
+    query, key, value = upcast(tokens.query), upcast(segment.key), upcast(segment.value)
+    if has_sinks:
+        sinks = sink_sums(query, segment.sinks, segment.ranks, turn, tokens.scaling)
+        other = sinks if other is None else band.add_sums(sinks, other)
+    other = with_own_sink(tokens, value.shape[-1], other)
+    seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
+    return band.normalised_sums(band.softmax_sums(scores, value), other)

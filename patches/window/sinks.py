@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.attention import upcast
+from hf_linattn.attention import Tokens, upcast
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import ScaledSums, WindowSinks
 
+from .rest import of_all_queries
 from .ring import KeyValues
 from .rotary import Rotary
 
@@ -56,6 +57,26 @@ def sink_sums(
             query = turn.of(query, ranks)
     scores = scores_of(query, upcast(sinks.key), scaling).masked_fill(~visible[:, None], float("-inf"))
     return band.softmax_sums(scores, upcast(sinks.value))
+
+
+def with_own_sink(tokens: Tokens, width: int, other: ScaledSums | None) -> ScaledSums | None:
+    """Add the model's own sink to sums: exp(t) in the normaliser, for a value of 0.
+
+    Args:
+        tokens: with queries, and the sink's logits `[H]` or None.
+        width: of values.
+        other: sums of all queries or of the last ones; None for none.
+    """
+    if tokens.sink is None:
+        return other
+    assert tokens.query is not None
+    if other is not None:
+        other = ScaledSums(*of_all_queries(tokens.query.shape[2], *other))
+    query = upcast(tokens.query)
+    logits = tokens.sink.to(query.dtype)[None, :, None].expand(query.shape[:3]).contiguous()
+    values = query.new_zeros(*query.shape[:3], width)
+    own = ScaledSums(values, torch.ones_like(logits), logits)
+    return own if other is None else band.add_sums(own, other)
 
 
 def for_triton(query: Tensor, sinks: KeyValues, ranks: Tensor | None, turn: Turn | None) -> Sinks:

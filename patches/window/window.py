@@ -15,7 +15,6 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.softmax import scores_of
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.parallel import Shard
@@ -28,7 +27,7 @@ from .rest import absorb, before_first, of_all_queries, sums, with_gates, withou
 from .ring import KeyValues, Seen, WindowState
 from .rotary import rotary_of
 from .salient import SalientState
-from .sinks import Turn, for_cpp, for_triton, sink_sums
+from .sinks import Turn, for_cpp, for_triton, sink_sums, with_own_sink
 from .unused import with_zero_gradients
 
 
@@ -53,6 +52,8 @@ class Window(StatefulAttention):
     it is empty): the largest stay, and the others go into the state for good. Keys keep their rotation. The
     choice has no gradient; keys and values have.
 
+    A logit that the model learned as a sink of its own (gpt-oss) stays in the window's normaliser.
+
     Options:
         size: tokens in the window, the query's own among them, at least 1; default 256.
         sinks: first tokens of a text that stay visible, at least 0; default 0.
@@ -76,6 +77,7 @@ class Window(StatefulAttention):
     time = "O(n w)"
     cross = False
     wraps = True
+    supports = frozenset(("s_aux",))
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 
     def __init__(
@@ -204,7 +206,7 @@ class Window(StatefulAttention):
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
         rest = self._linear() if self.inner else None
-        if self._sums_in_kernels():
+        if self._sums_in_kernels() and tokens.sink is None:
             fused = fused_step(rest, tokens, state, *self._turn_and_share())
             if fused is not None:
                 return fused
@@ -231,7 +233,7 @@ class Window(StatefulAttention):
 
     def prepared_step(self, call: Call) -> PreparedToken | None:
         """Prepare the tokens behind this one, where one call in C++ computes each."""
-        if self.salient or not self._sums_in_kernels() or call.layer is None:
+        if self.salient or not self._sums_in_kernels() or call.layer is None or call.sink is not None:
             return None
         tokens = Tokens(call.query, call.key, call.value, call.scaling)
         rest = self._linear() if self.inner else None
@@ -264,6 +266,8 @@ class Window(StatefulAttention):
         if torch.compiler.is_compiling():  # the graph would be for such lengths alone
             return False
         if tokens.length > self.size or self.branches not in (None, "both", "window"):
+            return False
+        if tokens.sink is not None:
             return False
         assert tokens.query is not None
         return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype
@@ -353,22 +357,11 @@ class Window(StatefulAttention):
             numerator, total, after = sums(self._linear(), kept, state.linear)
             return linear.normalised(numerator, total), state.with_linear(after)
         segment = salient.push(self._linear(), tokens, state, self.size)
-        inside = partial(self._exact, tokens, segment)
+        inside = partial(salient.attend, tokens, segment, bool(self.sinks), self._turn())
         if segment.phi_k is None and self._nothing_left(None, state.linear):
             return inside(None), segment.after
         numerator, total = salient.read(self._linear(), upcast(tokens.query), segment, state.linear)
         return self._mixed(tokens, inside, numerator, total), segment.after
-
-    def _exact(self, tokens: Tokens, segment: salient.Segment, other: ScaledSums | None) -> Tensor:
-        """Compute softmax over window, sinks and salient tokens, and other tokens."""
-        assert tokens.query is not None
-        query, key, value = upcast(tokens.query), upcast(segment.key), upcast(segment.value)
-        if self.sinks:
-            sinks = sink_sums(query, segment.sinks, segment.ranks, self._turn(), tokens.scaling)
-            other = sinks if other is None else band.add_sums(sinks, other)
-        seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
-        return band.normalised_sums(band.softmax_sums(scores, value), other)
 
     def whole_rows(self) -> str:
         """Say why rows cannot be split: salient tokens, or the attention of the rest."""
@@ -436,6 +429,7 @@ class Window(StatefulAttention):
         query, key, value = tokens.query, seen.key, self._values(seen.value)
         window, turn = None, self._turn()
         sinks = seen.sinks._replace(value=self._values(seen.sinks.value))
+        other = with_own_sink(tokens, value.shape[-1], other)
         if span is not None:
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)

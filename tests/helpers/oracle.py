@@ -161,16 +161,17 @@ STILL: set[str] = set()
 """Modifiers under which the model's rotary embedding turns nothing."""
 
 
-def formula(name: str, scores: bool = True) -> Callable[[Any], Any]:
+def formula(name: str, scores: bool = True, sinks: bool = False) -> Callable[[Any], Any]:
     """Register the output `[B, H, N, Dv]` of an attention; "a+b" for one that holds another.
 
-    Without scores there is nothing to cap or bias, and no sink: it raises where a model does so.
+    Without scores there is nothing to cap or bias, and, unless it says so, no sink: it raises where a model
+    does so.
     """
 
     def decorate(function: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
         def checked(x: Inputs) -> Tensor:
             biased = x.bias is not None and bool((x.bias != 0).any())
-            if not scores and (biased or x.softcap is not None or x.sink is not None):
+            if not scores and (biased or x.softcap is not None or (x.sink is not None and not sinks)):
                 raise NotImplementedError(f"{name} has no scores to cap or bias, and no sinks")
             return function(x)
 
@@ -201,10 +202,12 @@ def output_modifier(name: str) -> Callable[[Any], Any]:
     return decorate
 
 
-def over_its_sum(weights: Tensor, visible: Tensor) -> Tensor:
-    """Weights that are not negative, over their sum; 0 where nothing is visible."""
+def over_its_sum(weights: Tensor, visible: Tensor, sink: Tensor | None = None) -> Tensor:
+    """Weights that are not negative, over their sum and exp(sink) of the head; 0 where nothing is visible."""
     weights = torch.where(visible, weights, 0.0)
     total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.double().exp().reshape(1, -1, 1, 1)
     return torch.where(total > 0, weights / total, 0.0)
 
 

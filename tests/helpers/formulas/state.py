@@ -193,9 +193,9 @@ def in_window(x: Inputs) -> Tensor:
     return x.visible & (near | (key < sinks)[:, None])[:, None]
 
 
-@formula("window", scores=False)
+@formula("window", scores=False, sinks=True)
 def window(x: Inputs) -> Tensor:
-    return softmax_weights(x.scores(), in_window(x)) @ x.value
+    return softmax_weights(x.scores(), in_window(x), x.sink) @ x.value
 
 
 def hybrid(x: Inputs, similarity: Tensor, keys: Callable[[Inputs], Tensor] | None = None) -> Tensor:
@@ -210,16 +210,16 @@ def hybrid(x: Inputs, similarity: Tensor, keys: Callable[[Inputs], Tensor] | Non
         gate = x.parameter("window.gate")[None, :, None, None]
         gate = gate.sigmoid() if x.options["mix"] == "learned" else gate
         gate = torch.where(rest.sum(-1, keepdim=True) > 0, gate, 1.0)
-        return (gate * softmax_weights(x.scores(), inside) + (1 - gate) * rest) @ x.value
-    return over_its_sum(torch.where(inside, x.scores().exp(), similarity), x.visible) @ x.value
+        return (gate * softmax_weights(x.scores(), inside, x.sink) + (1 - gate) * rest) @ x.value
+    return over_its_sum(torch.where(inside, x.scores().exp(), similarity), x.visible, x.sink) @ x.value
 
 
-@formula("window+hedgehog", scores=False)
+@formula("window+hedgehog", scores=False, sinks=True)
 def window_hedgehog(x: Inputs) -> Tensor:
     return hybrid(x, hedgehog_weights(x, "window.rest."), hedgehog_keys)
 
 
-@formula("window+elu1", scores=False)
+@formula("window+elu1", scores=False, sinks=True)
 def window_elu1(x: Inputs) -> Tensor:
     return hybrid(x, elu_plus_one(x.query) @ elu_plus_one(x.key).mT, elu_keys)
 
@@ -231,17 +231,17 @@ def has_left(x: Inputs) -> tuple[Tensor, Tensor]:
     return counted, x.visible & ~in_window(x) & counted[:, None, None]
 
 
-@formula("window+delta", scores=False)
+@formula("window+delta", scores=False, sinks=True)
 def window_delta(x: Inputs) -> Tensor:
     counted, left = has_left(x)
     gate = x.parameter("window.gate")[None, :, None, None]
     gate = gate.sigmoid() if x.options.get("mix") == "learned" else gate
     gate = torch.where(left.any(-1, keepdim=True), gate, 1.0)
     rest = delta_reads(x, "window.rest", counted, left)
-    return gate * (softmax_weights(x.scores(), in_window(x)) @ x.value) + (1 - gate) * rest
+    return gate * (softmax_weights(x.scores(), in_window(x), x.sink) @ x.value) + (1 - gate) * rest
 
 
-@formula("window+gated", scores=False)
+@formula("window+gated", scores=False, sinks=True)
 def window_gated(x: Inputs) -> Tensor:
     counted, left = has_left(x)
     logit = gates_of(x, "window.rest", "weight", "bias", x.options.get("source", "value"))

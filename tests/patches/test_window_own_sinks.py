@@ -1,0 +1,100 @@
+"""Windows in models that learned a sink of their own, a logit for each head (gpt-oss)."""
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.family_models import causal_model, token_batch
+from helpers.oracle import as_oracle
+from helpers.properties import learned
+
+from hf_linattn import patch_model, unpatch_model
+from hf_linattn.patches.window.rotary import rotary_of
+from hf_linattn.patching.discovery import find_sites
+
+CASES = {
+    "window": {"size": 16},
+    "window+elu1": {"size": 16, "sinks": 3, "positions": "text"},
+    "window+gated": {"size": 16, "sinks": 3, "positions": "text"},
+    "window+hedgehog": {"size": 16, "mix": "learned"},
+    "window+delta": {"size": 16},
+}
+
+
+def gpt_oss():
+    model = causal_model("gpt_oss")
+    for site in find_sites(model):
+        torch.nn.init.uniform_(site.module.sinks, 1, 4)
+    return model
+
+
+def batch():
+    return {**token_batch(), "use_cache": False}
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_they_stay_in_the_normaliser(spec):
+    model, inputs, options = gpt_oss(), batch(), CASES[spec]
+    live = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        base = model(**inputs).logits
+        patch_model(model, spec, options=options, sliding="global")
+        got, weights = model(**inputs).logits, learned(model)
+        chunks, cache = [], None
+        for start, end in ((0, 30), (30, 31), (31, 32), (32, 60), (60, 70)):
+            ids, mask = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]
+            output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            chunks, cache = [*chunks, output.logits], output.past_key_values
+        unpatch_model(model)
+        with as_oracle(model, spec, learned=weights, windows=False, **options):
+            want = model(**inputs).logits
+        for site in find_sites(model):
+            site.module.sinks.fill_(-100)
+        with as_oracle(model, spec, learned=weights, windows=False, **options):
+            without = model(**inputs).logits
+    assert tiny_models.distance(got[live], want[live]) < 1e-6
+    assert tiny_models.distance(torch.cat(chunks, 1)[live], want[live]) < 1e-6
+    assert tiny_models.distance(want[live], without[live]) > 1e-2
+    assert tiny_models.distance(want[live], base[live]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32]
+)  # the latter in C++, where there is a library
+def test_they_learn(dtype):
+    model, inputs, options = gpt_oss().to(dtype), batch(), CASES["window+elu1"]
+    patch_model(model, "window+elu1", options=options, sliding="global")
+    model(**inputs).logits[inputs["attention_mask"].bool()].square().mean().backward()
+    got = [site.module.sinks.grad for site in find_sites(model)]
+    model.zero_grad()
+    unpatch_model(model)
+    with as_oracle(model, "window+elu1", windows=False, **options):
+        model(**inputs).logits[inputs["attention_mask"].bool()].square().mean().backward()
+    for gradient, site in zip(got, find_sites(model), strict=True):
+        assert gradient.abs().max() > 1e-6
+        assert tiny_models.distance(gradient, site.module.sinks.grad) < 1e-4 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_one_by_one_equal_the_whole_in_narrow_types(dtype):
+    """With sinks at positions inside the cache, whose angles this model gives by halves."""
+    model, ids = gpt_oss().to(dtype), token_batch()["input_ids"]
+    patch_model(model, "window+gated", options={"size": 12, "sinks": 3}, sliding="global")
+    with torch.no_grad():
+        whole = model(input_ids=ids, use_cache=False).logits
+        first = model(input_ids=ids[:, :20], use_cache=True)
+        got = [first.logits]
+        got += [
+            model(input_ids=ids[:, i : i + 1], past_key_values=first.past_key_values).logits
+            for i in range(20, 30)
+        ]
+    error = tiny_models.distance(torch.cat(got, 1).float(), whole[:, :30].float())
+    assert error < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_angles_of_one_half_turn_the_whole():
+    site = find_sites(gpt_oss())[0]
+    rotary, query = rotary_of(site, "auto"), torch.randn(1, 4, 1, site.head_dim, dtype=torch.float64)
+    places = torch.arange(1, 4)[:, None]
+    there = [rotary.back(query, -at[None]) for at in places]  # forward
+    assert tiny_models.distance(rotary.back(there[2], torch.tensor([[1]])), there[1]) < 1e-6
+    assert tiny_models.distance(there[2], there[1]) > 0.1
