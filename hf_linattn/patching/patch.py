@@ -196,7 +196,7 @@ def _build_children(
     if notes and not children:
         raise PlanError(
             f"every attention layer that the plan names ({', '.join(notes)}) has a window and keeps it. Pass "
-            "sliding='global' to drop the windows."
+            "sliding='global' (in commands --sliding global) to drop the windows."
         )
     return children, notes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,8 +42,8 @@ class Rotary:
 
     def __init__(self, site: AttentionSite) -> None:
         module: Any = site.rotary
-        apply = inspect.unwrap(type(site.module).forward).__globals__.get(APPLY)
-        apply = _by_halves if site.rotated_by == INTERLEAVED else apply
+        self.interleaved = site.rotated_by == INTERLEAVED
+        apply = inspect.unwrap(type(site.module).forward).__globals__.get(site.rotated_by or "")
         # embeddings for several types of layers take the type, and have frequencies of each
         self.layer_type = "" if hasattr(module, "inv_freq") else f"{site.layer_type}"
         kind = getattr(module, "rope_type", "default")
@@ -57,12 +56,13 @@ class Rotary:
                 f"{site.name}: positions inside the cache need a rotary embedding that can be turned, and "
                 f"{what}. Give positions='text'"
             )
-        self.module = (module,)  # in a tuple: no submodule of ours
-        self.apply: Callable[[Tensor, Tensor, Tensor], Tensor] = _of_one(apply)
+        self.module, self.apply = (module,), apply  # in a tuple: no submodule of ours
+        self.takes_two = "k" in inspect.signature(apply).parameters
         # latent attention turns the last features of a query
         self.first: int = getattr(site.view, "qk_nope_head_dim", 0)
         self.width = 2 * frequencies.shape[-1]
         self._by_halves: bool | None = None
+        self._one_half: bool | None = None
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
         """Rotate queries to where they would be so many positions earlier.
@@ -74,7 +74,7 @@ class Rotary:
         cos, sin = self._angles(query, steps.expand(query.shape[0], -1))
         end = self.first + self.width
         part = query[..., self.first : end]
-        turned = self.apply(part, cos, sin)
+        turned = self._turned(part, cos, sin)
         if part.shape == query.shape:
             return turned
         return torch.cat([query[..., : self.first], turned, query[..., end:]], -1)
@@ -86,8 +86,19 @@ class Rotary:
         cos, sin = cos / factor, -sin / factor
         if cos.shape[-1] == self.width:
             return cos, sin
-        self.apply = _by_halves  # gpt-oss gives the angles of one half
-        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)  # gpt-oss gives those of one half
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Turn by the model's own function, `[..., N, R]`, where it takes the angles of all features."""
+        if self._one_half is None:
+            place = torch.zeros(1, 1, dtype=torch.long, device=x.device)
+            given = self.module[0](x, place, *([self.layer_type] if self.layer_type else []))[0]
+            self._one_half = given.shape[-1] != self.width
+        if self._one_half or self.interleaved:
+            first, second = x.chunk(2, -1)
+            return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        turned: Tensor = self.apply(x, x, cos, sin)[0] if self.takes_two else self.apply(x, cos, sin)
+        return turned
 
     def _scaling(self) -> float:
         name = f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling"
@@ -151,22 +162,9 @@ class Rotary:
 
     def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
         probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
-        found = self.apply(probe, cos[:, None], sin[:, None])
+        found = self._turned(probe, cos[:, None], sin[:, None])
         first, second = probe.chunk(2, -1)
         return torch.allclose(found, probe * cos + torch.cat([-second, first], -1) * sin, rtol=1e-5)
-
-
-def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first half of features into the second one."""
-    first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-
-def _of_one(apply: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Let a model's function turn one tensor; most turn queries and keys together."""
-    if "k" in inspect.signature(apply).parameters:
-        return lambda x, cos, sin: apply(x, x, cos, sin)[0]
-    return apply
 
 
 def _frequencies(module: Any, layer_type: str) -> Tensor | None:

@@ -98,3 +98,12 @@ def test_angles_of_one_half_turn_the_whole():
     there = [rotary.back(query, -at[None]) for at in places]  # forward
     assert tiny_models.distance(rotary.back(there[2], torch.tensor([[1]])), there[1]) < 1e-6
     assert tiny_models.distance(there[2], there[1]) > 0.1
+
+
+def test_layers_share_the_angles_of_a_long_prompt():
+    """Kernels in C++ take a table of them, which the first layer makes."""
+    rotaries = [rotary_of(site, "auto") for site in find_sites(gpt_oss().float())]
+    query, steps = torch.randn(1, 4, 9, rotaries[0].width), torch.arange(9)[None]
+    first, second = (rotary.turns(query, steps) for rotary in rotaries)
+    assert first is not None
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
