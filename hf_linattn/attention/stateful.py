@@ -132,7 +132,7 @@ class StatefulAttention(Attention):
         valid = None if new is None else new > 0
         gates = self.gates(call)
         _check_gates(call, gates, valid)
-        known = valid, count, gates, call.sink
+        known = valid, count, gates, call.sink, call.softcap
         tokens = Tokens(query, call.key, call.value, call.scaling, *known, keep=layer is not None)
         if not visibility.causal:
             if layer is not None:

@@ -29,6 +29,7 @@ class Tokens:
         count: visible keys n_i of each query, `[B or 1, N]`; None unless the attention asks by `counts`.
         gates: what the attention made of each token's hidden state, `[B, Hkv, S, F]`; None for nothing.
         sink: logits of sinks of the model's own, which have no value, `[H]`; None for none.
+        softcap: c of scores c tanh(s / c); None for scores as they are.
         documents: `[B, N]` ascending; a new number starts from nothing. None where nothing is packed.
         keep: the state after them is wanted; else none need be made.
         in_place: nobody wants the state before them, so its tensors may be written over.
@@ -42,9 +43,15 @@ class Tokens:
     count: Tensor | None = None
     gates: Tensor | None = None
     sink: Tensor | None = None
+    softcap: float | None = None
     documents: Tensor | None = None
     keep: bool = True
     in_place: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether softmax is that of the scores alone."""
+        return self.sink is None and self.softcap is None
 
     @property
     def length(self) -> int:
@@ -130,4 +137,5 @@ def joined(parts: list[Tokens]) -> Tokens:
         torch.cat(counts, 1) if len(counts) == len(parts) else None,
         torch.cat(gates, 2) if len(gates) == len(parts) else None,
         first.sink,
+        first.softcap,
     )

@@ -26,7 +26,7 @@ from hf_linattn.ops.cpp import takes
 from hf_linattn.ops.cpp import window as cpp_window
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as window_blocks
-from hf_linattn.ops.softmax import scores_of
+from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.triton import check, window_operator
@@ -123,21 +123,21 @@ def _arguments(window: Window, other: ScaledSums | None) -> tuple[Any, ...]:
     return *window[:4], *(other or (None, None, None)), window.span, window.scaling
 
 
-def attention(window: Window, other: ScaledSums | None) -> Tensor:
+def attention(window: Window, other: ScaledSums | None, softcap: float | None = None) -> Tensor:
     """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen.
 
     Tensors of 16 bits go to the kernels in C++ as they are, to torch's in float32; the output is in their
-    dtype.
+    dtype. With a cap c of the scores, c tanh(s / c), torch's operations compute it.
     """
     sums, dtype = accumulator_dtype(*window[:3]), window.query.dtype
-    fused = fits(window.query, window.key, window.value, None, 0.0)
+    fused = softcap is None and fits(window.query, window.key, window.value, None, 0.0)
     wide_already = all(x.dtype == sums for x in window[:3])
     if not wide_already and not (fused and takes.window(window, other)):
         query, key, value = (x.to(sums) for x in window[:3])
         wide = window._replace(query=query, key=key, value=value)
-        return attention(wide, other).to(dtype)
+        return attention(wide, other, softcap).to(dtype)
     if not fused:
-        return window_blocks.attention(window, other)
+        return window_blocks.attention(window, other, softcap)
     arguments = _arguments(window, other)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.softmax_of_window(*arguments)[0]  # type: ignore[no-any-return]
@@ -146,7 +146,13 @@ def attention(window: Window, other: ScaledSums | None) -> Tensor:
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scaling: float, other: ScaledSums | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    scaling: float,
+    other: ScaledSums | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend with a single query to all keys that count and to other tokens: `[B, H, 1, Dv]`; no gradients.
 
@@ -157,9 +163,10 @@ def decode(
         valid: boolean `[B, N]`, True at keys that count; None for all.
         scaling: of the scores.
         other: sums over other tokens; None for none.
+        softcap: c of scores c tanh(s / c); None for scores as they are.
     """
-    if torch.compiler.is_compiling() or not fits(query, key, value, None, 0.0):
-        scores = scores_of(query, key, scaling)
+    if softcap is not None or torch.compiler.is_compiling() or not fits(query, key, value, None, 0.0):
+        scores = capped(scores_of(query, key, scaling), softcap, None)
         if valid is not None:
             scores = scores.masked_fill(~valid[:, None, None], float("-inf"))
         return window_blocks.normalised_sums(window_blocks.softmax_sums(scores, value), other)

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_linattn.attention import LinearAttention, Tokens, upcast
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.softmax import scores_of
+from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.types import ScaledSums, State
 
 from . import ring
@@ -217,9 +217,10 @@ def attend(
     assert tokens.query is not None
     query, key, value = upcast(tokens.query), upcast(segment.key), upcast(segment.value)
     if has_sinks:
-        sinks = sink_sums(query, segment.sinks, segment.ranks, turn, tokens.scaling)
+        sinks = sink_sums(query, segment.sinks, segment.ranks, turn, tokens.scaling, tokens.softcap)
         other = sinks if other is None else band.add_sums(sinks, other)
     other = with_own_sink(tokens, value.shape[-1], other)
     seen = segment.exact.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = scores_of(query, key, tokens.scaling).masked_fill(~seen, float("-inf"))
+    scores = capped(scores_of(query, key, tokens.scaling), tokens.softcap, None)
+    scores = scores.masked_fill(~seen, float("-inf"))
     return band.normalised_sums(band.softmax_sums(scores, value), other)

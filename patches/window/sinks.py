@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.attention import Tokens, upcast
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.softmax import scores_of
+from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import ScaledSums, WindowSinks
 
@@ -39,7 +39,12 @@ class Turn(NamedTuple):
 
 
 def sink_sums(
-    query: Tensor, sinks: KeyValues, ranks: Tensor | None, turn: Turn | None, scaling: float
+    query: Tensor,
+    sinks: KeyValues,
+    ranks: Tensor | None,
+    turn: Turn | None,
+    scaling: float,
+    softcap: float | None = None,
 ) -> ScaledSums:
     """Sum over the sinks by torch's operations.
 
@@ -49,13 +54,15 @@ def sink_sums(
         ranks: of the queries, which see sinks up to their own, `[B, N]`; None for all.
         turn: None for queries as they are.
         scaling: of the scores.
+        softcap: c of scores c tanh(s / c); None for scores as they are.
     """
     visible = sinks.valid[:, None].expand(-1, query.shape[2], -1)
     if ranks is not None:
         visible = visible & (torch.arange(sinks.valid.shape[1], device=ranks.device) <= ranks[:, :, None])
         if turn is not None:
             query = turn.of(query, ranks)
-    scores = scores_of(query, upcast(sinks.key), scaling).masked_fill(~visible[:, None], float("-inf"))
+    scores = capped(scores_of(query, upcast(sinks.key), scaling), softcap, None)
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
     return band.softmax_sums(scores, upcast(sinks.value))
 
 

@@ -52,7 +52,8 @@ class Window(StatefulAttention):
     it is empty): the largest stay, and the others go into the state for good. Keys keep their rotation. The
     choice has no gradient; keys and values have.
 
-    A logit that the model learned as a sink of its own (gpt-oss) stays in the window's normaliser.
+    A logit that the model learned as a sink of its own (gpt-oss) stays in the window's normaliser, and a cap
+    of its scores (Gemma 2) in exp(s_ij).
 
     Options:
         size: tokens in the window, the query's own among them, at least 1; default 256.
@@ -77,7 +78,7 @@ class Window(StatefulAttention):
     time = "O(n w)"
     cross = False
     wraps = True
-    supports = frozenset(("s_aux",))
+    supports = frozenset(("s_aux", "softcap"))
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 
     def __init__(
@@ -206,7 +207,7 @@ class Window(StatefulAttention):
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
         rest = self._linear() if self.inner else None
-        if self._sums_in_kernels() and tokens.sink is None:
+        if self._sums_in_kernels() and tokens.is_plain:
             fused = fused_step(rest, tokens, state, *self._turn_and_share())
             if fused is not None:
                 return fused
@@ -233,7 +234,9 @@ class Window(StatefulAttention):
 
     def prepared_step(self, call: Call) -> PreparedToken | None:
         """Prepare the tokens behind this one, where one call in C++ computes each."""
-        if self.salient or not self._sums_in_kernels() or call.layer is None or call.sink is not None:
+        if self.salient or not self._sums_in_kernels() or call.layer is None:
+            return None
+        if call.sink is not None or call.softcap is not None:
             return None
         tokens = Tokens(call.query, call.key, call.value, call.scaling)
         rest = self._linear() if self.inner else None
@@ -265,9 +268,7 @@ class Window(StatefulAttention):
         """Whether a text begins that stays inside the window, so that torch's own kernel can take it."""
         if torch.compiler.is_compiling():  # the graph would be for such lengths alone
             return False
-        if tokens.length > self.size or self.branches not in (None, "both", "window"):
-            return False
-        if tokens.sink is not None:
+        if tokens.length > self.size or self.branches not in (None, "both", "window") or not tokens.is_plain:
             return False
         assert tokens.query is not None
         return tokens.query.dtype == tokens.key.dtype == tokens.value.dtype
@@ -433,6 +434,7 @@ class Window(StatefulAttention):
         if span is not None:
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
+        if window is not None and tokens.softcap is None:
             if window_attention.kernels_take(window, self.sinks, other is not None):
                 given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
                 return window_attention.by_kernels(window, given, other)
@@ -443,12 +445,12 @@ class Window(StatefulAttention):
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:
-            first = sink_sums(upcast(query), sinks, seen.ranks, turn, tokens.scaling)
+            first = sink_sums(upcast(query), sinks, seen.ranks, turn, tokens.scaling, tokens.softcap)
             other = first if other is None else band.add_sums(first, other)
         if window is not None:
-            return window_attention.attention(window, other)
+            return window_attention.attention(window, other, tokens.softcap)
         wide = upcast(query), upcast(key), upcast(value)
-        return window_attention.decode(*wide, seen.valid, tokens.scaling, other)
+        return window_attention.decode(*wide, seen.valid, tokens.scaling, other, tokens.softcap)
 
     def _share(self) -> Tensor:
         """Compute the window's share of the output where there is a rest, `[H]`."""

@@ -161,17 +161,18 @@ STILL: set[str] = set()
 """Modifiers under which the model's rotary embedding turns nothing."""
 
 
-def formula(name: str, scores: bool = True, sinks: bool = False) -> Callable[[Any], Any]:
+def formula(name: str, scores: bool = True, windowed: bool = False) -> Callable[[Any], Any]:
     """Register the output `[B, H, N, Dv]` of an attention; "a+b" for one that holds another.
 
-    Without scores there is nothing to cap or bias, and, unless it says so, no sink: it raises where a model
-    does so.
+    Without scores there is nothing to cap or bias, and no sink: it raises where a model does so. A window of
+    scores can be capped, and takes sinks.
     """
 
     def decorate(function: Callable[[Inputs], Tensor]) -> Callable[[Inputs], Tensor]:
         def checked(x: Inputs) -> Tensor:
             biased = x.bias is not None and bool((x.bias != 0).any())
-            if not scores and (biased or x.softcap is not None or (x.sink is not None and not sinks)):
+            extra = x.softcap is not None or x.sink is not None
+            if not scores and (biased or (extra and not windowed)):
                 raise NotImplementedError(f"{name} has no scores to cap or bias, and no sinks")
             return function(x)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.types import ScaledSums, Window
 
 BLOCK = 64
@@ -42,9 +43,15 @@ def softmax_sums(scores: Tensor, value: Tensor) -> ScaledSums:
     return ScaledSums(values.flatten(1, 2), weights.sum(-1).flatten(1, 2), top.flatten(1, 2))
 
 
-def attention(window: Window, other: ScaledSums | None) -> Tensor:
-    """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen."""
-    return normalised_sums(_window_sums(window.padded()), other)
+def attention(window: Window, other: ScaledSums | None, softcap: float | None = None) -> Tensor:
+    """Attend to a window and to other tokens together: `[B, H, N, Dv]`; 0 where nothing is seen.
+
+    Args:
+        window: queries, and what they see.
+        other: sums over other tokens; None for none.
+        softcap: c of scores c tanh(s / c); None for scores as they are.
+    """
+    return normalised_sums(_window_sums(window.padded(), softcap), other)
 
 
 def normalised_sums(window_sums: ScaledSums, other: ScaledSums | None) -> Tensor:
@@ -53,12 +60,12 @@ def normalised_sums(window_sums: ScaledSums, other: ScaledSums | None) -> Tensor
     return linear.normalised(sums.values, sums.total)
 
 
-def _window_sums(window: Window) -> ScaledSums:
+def _window_sums(window: Window, softcap: float | None) -> ScaledSums:
     query, key, value, valid, span, scaling = window
     heads, length, size = key.shape[1], query.shape[2], max(BLOCK, span)
     if not torch.compiler.is_compiling():  # a graph for all lengths cannot choose
         size = min(length, size)
-    weights = _scores((query * scaling).unflatten(1, (heads, -1)), key, valid, size, span)
+    weights = _scores((query * scaling).unflatten(1, (heads, -1)), key, valid, size, span, softcap)
     top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(query.dtype).min)
     weights = (weights - top).exp()
     values = torch.einsum("bhgnij,bhnje->bhgnie", weights, linear.blocks(value, size, span))
@@ -66,7 +73,7 @@ def _window_sums(window: Window) -> ScaledSums:
     return ScaledSums(*(linear.leading(x, 3, length).flatten(1, 2) for x in parts))
 
 
-def _scores(query: Tensor, key: Tensor, valid: Tensor, size: int, span: int) -> Tensor:
+def _scores(query: Tensor, key: Tensor, valid: Tensor, size: int, span: int, softcap: float | None) -> Tensor:
     """Compute scores `[B, Hkv, G, blocks, size, size + span]`, -inf where a column is not visible."""
     query = linear.blocks(query, size)
     row = torch.arange(size, device=query.device)[:, None]
@@ -74,5 +81,7 @@ def _scores(query: Tensor, key: Tensor, valid: Tensor, size: int, span: int) -> 
     in_window = (column > row) & (column <= row + span)
     # [B, 1, blocks, columns]
     counted = linear.blocks(valid[:, None, :, None].to(query.dtype), size, span)[..., 0] > 0
-    scores = torch.einsum("bhgnid,bhnjd->bhgnij", query, linear.blocks(key, size, span))
+    scores = capped(
+        torch.einsum("bhgnid,bhnjd->bhgnij", query, linear.blocks(key, size, span)), softcap, None
+    )
     return scores.masked_fill(~(in_window & counted[:, :, None, :, None]), float("-inf"))

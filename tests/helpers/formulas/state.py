@@ -193,7 +193,7 @@ def in_window(x: Inputs) -> Tensor:
     return x.visible & (near | (key < sinks)[:, None])[:, None]
 
 
-@formula("window", scores=False, sinks=True)
+@formula("window", scores=False, windowed=True)
 def window(x: Inputs) -> Tensor:
     return softmax_weights(x.scores(), in_window(x), x.sink) @ x.value
 
@@ -214,12 +214,12 @@ def hybrid(x: Inputs, similarity: Tensor, keys: Callable[[Inputs], Tensor] | Non
     return over_its_sum(torch.where(inside, x.scores().exp(), similarity), x.visible, x.sink) @ x.value
 
 
-@formula("window+hedgehog", scores=False, sinks=True)
+@formula("window+hedgehog", scores=False, windowed=True)
 def window_hedgehog(x: Inputs) -> Tensor:
     return hybrid(x, hedgehog_weights(x, "window.rest."), hedgehog_keys)
 
 
-@formula("window+elu1", scores=False, sinks=True)
+@formula("window+elu1", scores=False, windowed=True)
 def window_elu1(x: Inputs) -> Tensor:
     return hybrid(x, elu_plus_one(x.query) @ elu_plus_one(x.key).mT, elu_keys)
 
@@ -231,7 +231,7 @@ def has_left(x: Inputs) -> tuple[Tensor, Tensor]:
     return counted, x.visible & ~in_window(x) & counted[:, None, None]
 
 
-@formula("window+delta", scores=False, sinks=True)
+@formula("window+delta", scores=False, windowed=True)
 def window_delta(x: Inputs) -> Tensor:
     counted, left = has_left(x)
     gate = x.parameter("window.gate")[None, :, None, None]
@@ -241,7 +241,7 @@ def window_delta(x: Inputs) -> Tensor:
     return gate * (softmax_weights(x.scores(), in_window(x), x.sink) @ x.value) + (1 - gate) * rest
 
 
-@formula("window+gated", scores=False, sinks=True)
+@formula("window+gated", scores=False, windowed=True)
 def window_gated(x: Inputs) -> Tensor:
     counted, left = has_left(x)
     logit = gates_of(x, "window.rest", "weight", "bias", x.options.get("source", "value"))
