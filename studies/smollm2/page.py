@@ -135,11 +135,6 @@ def _table(columns: list[str], lines: list[str]) -> str:
     return head + "\n".join(lines) + "\n" if lines else "Not measured yet.\n"
 
 
-def single_tasks(rows: Iterable[Figures]) -> str:
-    """Write the tasks one by one."""
-    return table(rows, {name: (lambda f, name=name: f.score(name)) for name in CHOICES})  # type: ignore[misc]
-
-
 def curves(figures: dict[str, Json], measure: str) -> str:
     """Write the perplexities of patches that were just put in."""
     found = figures.get(f"{measure}/original", {})
@@ -192,7 +187,6 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     parts = {
         "table": table(rows, COLUMNS),
         "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, SHORT_ROWS),
-        "tasks": single_tasks(rows),
         "sinks": table(rows, SINKS),
         "swapped": curves(figures, "swapped"),
         "logn": curves(figures, "logn"),
