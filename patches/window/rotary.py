@@ -80,23 +80,26 @@ class Rotary:
         return torch.cat([query[..., : self.first], turned, query[..., end:]], -1)
 
     def _angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        module: Any = self.module[0]
-        cos, sin = module(query, steps, *([self.layer_type] if self.layer_type else []))
+        cos, sin = self._given(query, steps)
         factor = float(self._scaling())
         cos, sin = cos / factor, -sin / factor
         if cos.shape[-1] == self.width:
             return cos, sin
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)  # gpt-oss gives those of one half
 
+    def _given(self, query: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the model's embedding gives at places `[B, N]`."""
+        module: Any = self.module[0]
+        cos, sin = module(query, places, self.layer_type) if self.layer_type else module(query, places)
+        return cos, sin
+
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn by the model's own function, `[..., N, R]`, where it takes the angles of all features."""
         if self._one_half is None:
             place = torch.zeros(1, 1, dtype=torch.long, device=x.device)
-            given = self.module[0](x, place, *([self.layer_type] if self.layer_type else []))[0]
-            self._one_half = given.shape[-1] != self.width
+            self._one_half = self._given(x, place)[0].shape[-1] != self.width
         if self._one_half or self.interleaved:
-            first, second = x.chunk(2, -1)
-            return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+            return _by_halves(x, cos[:, None], sin[:, None])
         turned: Tensor = self.apply(x, x, cos, sin)[0] if self.takes_two else self.apply(x, cos, sin)
         return turned
 
@@ -163,8 +166,13 @@ class Rotary:
     def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
         probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
         found = self._turned(probe, cos[:, None], sin[:, None])
-        first, second = probe.chunk(2, -1)
-        return torch.allclose(found, probe * cos + torch.cat([-second, first], -1) * sin, rtol=1e-5)
+        return torch.allclose(found, _by_halves(probe, cos, sin), rtol=1e-5)
+
+
+def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first half of features into the second one."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def _frequencies(module: Any, layer_type: str) -> Tensor | None:

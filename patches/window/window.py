@@ -236,9 +236,9 @@ class Window(StatefulAttention):
         """Prepare the tokens behind this one, where one call in C++ computes each."""
         if self.salient or not self._sums_in_kernels() or call.layer is None:
             return None
-        if call.sink is not None or call.softcap is not None:
+        tokens = Tokens(call.query, call.key, call.value, call.scaling, sink=call.sink, softcap=call.softcap)
+        if not tokens.is_plain:
             return None
-        tokens = Tokens(call.query, call.key, call.value, call.scaling)
         rest = self._linear() if self.inner else None
         return prepare(self, rest, tokens, call.layer.state, *self._turn_and_share())
 

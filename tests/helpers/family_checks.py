@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from helpers.family_configs import LENGTH, first_line
 from helpers.family_models import NotBuilt, Slow, cast, causal_inputs, causal_model, main_output
 from helpers.oracle import as_oracle
+from helpers.properties import learned
 from hf_linattn import LinattnError, patch_model, unpatch_model
 from hf_linattn.attention import AttentionSite
 from hf_linattn.errors import UnsupportedMaskError
@@ -128,15 +129,6 @@ def plan_of(patch: str, sites: list[AttentionSite]) -> dict[str, Any]:
     """Name the modules that a patch is for: one that forgets has one direction."""
     fit = [site for site in sites if patch != HYBRID or site.causal is not False]
     return {site.name: (patch, OPTIONS.get(patch, {})) for site in fit}
-
-
-def learned(model: nn.Module) -> dict[nn.Module, dict[str, Tensor]]:
-    """Parameters and buffers of the patch: module -> name -> tensor."""
-    return {
-        module: {name: x.clone() for name, x in module.linattn.state_dict().items()}
-        for module in model.modules()
-        if "linattn" in module._modules
-    }
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.family_checks import in_chunks
 from helpers.family_models import causal_model, token_batch
 from helpers.oracle import as_oracle
 from helpers.properties import learned
@@ -56,11 +57,7 @@ def test_windows_do_it_too(make, spec):
         base = model(**inputs).logits
         patch_model(model, spec, options=options, sliding="global")
         got, weights = model(**inputs).logits, learned(model)
-        chunks, cache = [], None
-        for start, end in ((0, 30), (30, 31), (31, 32), (32, 60), (60, 70)):
-            ids, mask = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]
-            output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            chunks, cache = [*chunks, output.logits], output.past_key_values
+        chunks = in_chunks(model, inputs, (0, 30, 31, 32, 60, 70))
         unpatch_model(model)
         with as_oracle(model, spec, learned=weights, windows=False, **options):
             want = model(**inputs).logits
@@ -68,16 +65,15 @@ def test_windows_do_it_too(make, spec):
         with as_oracle(model, spec, learned=weights, windows=False, **options):
             without = model(**inputs).logits
     assert tiny_models.distance(got[live], want[live]) < 1e-6
-    assert tiny_models.distance(torch.cat(chunks, 1)[live], want[live]) < 1e-6
+    assert tiny_models.distance(chunks[live], want[live]) < 1e-6
     assert tiny_models.distance(want[live], without[live]) > 1e-2
     finite = base[live].isfinite()  # eager attention makes NaN of padded rows
     assert tiny_models.distance(want[live][finite], base[live][finite]) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32]
-)  # the latter in C++, where there is a library
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_they_learn(dtype):
+    """In float32 by the kernels in C++, where there is a library."""
     model, inputs, options = gpt_oss().to(dtype), batch(), CASES["window+elu1"]
     patch_model(model, "window+elu1", options=options, sliding="global")
     model(**inputs).logits[inputs["attention_mask"].bool()].square().mean().backward()
@@ -99,13 +95,9 @@ def test_tokens_one_by_one_equal_the_whole_in_narrow_types(make, dtype):
     patch_model(model, "window+gated", options={"size": 12, "sinks": 3}, sliding="global")
     with torch.no_grad():
         whole = model(input_ids=ids, use_cache=False).logits
-        first = model(input_ids=ids[:, :20], use_cache=True)
-        got = [first.logits]
-        got += [
-            model(input_ids=ids[:, i : i + 1], past_key_values=first.past_key_values).logits
-            for i in range(20, 30)
-        ]
-    error = tiny_models.distance(torch.cat(got, 1).float(), whole[:, :30].float())
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        got = in_chunks(model, inputs, (0, *range(20, 31)))
+    error = tiny_models.distance(got.float(), whole[:, :30].float())
     assert error < (1e-4 if dtype == torch.float32 else 0.1)
 
 
