@@ -145,7 +145,7 @@ left by {pad} tokens, windows of {window}, float64 unless said otherwise), on th
 * **unpatching**: bit-identical logits, the same state_dict keys, config, hooks and modules; also after a
   refusal.
 * **with cache**: the same rows in chunks of {chunks} tokens through a cache equal the whole at once within
-  2e-4. Where the unpatched model does not agree with itself there (marked *own*), the chunks are compared
+  1e-4. Where the unpatched model does not agree with itself there (marked *own*), the chunks are compared
   with the oracle's chunks.
 * elu1 and `window+gated` run with `sliding="global"` and must drop windows; softmax1 and logn must honour
   them.
