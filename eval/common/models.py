@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
+from hf_linattn.cli.processor import note_slow
 from hf_linattn.errors import CheckpointError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.loading import first_line
@@ -69,6 +70,7 @@ def load_model(curve: ModelSpec, *, dtype: str = "auto", device: torch.device | 
         unpatch_model(model)
     elif curve.patch not in (None, UNPATCHED):
         patch_model(model, curve.patch, options=curve.options)
+    note_slow(torch.device(device), model.dtype, "--dtype float32")
     return model.to(device)  # type: ignore[no-any-return]
 
 

@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> Path:
 
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
+    from hf_linattn.cli.processor import multiplies_bf16
     from hf_linattn.convert.presets import PRESETS
     from hf_linattn.demo.steps import Steps, conversion
     from hf_linattn.patching.loading import load_config
@@ -167,16 +168,6 @@ def chat_prompt(tokenizer: Any, question: str) -> str:
     bos = tokenizer.bos_token
     added = bool(bos) and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     return text.removeprefix(bos) if added else text  # reading the prompt puts it there once more
-
-
-def multiplies_bf16(cpu: bool) -> bool:
-    """Tell whether this processor, or the GPU, multiplies bfloat16 itself: it is faster there."""
-    import torch
-
-    if torch.cuda.is_available() and not cpu:
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    known = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
-    return any(supported() for supported in known)
 
 
 def _answers(folder: Path) -> str:

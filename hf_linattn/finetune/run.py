@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_linattn.cli.files import filling, replacing, write_json
 from hf_linattn.cli.jobs import last_step
 from hf_linattn.cli.main import package_versions
+from hf_linattn.cli.processor import note_slow
 from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
@@ -259,6 +261,10 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
         raise OptionError(
             "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
         )
+    if accelerator.is_main_process and accelerator.mixed_precision == "bf16":
+        note_slow(accelerator.device, torch.bfloat16, "--mixed-precision no")
+    elif accelerator.is_main_process:
+        note_slow(accelerator.device, getattr(torch, arguments.dtype), "--dtype float32")
     return accelerator
 
 

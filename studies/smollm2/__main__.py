@@ -20,6 +20,7 @@ import yaml
 from hf_linattn.cli.arguments import positive_int
 from hf_linattn.cli.jobs import Job, last_step, run_jobs
 from hf_linattn.cli.main import exit_status
+from hf_linattn.cli.processor import multiplies_bf16
 from hf_linattn.demo import smollm2
 from hf_linattn.patching.loading import load_tokenizer
 
@@ -29,7 +30,9 @@ HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
 BLOCK, BATCH = 512, 2
 TOKENS = 1_000_000
-STEP = ["--block-size", str(BLOCK), "--batch-size", str(BATCH), "--mixed-precision", "bf16"]
+STEP = ["--block-size", str(BLOCK), "--batch-size", str(BATCH)]
+FAST = multiplies_bf16(cpu=True)
+PRECISION, DTYPE = ("bf16", "bfloat16") if FAST else ("no", "float32")
 FINETUNE = ["--lora", "16", "--lr", "5.9e-4", "--adam-beta2", "0.999"]
 """What presets of hf_linattn.convert do with a model of this size."""
 VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000", "--checkpoint-every", "100"]
@@ -38,7 +41,8 @@ EPILOG = """\
 The model is unpacked to W/model, or linked there before. Every figure is made by a command, each its own
 process with a log in W/logs; --list prints them. Stopped at any moment, the same command goes on. Rows of
 1,000,000 tokens take 1 to 2 hours each on one thread with AMX; --tokens makes shorter ones, in folders of
-their own. `python -m studies.smollm2.page` writes docs/smollm2.md's table.
+their own. Processors that multiply bfloat16 train and measure in it, others in float32 and for longer.
+`python -m studies.smollm2.page` writes docs/smollm2.md's table.
 """
 
 
@@ -77,7 +81,7 @@ MEASURES: dict[str, str] = _read("measures.yaml")
 def training(row: Row, tokens: int, work: Path, texts: dict[str, Path]) -> list[str]:
     """Return the command that trains a row, without its output folder."""
     words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model"), *STEP, *VALIDATION]
-    words += ["--cpu", "--resume"]
+    words += ["--mixed-precision", PRECISION, "--cpu", "--resume"]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []
@@ -98,7 +102,8 @@ def result(row: Row, tokens: int, work: Path) -> Path:
 
 def measuring(name: str, model: Path, base: Path, texts: dict[str, Path], output: Path) -> list[str]:
     """Return the command that makes a measurement."""
-    values = {f"{{{key}}}": str(path) for key, path in {**texts, "model": model, "base": base}.items()}
+    named = {**texts, "model": model, "base": base, "dtype": DTYPE}
+    values = {f"{{{key}}}": str(value) for key, value in named.items()}
     command, *words = [values.get(word, word) for word in MEASURES[name].split()]
     script = HERE / command
     start = ["python", str(script)] if script.suffix == ".py" else ["python", "-m", _module(command)]

@@ -22,9 +22,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--output-dir", type=Path, required=True)
     args = parser.parse_args()
-    model = from_pretrained(args.model, dtype=torch.bfloat16).eval()
+    model = from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
     tokenizer = load_tokenizer(args.model)
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     rows = []
