@@ -102,7 +102,7 @@ def generate(
 def state_of(model: Any) -> dict[str, Any]:
     """Tell what a sequence costs in memory: bytes of constant states, and bytes that each token adds."""
     try:
-        rows = list(describe(model))
+        rows = [row for row in describe(model) if not row.tower]
     except LinattnError:  # no attention that could be patched, as in a state-space model
         return {}
     if any(row.state_bytes is None and row.bytes_per_token is None for row in rows):

@@ -64,7 +64,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             "a linear form in every layer, its maps trained against the original's attention"
         )
     require_decoder(model)
-    rows = list(describe(model))
+    rows = [row for row in describe(model) if not row.tower]
     unpatched = [row.module for row in rows if row.patch == OWN and row.window is None]
     if unpatched:
         raise PlanError(

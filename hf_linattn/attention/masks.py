@@ -101,7 +101,8 @@ def is_compact(mask: Tensor | None) -> bool:
 class Pattern:
     """What a mask function of transformers means: its kind, its documents, its window.
 
-    Packed tokens have the places `[B, N]` in their documents that they were given.
+    Packed tokens have the places `[B, N]` in their documents that they were given. `size` is the window's, in
+    tokens, where the function itself says it.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Pattern:
         documents: Tensor | None = None,
         overlay: str | None = None,
         places: Tensor | None = None,
+        size: int | None = None,
     ):
         self.kind, self.documents, self.overlay, self.places = kind, documents, overlay, places
+        self.size = size
 
 
 UNKNOWN = Pattern(None)
@@ -141,17 +144,31 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
                 next(iter(overlays), None),
                 next(iter(places), None),
             )
-            return Pattern(kinds.pop(), document, overlay, place)
+            size = next((part.size for part in parts if part.size is not None), None)
+            return Pattern(kinds.pop(), document, overlay, place, size)
+    elif name == "or_masks.<locals>.or_mask":
+        first, *others = _closure(function, "mask_functions")
+        if all(map(_adds_nothing, others)):
+            return read_pattern(first)
     elif name == "packed_sequence_mask_function":
         return Pattern("any", documents=_closure(function, "packed_sequence_mask"))
     elif name == "remap_positions_for_packed_sequence":
         inner = read_pattern(_closure(function, "mask_function"))
-        return Pattern(inner.kind, inner.documents, inner.overlay, _closure(function, "position_ids"))
+        places = _closure(function, "position_ids")
+        return Pattern(inner.kind, inner.documents, inner.overlay, places, inner.size)
     elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-        return Pattern("any", overlay="window")
+        size = _closure(function, "sliding_window") if name == "sliding_window_overlay" else None
+        return Pattern("any", overlay="window", size=size)
     elif name == "chunked_overlay":
         return Pattern("any", overlay="chunk")
     return UNKNOWN
+
+
+def _adds_nothing(function: Callable[..., Any]) -> bool:
+    """Tell whether a function lets tokens of one image see one another, and there is no image."""
+    name = getattr(function, "__qualname__", "")
+    blocks = name == "blockwise_overlay.<locals>.inner_mask"
+    return blocks and not bool((_closure(function, "block_sequence_ids") >= 0).any())
 
 
 def _traced_pattern(
@@ -232,7 +249,7 @@ def compact_mask(
         kv_length, kv_offset = q_offset + q_length, 0  # not only the columns that a window's cache keeps
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
     flags = getattr(config, "__dict__", {}).keys() & FLAGS
-    if use_vmap or DENSE_MASKS in flags or ADDITIVE_MASKS in flags:
+    if (use_vmap and tracing) or DENSE_MASKS in flags or ADDITIVE_MASKS in flags:
         pattern = UNKNOWN
     elif tracing:
         pattern = _traced_pattern(
@@ -243,7 +260,7 @@ def compact_mask(
     # a model that asks for a real mask combines it with one of its own (sparse indexers)
     combines = kwargs.get("allow_is_causal_skip") is False and local_size is None and q_length > 1
     combines = combines and UNREAD_MASKS not in flags
-    if pattern.kind == "causal" and pattern.documents is None and combines and not tracing:
+    if mask_function is masking_utils.causal_mask_function and combines and not tracing:
         pattern = UNKNOWN
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
     if pattern.kind not in ("causal", "bidirectional") or packed_both_ways:
@@ -296,6 +313,7 @@ def _encode(
         ones = torch.ones_like(index)[None]
         rows.append(ones if visible is None else visible)
     if pattern.overlay is not None:
+        local_size = pattern.size or local_size
         assert local_size is not None
         window = local_size if pattern.overlay == "window" else 0
         first: int | Tensor = 0

@@ -143,6 +143,7 @@ class AttentionSite:
         rotary: the one rotary embedding whose output the module takes; None where it gets none, or where
             that cannot be told.
         layer_type: of the config's `layer_types`, where it has them.
+        tower: it reads images or sounds, for a model that writes text.
         adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
         attributes: what the adapter gives the module beside that.
     """
@@ -161,6 +162,7 @@ class AttentionSite:
     rotary: nn.Module | None = None
     layer_type: str | None = None
     hidden_size: int | None = None
+    tower: bool = False
     adapted: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
 

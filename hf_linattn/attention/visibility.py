@@ -288,7 +288,7 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
         past: number of tokens before the first query.
 
     Raises:
-        UnsupportedMaskError: additive values, masks that differ between heads, windows, prefixes, islands,
+        UnsupportedMaskError: additive values, masks that differ between heads, windows, prefixes, images,
             or a dense mask while tracing, when values cannot be looked at.
     """
     dense = visibility.dense
@@ -326,6 +326,6 @@ def analyse(visibility: Visibility, past: int) -> Visibility:
             return Visibility(True, queries, keys, relative, documents * ~padded)
     raise UnsupportedMaskError(
         "the attention mask is neither causal nor bidirectional with padding or packed documents (a "
-        "window, a prefix, islands or a pattern of the caller's): this attention cannot express it. "
-        "Use a softmax patch here."
+        "window, a prefix, tokens of an image that see one another, or a pattern of the caller's): this "
+        "attention cannot express it. Use a softmax patch here."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,13 @@ class OwnConfigs:
         """Return the config that a copy stands for; any other config is its own."""
         return next((known.original for known in self.copies if known.copied is config), config)
 
-    def use_copies(self, entry: dict[str, Any], root: Any, flags: tuple[str, ...] = ()) -> None:
+    def use_copies(
+        self,
+        entry: dict[str, Any],
+        root: Any,
+        flags: tuple[str, ...] = (),
+        native: Collection[PreTrainedConfig] = (),
+    ) -> None:
         """Put the copies in place, switched to this package's attention and marked with the entry.
 
         Copies of other configs than `root` say that they describe a part, which cannot be loaded alone.
@@ -68,14 +75,16 @@ class OwnConfigs:
             entry: of config.json.
             root: the model's own config.
             flags: what the copies ask of the mask function; see `masks.FLAGS`.
+            native: configs of parts without a patch, which go on with their own attention and masks.
         """
         part = {"format": entry["format"], "version": entry["version"], "part": True}
         for module, key, known in self.places:
             module.__dict__[key] = known.copied
         for known in self.copies:
-            known.copied._attn_implementation_internal = NAME
             mark(known.copied, entry if known.original is root else part)
-            known.copied.__dict__.update(dict.fromkeys(flags, True))
+            if not any(known.original is config for config in native):
+                known.copied._attn_implementation_internal = NAME
+                known.copied.__dict__.update(dict.fromkeys(flags, True))
 
     def restore(self) -> None:
         """Put the originals back."""

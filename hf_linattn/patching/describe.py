@@ -15,6 +15,8 @@ from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import sites_of, transformers_model
 
+TOWER = "reads images or sounds"
+
 
 @dataclass(frozen=True)
 class ModuleDescription:
@@ -31,7 +33,8 @@ class ModuleDescription:
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
-        note: what became of its window, "" where there is nothing to say.
+        tower: it reads images or sounds, for a model that writes text.
+        note: what became of its window, or what it reads; "" where there is nothing to say.
     """
 
     module: str
@@ -44,6 +47,7 @@ class ModuleDescription:
     window: str | None = None
     state_bytes: int | None = None
     bytes_per_token: int | None = None
+    tower: bool = False
     note: str = ""
 
 
@@ -89,7 +93,9 @@ class Description:
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
-    if row.linear:
+    if row.tower:
+        state = "none"
+    elif row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
     else:
         state = "grows" if row.bytes_per_token is None else f"{row.bytes_per_token:,} B per token"
@@ -119,8 +125,9 @@ def _state_bytes(site: AttentionSite, attention: Any) -> int | None:
 def _describe_module(site: AttentionSite, installation: Installation | None) -> ModuleDescription:
     child: Any = site.module._modules.get(NAME)
     note = "" if installation is None else installation.notes.get(site.name, "")
+    note = note or (TOWER if site.tower else "")
     if child is None:
-        growth = _bytes_per_token(site)
+        growth = None if site.tower else _bytes_per_token(site)
         time = "O(n window)" if site.window else "O(n^2)"
         return ModuleDescription(
             site.name,
@@ -129,9 +136,11 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
             time=time,
             window=site.window,
             bytes_per_token=growth,
+            tower=site.tower,
             note=note,
         )
     window = site.window if child.keep_window else None
+    keeps_state = child.keeps_state and not site.tower
     return ModuleDescription(
         module=site.name,
         layer=site.layer_idx,
@@ -141,8 +150,9 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         linear=child.keeps_state,
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
         window=window,
-        state_bytes=_state_bytes(site, child.attention) if child.keeps_state else None,
-        bytes_per_token=None if child.keeps_state else _bytes_per_token(site, child.keeps_gates),
+        state_bytes=_state_bytes(site, child.attention) if keeps_state else None,
+        bytes_per_token=None if keeps_state or site.tower else _bytes_per_token(site, child.keeps_gates),
+        tower=site.tower,
         note=note,
     )
 
@@ -188,6 +198,8 @@ def describe(model: nn.Module) -> Description:
 def is_linear(model: nn.Module) -> bool:
     """Tell whether every attention layer's state is of constant size: all linear, or limited to a window.
 
+    Modules that read images or sounds keep none.
+
     Example:
         >>> from transformers import AutoModelForCausalLM
         >>> from hf_linattn import is_linear, patch_model
@@ -195,4 +207,4 @@ def is_linear(model: nn.Module) -> bool:
         >>> is_linear(model), is_linear(patch_model(model, "elu1"))
         (False, True)
     """
-    return all(row.linear or row.window is not None for row in describe(model))
+    return all(row.linear or row.window is not None or row.tower for row in describe(model))

@@ -13,6 +13,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -328,7 +329,31 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
         source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
             sites.append(_site(name, module, source, rotaries))
-    return sites
+    return [replace(site, tower=_is_tower(model, site)) for site in sites]
+
+
+def _is_tower(model: Any, site: AttentionSite) -> bool:
+    """Tell whether a module reads images or sounds for a model that writes text."""
+    return model.can_generate() and not site.forward_info.updates and is_beside_text(model, site.name)
+
+
+def is_beside_text(model: Any, name: str) -> bool:
+    """Tell whether a module is in a part for images or sounds: its config is not the text's.
+
+    Args:
+        model: a transformers model; an encoder-decoder has no such part.
+        name: of a module in it, dotted.
+    """
+    whole = model.config
+    text = whole.get_text_config(decoder=True)
+    if whole.is_encoder_decoder or (text is whole and not hasattr(whole, "vision_config")):
+        return False
+    around: list[Any] = [model]
+    for part in name.split("."):
+        around.append(getattr(around[-1], part))
+    configs = (getattr(module, "config", None) for module in reversed(around))
+    nearest = next(config for config in configs if config is not None)
+    return type(nearest) not in (type(whole), type(text))
 
 
 @cache

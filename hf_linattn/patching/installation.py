@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import product
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -79,16 +79,19 @@ class Installation:
             self._undo[-1]()
             self._undo.pop()
 
-    def use_own_configs(self, entry: dict[str, Any], flags: tuple[str, ...]) -> None:
+    def use_own_configs(
+        self, entry: dict[str, Any], flags: tuple[str, ...], native: Collection[Any] = ()
+    ) -> None:
         """Replace the model's configs by copies that say that it is patched.
 
         Args:
             entry: the `linattn` entry of config.json.
             flags: what the copies ask of the mask function; see `masks.FLAGS`.
+            native: configs of parts without a patch.
         """
         self.configs = OwnConfigs(self._model)
         self._undo.append(self.configs.restore)
-        self.configs.use_copies(entry, self._model.config, flags)
+        self.configs.use_copies(entry, self._model.config, flags, native)
 
     def adapt(self, site: AttentionSite) -> None:
         """Have a module with attention code of its own call the interface."""

@@ -40,7 +40,8 @@ def patch_model(
             Give the whole model: a part that is patched by itself is lost when the whole is saved.
         patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"},
             whose keys are indices, ranges or patterns of module names and values may be (name, options);
-            or a callable (name, module) -> patch or None.
+            or a callable (name, module) -> patch or None. A name alone is for the text: what reads images
+            or sounds for a model that writes text keeps its softmax, unless a plan names it.
         options: of the patches, e.g. {"train_length": 4096}.
         sliding: layers with a sliding or chunked window under a linear patch: "keep" leaves them as they are
             (linear already), "global" patches them and drops the window, "refuse" raises. Patches of scores
@@ -229,7 +230,11 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
     with Installation(model, options, checked.notes) as installation:
         if not children:
             return
-        installation.use_own_configs(_config_entry(recipes, sliding), _mask_flags(checked.sites, children))
+        native = _native_configs(checked)
+        routed = [site for site in checked.sites if not any(site.view.config is part for part in native)]
+        pools = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        entry, flags = _config_entry(recipes, sliding), _mask_flags(routed, children, pools)
+        installation.use_own_configs(entry, flags, native)
         for site in checked.sites:
             installation.adapt(site)
             if site.name in children:
@@ -258,10 +263,23 @@ def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any
     return {"format": FORMAT, "version": version, "sliding": sliding, "patches": groups}
 
 
-def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
-    """Name what masks must be, beyond the compact form for the window of each layer."""
+def _native_configs(checked: _Checked) -> list[Any]:
+    """List the configs of what reads images or sounds, and has no patch anywhere."""
+    patched = [site.view.config for site in checked.sites if site.name in checked.children]
+    towers = [site.view.config for site in checked.sites if site.tower]
+    return [config for config in towers if not any(config is other for other in patched)]
+
+
+def _mask_flags(
+    sites: list[AttentionSite], children: dict[str, PatchedAttention], pools: bool
+) -> tuple[str, ...]:
+    """Name what masks must be, beyond the compact form for the window of each layer.
+
+    A part for images may pool (`pools`) by an attention of torch's with the same masks.
+    """
     forms = {masks_of(site) for site in sites}
     dense = "boolean" in forms or any("attention_mask" in site.extras for site in sites)
+    dense = dense or (pools and any(site.tower for site in sites))
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
     chunks = any(site.window == "chunked" and site.name in children for site in sites)

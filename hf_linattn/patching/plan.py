@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import OptionError, PlanError, UnsupportedModelError
-from hf_linattn.patching.discovery import counted, find_sites, unrouted
+from hf_linattn.patching.discovery import counted, find_sites, is_beside_text, unrouted
 from hf_linattn.registry import Recipe, names_in, options_for, parse
 
 Plan = str | dict[Any, Any] | Callable[[str, nn.Module], Any]
@@ -71,13 +71,15 @@ def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
     Raises:
         UnsupportedModelError: the text decoder is out of reach as a whole.
     """
-    left = unrouted(model, sites)
-    if not left:
+    text = [site for site in sites if not site.tower]
+    left = {name: cls for name, cls in unrouted(model, sites).items() if not is_beside_text(model, name)}
+    if not left and text:
         return
     what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
-    if model.can_generate() and all(site.causal is False for site in sites):
+    if model.can_generate() and all(site.causal is False for site in text):
+        has = f"has modules {what}" if left else "has no attention module"
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its text decoder has modules {what}. To patch the others alone, "
+            f"{type(model).__name__}: its text decoder {has}. To patch the others alone, "
             f"name them, e.g. patch_model(model, {{{sites[0].name!r}: ...}})"
         )
     warnings.warn(f"{type(model).__name__}: modules stay as they are {what}", stacklevel=3)
@@ -152,8 +154,9 @@ def resolve(plan: Plan, sites: list[AttentionSite], options: dict[str, Any] | No
     """Resolve a plan: module name -> recipe, for the modules that it names.
 
     Args:
-        plan: a patch for every module; or key -> patch, keys being layer indices, ranges "0-3,8" or patterns
-            of module names, patches a name or (name, options); or a callable (name, module) -> patch or None.
+        plan: a patch for every module of the text; or key -> patch, keys being layer indices, ranges
+            "0-3,8" or patterns of module names, patches a name or (name, options); or a callable
+            (name, module) -> patch or None.
         sites: the model's attention modules.
         options: for the patches; see `registry.parse`.
 
@@ -164,7 +167,8 @@ def resolve(plan: Plan, sites: list[AttentionSite], options: dict[str, Any] | No
         raise OptionError(f"options must be a dict, got {options!r}")
     if isinstance(plan, str):
         recipe = parse(plan, options)
-        return {site.name: recipe for site in sites}
+        text = [site for site in sites if not site.tower]
+        return {site.name: recipe for site in text or sites}
     if isinstance(plan, dict):
         chosen = _by_key(plan, sites)
     elif callable(plan) and not isinstance(plan, type):

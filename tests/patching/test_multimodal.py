@@ -1,0 +1,133 @@
+"""Models that read images and write text: a patch is for the text, right with an image in the prompt."""
+
+import pytest
+import torch
+from helpers.family_checks import check
+from helpers.multimodal import MODELS, multimodal, text_alone, with_types
+from helpers.oracle import as_oracle
+
+from hf_linattn import describe, from_pretrained, is_linear, patch_model, unpatch_model
+from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.patching.discovery import find_sites
+
+GEMMA = "Gemma3ForConditionalGeneration"
+CAUSAL = [name for name in MODELS if name != GEMMA]
+LLAVA, SIGLIP = "LlavaForConditionalGeneration", "Lfm2VlForConditionalGeneration"
+TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+HYBRID = {"size": 8, "sinks": 2}
+
+
+def towers(model):
+    return {site.name for site in find_sites(model) if site.tower}
+
+
+def patched(model):
+    return {row.module for row in describe(model) if row.patch != "softmax"}
+
+
+def features(model, inputs):
+    images = {key: x for key, x in inputs.items() if key not in TOKENS}
+    found = model.get_image_features(**images)
+    found = getattr(found, "pooler_output", found)
+    return torch.cat([part.flatten() for part in found]) if isinstance(found, tuple | list) else found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_name_alone_is_for_the_text(name):
+    model, inputs = multimodal(name)
+    tower = towers(model)
+    assert tower
+    assert all("vision" in site or "visual" in site for site in tower)
+    with torch.no_grad():
+        before, logits = features(model, inputs), model(**inputs).logits
+        patch_model(model, "elu1", sliding="global")
+        assert patched(model) == {site.name for site in find_sites(model)} - tower
+        assert torch.equal(features(model, inputs), before)
+        assert is_linear(model)
+        assert "reads images or sounds" in str(describe(model))
+        unpatch_model(model)
+        assert torch.equal(model(**inputs).logits, logits)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_images_in_the_prompt_equal_the_oracle(name):
+    model, inputs = multimodal(name)
+    result = check(name, model, inputs, cached=False)  # the tower is patched too
+    assert result.status == "right", f"{result.reason} {result.patches}"
+    assert result.modules[0] == result.modules[1]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(("patch", "options"), [("elu1", {}), ("window+gated", HYBRID), ("delta", {})])
+def test_generated_tokens_go_on_from_the_image(name, patch, options):
+    model, inputs = multimodal(name)
+    patch_model(model, patch, options=options)
+    new = 6
+    out = model.generate(
+        **inputs,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        suppress_tokens=[100, 101, 102],
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    inputs["input_ids"] = out.sequences[:, :-1]
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, new - 1))
+    with torch.no_grad():
+        whole = model(**inputs, use_cache=False)
+    got, want = torch.stack(out.logits, 1), whole.logits[:, -new:]
+    assert float((got - want).abs().max() / want.abs().max()) < 1e-5
+
+
+def test_a_plan_that_names_the_tower_reaches_it():
+    model, inputs = multimodal(LLAVA)
+    patch_model(model, {"*vision_tower*": "elu1"})
+    assert patched(model) == towers(model)
+    patch_model(model, {"*": "elu1"})
+    assert patched(model) == {site.name for site in find_sites(model)}
+    with torch.no_grad():
+        got = model(**inputs).logits
+        unpatch_model(model)
+        with as_oracle(model, "elu1"):
+            assert torch.allclose(got, model(**inputs).logits)
+
+
+def test_a_patched_folder_comes_back_with_its_tower_as_it_was(tmp_path):
+    model, inputs = multimodal(SIGLIP)
+    patch_model(model, "window+gated", options=HYBRID)
+    with torch.no_grad():
+        want = model(**inputs).logits
+        model.save_pretrained(tmp_path)
+        again = from_pretrained(str(tmp_path), dtype=torch.float64).eval()
+        assert type(again) is type(model)
+        assert patched(again) == patched(model)
+        assert torch.equal(again(**inputs).logits, want)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gemma_reads_prompts_without_an_image_that_say_so(training):
+    model, inputs = multimodal(GEMMA)
+    model.train(training)
+    text = text_alone(inputs)
+    for patch in ("elu1", "window"):
+        patch_model(model, patch, sliding="global")
+        want = model(**text, labels=text["input_ids"])
+        got = model(**with_types(text), labels=text["input_ids"])
+        assert torch.equal(got.logits, want.logits)
+
+
+def test_gemma_lets_tokens_of_an_image_see_one_another():
+    model, inputs = multimodal(GEMMA)
+    inputs = with_types(inputs)
+    with torch.no_grad():
+        with as_oracle(model, "softmax1"):
+            want = model(**inputs).logits
+        got = patch_model(model, {"*": "softmax1"})(**inputs).logits
+        assert torch.allclose(got, want)
+        patch_model(model, "elu1")
+        with pytest.raises(UnsupportedMaskError, match="tokens of an image that see one another"):
+            model(**inputs)
