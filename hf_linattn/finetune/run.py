@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -32,7 +33,7 @@ from hf_linattn.finetune.model import check_fit, leave_out_attention_dropout, lo
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.parallel import Shard, lost_processes
 from hf_linattn.patching.interface import PATCH_PART
-from hf_linattn.patching.loading import first_line, load_tokenizer
+from hf_linattn.patching.loading import first_line, load_tokenizer, processor_files
 from hf_linattn.patching.splitting import split_rows
 from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
 from hf_linattn.training.chat import fit_objective
@@ -215,7 +216,7 @@ def _finish(
     if loop.log is not None:
         done = {**_results(arguments, command, loop, facts), **of_recipe, "label": recipe.label}
         box = [done]
-        _save(recipe.export(trained), tokenizer, path)
+        _save(recipe.export(trained), tokenizer, path, arguments.model)
         losses = {"before": done["eval_loss_before"], "trained": done["eval_loss"]}
         known = losses if loop.eval_blocks is not None else {}
         write_card(path, arguments.model, command, [done], known, recipe.label)
@@ -375,8 +376,11 @@ def _loop_settings(arguments: FinetuneArguments) -> LoopSettings:
     return LoopSettings(**{name: getattr(arguments, name) for name in names})
 
 
-def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the model, with LoRA merged into it, so that `hf_linattn.from_pretrained(folder)` loads it."""
+def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, source: str) -> None:
+    """Write the model, with LoRA merged into it, so that `hf_linattn.from_pretrained(folder)` loads it.
+
+    What else its processor needs comes from the source.
+    """
     with filling(folder) as partial:
         if hasattr(model, "merge_and_unload"):
             # Otherwise peft looks the base model's vocabulary up on the Hub.
@@ -384,6 +388,8 @@ def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             model = model.merge_and_unload()
         model.save_pretrained(str(partial))
         tokenizer.save_pretrained(partial)
+        for file in processor_files(source, model.config):
+            shutil.copy(file, partial / file.name)
 
 
 def save_loss_curve(

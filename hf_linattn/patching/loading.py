@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
 
 from hf_linattn.errors import CheckpointError, DataError, LinattnError
 
@@ -100,3 +101,18 @@ def load_tokenizer(source: str) -> Any:
         DataError: there is none.
     """
     return _read(AutoTokenizer, source, f"no tokenizer in {source} (give one with --tokenizer)", DataError)
+
+
+def processor_files(source: str, config: Any) -> list[Path]:
+    """List the files of a model by which its processor reads images and sounds, beside the tokenizer.
+
+    Args:
+        source: folder or Hub name.
+        config: of the model; one of text alone has none.
+    """
+    if config.get_text_config(decoder=True) is config or gguf_parts(source)[1]:
+        return []
+    names = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME, "chat_template.json")
+    missing = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"
+    found = [cached_file(source, name, **dict.fromkeys(missing, False)) for name in names]
+    return [Path(path) for path in found if path is not None]

@@ -56,12 +56,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str
 """Class -> what differs from the tiny sizes in its text, tower and whole; what it takes for an image."""
 
 
-def multimodal(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model in float64, or float32 where it must be, and a prompt of some 40 tokens with an image."""
+def multimodal(name: str, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Build a model in float64, or float32 where it must be, and a prompt of some 40 tokens with an image.
+
+    Args:
+        name: of the class.
+        **sizes: other sizes of its text.
+    """
     cls = getattr(transformers, name)
     text, vision, top, image = MODELS[name]
     top = {"image_token_id": IMAGE, "image_token_index": IMAGE, **top}
-    config = nested(cls.config_class, top=top, text_config=text, vision_config=vision)
+    config = nested(cls.config_class, top=top, text_config={**text, **sizes}, vision_config=vision)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32):
         model = assemble(cls, config, dtype)
