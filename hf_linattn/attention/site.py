@@ -144,6 +144,7 @@ class AttentionSite:
             that cannot be told.
         layer_type: of the config's `layer_types`, where it has them.
         tower: it reads images or sounds, for a model that writes text.
+        beside_tower: its model has such modules, and this is none of them.
         adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
         attributes: what the adapter gives the module beside that.
     """
@@ -163,6 +164,7 @@ class AttentionSite:
     layer_type: str | None = None
     hidden_size: int | None = None
     tower: bool = False
+    beside_tower: bool = False
     adapted: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
 

@@ -329,7 +329,10 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
         source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
             sites.append(_site(name, module, source, rotaries))
-    return [replace(site, tower=_is_tower(model, site)) for site in sites]
+    towers = {site.name for site in sites if _is_tower(model, site)}
+    if not towers:
+        return sites
+    return [replace(site, tower=site.name in towers, beside_tower=site.name not in towers) for site in sites]
 
 
 def _is_tower(model: Any, site: AttentionSite) -> bool:

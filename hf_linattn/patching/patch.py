@@ -232,9 +232,12 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
             return
         native = _native_configs(checked)
         routed = [site for site in checked.sites if not any(site.view.config is part for part in native)]
-        pools = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-        entry, flags = _config_entry(recipes, sliding), _mask_flags(routed, children, pools)
+        entry, flags = _config_entry(recipes, sliding), _mask_flags(routed, children)
         installation.use_own_configs(entry, flags, native)
+        pools = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        for site in routed if pools else []:
+            if site.tower:  # which pools by an attention of torch's, with the same masks
+                site.view.config.__dict__[DENSE_MASKS] = True
         for site in checked.sites:
             installation.adapt(site)
             if site.name in children:
@@ -270,16 +273,10 @@ def _native_configs(checked: _Checked) -> list[Any]:
     return [config for config in towers if not any(config is other for other in patched)]
 
 
-def _mask_flags(
-    sites: list[AttentionSite], children: dict[str, PatchedAttention], pools: bool
-) -> tuple[str, ...]:
-    """Name what masks must be, beyond the compact form for the window of each layer.
-
-    A part for images may pool (`pools`) by an attention of torch's with the same masks.
-    """
+def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
+    """Name what masks must be, beyond the compact form for the window of each layer."""
     forms = {masks_of(site) for site in sites}
     dense = "boolean" in forms or any("attention_mask" in site.extras for site in sites)
-    dense = dense or (pools and any(site.tower for site in sites))
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
     chunks = any(site.window == "chunked" and site.name in children for site in sites)

@@ -50,8 +50,11 @@ class Rotary:
         kind = kind.get(self.layer_type) if isinstance(kind, dict) else kind
         read = module is not None and site.rotated_by in (APPLY, INTERLEAVED) and apply is not None
         frequencies = _frequencies(module, self.layer_type) if read else None
-        if frequencies is None or kind in MOVING:
+        # tokens of an image share positions: a query's rank does not tell how far behind the sinks it is
+        axes = site.beside_tower and getattr(module, "mrope_section", None) is not None
+        if frequencies is None or kind in MOVING or axes:
             what = f"its rotary embedding is of the kind {kind!r}" if kind in MOVING else "none could be read"
+            what = "its rotary embedding has places in images too" if axes else what
             raise OptionError(
                 f"{site.name}: positions inside the cache need a rotary embedding that can be turned, and "
                 f"{what}. Give positions='text'"

@@ -60,7 +60,8 @@ class Window(StatefulAttention):
         sinks: first tokens of a text that stay visible, at least 0; default 0.
         positions: "cache", a sink is never further than the cache is long (StreamingLLM's positions inside
             the cache); "text", its true distance; "auto" (default), "cache" where RoPE turns the layer's
-            queries and can be turned back (not dynamic, longrope, complex, nor with a norm behind it).
+            queries and can be turned back (not dynamic, longrope, complex, nor with a norm behind it, nor
+            where images have positions of their own, as Qwen-VL's).
         mix: with a linear attention, "shared" (the default where it has a sum to share), "learned" or
             "interpolated" (the default for "window+delta", which has none).
         salient: tokens kept beside the window, at least 0; default 0. Needs an additive linear attention (not

@@ -5,6 +5,7 @@ import torch
 from helpers import tiny_models
 from helpers.family_checks import HYBRID, in_chunks
 from helpers.family_models import causal_model, token_batch
+from helpers.multimodal import multimodal
 from helpers.oracle import as_oracle
 from transformers import AttentionInterface
 
@@ -111,3 +112,22 @@ def test_tokens_one_by_one_equal_the_whole(name, dtype):
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         got = in_chunks(model, inputs, (0, *range(20, 41)))
     assert tiny_models.distance(got, whole[:, :40]) < (1e-4 if dtype == torch.float32 else 1e-6)
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_sinks_stay_where_images_share_positions(name):
+    """An image of 1,000 tokens moves the text behind it by some 30 positions, not by 1,000."""
+    model, _ = multimodal(name)
+    for site in find_sites(model):
+        if not site.tower:
+            assert rotary_of(site, "auto") is None
+            with pytest.raises(OptionError, match="has places in images too"):
+                rotary_of(site, "cache")
+    text = [site for site in find_sites(causal_model("qwen3_5_text")) if site.rotary is not None]
+    assert text
+    assert all(rotary_of(site, "auto") for site in text)  # the same embedding, no images
+
+
+def test_sinks_are_turned_beside_images_that_count_as_tokens():
+    model, _ = multimodal("LlavaForConditionalGeneration")
+    assert all(rotary_of(site, "auto") for site in find_sites(model) if not site.tower)
