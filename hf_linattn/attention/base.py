@@ -81,6 +81,7 @@ class Attention(Patch):
         wraps: takes a linear attention inside, as in "window+elu1".
         wrappable: can be that linear attention.
         needs_rope: turns queries by the model's rotary embedding, which must then be there.
+        note: what `describe` says of this module beside options; "" for nothing.
     """
 
     cross: ClassVar[bool] = True
@@ -89,6 +90,7 @@ class Attention(Patch):
     wraps: ClassVar[bool] = False
     wrappable: ClassVar[bool] = False
     needs_rope: bool = False
+    note: str = ""
 
     def attend(self, call: Call) -> Output:
         """Compute the output `[B, H, N, Dv]`, and the weights `[B, H, N, S]` or None."""

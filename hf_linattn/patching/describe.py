@@ -34,7 +34,7 @@ class ModuleDescription:
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
         tower: it reads images or sounds, for a model that writes text.
-        note: what became of its window, or what it reads; "" where there is nothing to say.
+        note: what became of its window, what it reads, or what its attention says of it; "" for nothing.
     """
 
     module: str
@@ -140,6 +140,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
             note=note,
         )
     window = site.window if child.keep_window else None
+    note = "; ".join(filter(None, (note, child.attention.note)))
     keeps_state = child.keeps_state and not site.tower
     return ModuleDescription(
         module=site.name,

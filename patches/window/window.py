@@ -102,6 +102,8 @@ class Window(StatefulAttention):
         self.size, self.sinks, self.mix, self.salient = size, sinks, mix, salient
         self.rotary = rotary_of(site, positions) if sinks else None
         self.needs_rope = self.rotary is not None
+        if sinks and positions == "auto" and self.rotary is None:
+            self.note = "sinks at the text's positions"
         self.needs_visible_count = sinks > 0
         self.inner = ""
         self.heads = site.heads

@@ -9,7 +9,7 @@ from helpers.multimodal import multimodal
 from helpers.oracle import as_oracle
 from transformers import AttentionInterface
 
-from hf_linattn import patch_model
+from hf_linattn import describe, patch_model
 from hf_linattn.errors import OptionError
 from hf_linattn.patches.window.rotary import rotary_of
 from hf_linattn.patching.discovery import find_sites
@@ -126,6 +126,15 @@ def test_sinks_stay_where_images_share_positions(name):
     text = [site for site in find_sites(causal_model("qwen3_5_text")) if site.rotary is not None]
     assert text
     assert all(rotary_of(site, "auto") for site in text)  # the same embedding, no images
+
+
+def test_describe_says_where_sinks_stay():
+    said = "sinks at the text's positions"
+    for name, stay in (("llama", []), ("hunyuan_v1_dense", [said] * 2)):
+        model = patch_model(causal_model(name), "window", options={"size": 8, "sinks": 2})
+        notes = [row.note for row in describe(model)]
+        assert [note for note in notes if note] == stay, name
+        assert (said in str(describe(model))) is bool(stay)
 
 
 def test_sinks_are_turned_beside_images_that_count_as_tokens():
