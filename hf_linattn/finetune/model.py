@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import cast
 
@@ -76,6 +77,22 @@ def leave_out_attention_dropout(model: PreTrainedModel) -> str:
     )
 
 
+def freeze_beside_text(model: PreTrainedModel) -> str:
+    """Freeze what text alone does not reach in a model that reads images or sounds; returns a line, or ""."""
+    if not any(site.tower for site in find_sites(model)):
+        return ""
+    reached = {id(parameter) for part in _of_text(model) for parameter in part.parameters()}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    count = sum(parameter.numel() for parameter in others)
+    return f"{count:,} weights for images or sounds stay as they are: text does not reach them\n"
+
+
+def _of_text(model: PreTrainedModel) -> list[nn.Module]:
+    return [model.get_decoder(), model.get_output_embeddings()]
+
+
 def switch_off_dropout(model: nn.Module) -> None:
     """Set every dropout rate that the modules hold to 0; the config keeps its own."""
     for module in model.modules():
@@ -126,12 +143,15 @@ def _add_lora(
     import jinja2  # noqa: F401 - peft saves with it: to be missed before training, not after
     import peft  # takes seconds, and few runs need it
 
-    in_a_patch = rf".*\.{NAME}(\..*)?"
+    left_out = [rf".*\.{NAME}(\..*)?"] if is_patched(model) else []  # peft warns of what matches nothing
+    if any(site.tower for site in find_sites(model)):
+        decoder = next(name for name, module in model.named_modules() if module is _of_text(model)[0])
+        left_out.append(rf"(?!{re.escape(decoder)}\.).*")
     config = peft.LoraConfig(
         r=arguments.lora,
         lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
         target_modules="all-linear",
-        exclude_modules=in_a_patch if is_patched(model) else None,  # peft warns of one that matches nothing
+        exclude_modules="|".join(left_out) or None,
         modules_to_save=[NAME] if with_patch else None,
         # GPT-2 keeps its weights transposed
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),

@@ -29,7 +29,12 @@ from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.card import CARD, write_card
-from hf_linattn.finetune.model import check_fit, leave_out_attention_dropout, load_config
+from hf_linattn.finetune.model import (
+    check_fit,
+    freeze_beside_text,
+    leave_out_attention_dropout,
+    load_config,
+)
 from hf_linattn.finetune.recipe import TrainingRecipe, TrainingRun
 from hf_linattn.parallel import Shard, lost_processes
 from hf_linattn.patching.interface import PATCH_PART
@@ -118,9 +123,9 @@ def train(
     objective = fit_objective(objective, blocks, eval_blocks)
     base = recipe.load(arguments, objective)
     check_fit(base, objective, blocks, eval_blocks)
-    left_out = leave_out_attention_dropout(base)
-    if accelerator.is_main_process and not arguments.no_dropout:
-        sys.stderr.write(left_out)
+    left_out, frozen = leave_out_attention_dropout(base), freeze_beside_text(base)
+    if accelerator.is_main_process:
+        sys.stderr.write(frozen if arguments.no_dropout else left_out + frozen)
     sizes = _sizes(base)
     model = recipe.build(base, TrainingRun(arguments, objective, blocks, accelerator))
     if arguments.gradient_checkpointing:

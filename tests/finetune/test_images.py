@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.fixtures_finetune import surroundings, workplace
-from helpers.multimodal import multimodal
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from helpers.multimodal import multimodal, text_alone
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from hf_linattn import describe
+from hf_linattn import describe, patch_model
 from hf_linattn.convert.__main__ import main as convert
+from hf_linattn.finetune.arguments import FinetuneArguments
+from hf_linattn.finetune.model import choose_trained, freeze_beside_text
+from hf_linattn.training.objectives import build_objective
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 DATA = ("--data", "train.txt", "--block-size", "32", "--batch-size", "4", "--cpu")
@@ -34,3 +37,25 @@ def test_convert_takes_a_model_that_reads_images_with_nothing_said(workplace):
     got, want = (part.get_image_features(pixels).pooler_output for part in (trained, model.eval()))
     assert torch.equal(got[0], want[0])
     assert trained(**{**inputs, "pixel_values": pixels}).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+@pytest.mark.parametrize("lora", [0, 2])
+def test_what_text_does_not_reach_is_not_trained(name, lora, workplace):
+    """A weight without a gradient stops processes that share their gradients."""
+    model, inputs = multimodal(name)
+    patch_model(model, "hedgehog")
+    assert "for images or sounds stay as they are" in freeze_beside_text(model)
+    arguments = FinetuneArguments(model=name, data="", output_dir="", lora=lora)
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    trained = choose_trained(model, arguments, build_objective("causal", tokenizer, 32, 0))
+    trained.train()(**text_alone(inputs)).logits.sum().backward()
+    wanted = {key for key, weight in trained.named_parameters() if weight.requires_grad}
+    assert wanted == {key for key, weight in trained.named_parameters() if weight.grad is not None}
+    assert any("lora" in key for key in wanted) is bool(lora)
+
+
+def test_a_model_of_text_alone_is_trained_as_a_whole(workplace):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    assert freeze_beside_text(model) == ""
+    assert all(weight.requires_grad for weight in model.parameters())
