@@ -113,10 +113,9 @@ def _matching(key: Any, sites: list[AttentionSite]) -> list[AttentionSite]:
 
 
 def _matches(part: Any, site: AttentionSite) -> bool:
-    if isinstance(part, int):
-        return site.layer_idx == part
-    if isinstance(part, range):
-        return site.layer_idx in part
+    if isinstance(part, int | range):
+        layers = [part] if isinstance(part, int) else part
+        return site.layer_idx in layers and not site.tower  # which counts its own layers
     return any(fnmatchcase(site.name, pattern) for pattern in (part, f"*.{part}", f"{part}.*"))
 
 

@@ -83,6 +83,16 @@ def test_generated_tokens_go_on_from_the_image(name, patch, options):
     assert float((got - want).abs().max() / want.abs().max()) < 1e-5
 
 
+def test_layers_are_those_of_the_text():
+    model, _ = multimodal(LLAVA)
+    for name in towers(model):
+        model.get_submodule(name).layer_idx = 0
+    patch_model(model, {0: "elu1"})
+    assert patched(model) == {"model.language_model.layers.0.self_attn"}
+    patch_model(model, {"0-1": "elu1"})
+    assert patched(model) == {site.name for site in find_sites(model)} - towers(model)
+
+
 def test_a_plan_that_names_the_tower_reaches_it():
     model, inputs = multimodal(LLAVA)
     patch_model(model, {"*vision_tower*": "elu1"})
