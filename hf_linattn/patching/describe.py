@@ -93,7 +93,7 @@ class Description:
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
-    if row.tower:
+    if row.tower and row.bytes_per_token is None:
         state = "none"
     elif row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
@@ -127,7 +127,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
     note = "" if installation is None else installation.notes.get(site.name, "")
     note = note or (TOWER if site.tower else "")
     if child is None:
-        growth = None if site.tower else _bytes_per_token(site)
+        growth = _bytes_per_token(site) if site.forward_info.updates or not site.tower else None
         time = "O(n window)" if site.window else "O(n^2)"
         return ModuleDescription(
             site.name,

@@ -329,15 +329,10 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
         source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
             sites.append(_site(name, module, source, rotaries))
-    towers = {site.name for site in sites if _is_tower(model, site)}
+    towers = {site.name for site in sites if model.can_generate() and is_beside_text(model, site.name)}
     if not towers:
         return sites
     return [replace(site, tower=site.name in towers, beside_tower=site.name not in towers) for site in sites]
-
-
-def _is_tower(model: Any, site: AttentionSite) -> bool:
-    """Tell whether a module reads images or sounds for a model that writes text."""
-    return model.can_generate() and not site.forward_info.updates and is_beside_text(model, site.name)
 
 
 def is_beside_text(model: Any, name: str) -> bool:
