@@ -90,7 +90,7 @@ def freeze_beside_text(model: PreTrainedModel) -> str:
 
 
 def _of_text(model: PreTrainedModel) -> list[nn.Module]:
-    return [model.get_decoder(), model.get_output_embeddings()]
+    return [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
 
 
 def switch_off_dropout(model: nn.Module) -> None:

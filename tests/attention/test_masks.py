@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 import hf_linattn
+from hf_linattn.attention.masks import is_compact
 from hf_linattn.errors import LinattnError, UnsupportedCallError, UnsupportedMaskError
 
 EXACT = 1e-9
@@ -151,6 +152,15 @@ def test_masks_that_transformers_makes_from_parts(patch, name, ids):
             full(model, ids, attention_mask=mask)
     else:
         assert distance(full(model, ids, attention_mask=mask), want) < EXACT
+
+
+@every_patch
+def test_blocks_of_a_prompt_without_an_image_mean_nothing(patch, ids):
+    model = hf_linattn.patch_model(llama(), patch)
+    none = torch.full((2, 90), -1)
+    mask = create_causal_mask(model.config, torch.zeros(2, 90, 8), None, None, block_sequence_ids=none)
+    assert is_compact(mask)
+    assert torch.equal(full(model, ids, attention_mask=mask), full(model, ids))
 
 
 def _made(model, name):
