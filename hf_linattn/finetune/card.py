@@ -44,7 +44,11 @@ def write_card(
     Raises:
         TrainingError: it cannot be written.
     """
-    groups = read_json(folder / "config.json").get(NAME, {}).get("patches", [])
+    config = read_json(folder / "config.json")
+    groups = config.get(NAME, {}).get("patches", [])
+    task = _TASKS.get(runs[-1]["objective"])
+    if task == "text-generation" and "vision_config" in config:
+        task = "image-text-to-text"
     patches = sorted({part for group in groups for part in group["patch"].split("+")})
     data = runs[-1]["arguments"]["data"]
     above = _card_of(base)
@@ -53,7 +57,7 @@ def write_card(
         datasets=[name] if (name := _hub_name(data.partition(":")[0])) else None,
         library_name="transformers",
         license=above.get("license"),
-        pipeline_tag=_TASKS.get(runs[-1]["objective"]),
+        pipeline_tag=task,
         tags=["hf_linattn", *patches],
     )
     parts = [

@@ -30,6 +30,7 @@ def test_convert_takes_a_model_that_reads_images_with_nothing_said(workplace):
             Path(f"converted/{stage}/preprocessor_config.json").read_bytes()
             == Path("pictures/preprocessor_config.json").read_bytes()
         )
+    assert "pipeline_tag: image-text-to-text" in Path("converted/distill/README.md").read_text()
     trained = AutoModelForImageTextToText.from_pretrained("converted/distill")
     assert {row.patch for row in describe(trained) if not row.tower} == {"window+gated"}
     assert {row.patch for row in describe(trained) if row.tower} == {"softmax"}
