@@ -33,13 +33,15 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Name the processor, the number of cores and the system."""
+    """Name the processor, AVX2 where it has no more, the number of cores and the system."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = models[0] if models else name
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        name += " (AVX2)"
     return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
 
 
