@@ -312,7 +312,7 @@ def _site(
     )
 
 
-def find_sites(model: nn.Module) -> list[AttentionSite]:
+def find_sites(model: Any) -> list[AttentionSite]:
     """List every attention module that routes through the interface, in the order of the model.
 
     By itself, or by its adapter while it is patched.
