@@ -156,9 +156,10 @@ def read_pattern(function: Callable[..., Any]) -> Pattern:
         inner = read_pattern(_closure(function, "mask_function"))
         places = _closure(function, "position_ids")
         return Pattern(inner.kind, inner.documents, inner.overlay, places, inner.size)
-    elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay"):
-        size = _closure(function, "sliding_window") if name == "sliding_window_overlay" else None
-        return Pattern("any", overlay="window", size=size)
+    elif name == "sliding_window_overlay":
+        return Pattern("any", overlay="window", size=_closure(function, "sliding_window"))
+    elif name == "sliding_window_bidirectional_overlay":
+        return Pattern("any", overlay="window")
     elif name == "chunked_overlay":
         return Pattern("any", overlay="chunk")
     return UNKNOWN

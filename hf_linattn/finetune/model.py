@@ -79,9 +79,10 @@ def leave_out_attention_dropout(model: PreTrainedModel) -> str:
 
 def freeze_beside_text(model: PreTrainedModel) -> str:
     """Freeze what text alone does not reach in a model that reads images or sounds; returns a line, or ""."""
-    if not any(site.tower for site in find_sites(model)):
+    text = _beside_towers(model)
+    if not text:
         return ""
-    reached = {id(parameter) for part in _of_text(model) for parameter in part.parameters()}
+    reached = {id(parameter) for part in text for parameter in part.parameters()}
     others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
     for parameter in others:
         parameter.requires_grad_(False)
@@ -89,7 +90,10 @@ def freeze_beside_text(model: PreTrainedModel) -> str:
     return f"{count:,} weights for images or sounds stay as they are: text does not reach them\n"
 
 
-def _of_text(model: PreTrainedModel) -> list[nn.Module]:
+def _beside_towers(model: PreTrainedModel) -> list[nn.Module]:
+    """List decoder and head of a model that reads images or sounds; nothing for a model of text alone."""
+    if not any(site.tower for site in find_sites(model)):
+        return []
     return [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
 
 
@@ -144,8 +148,8 @@ def _add_lora(
     import peft  # takes seconds, and few runs need it
 
     left_out = [rf".*\.{NAME}(\..*)?"] if is_patched(model) else []  # peft warns of what matches nothing
-    if any(site.tower for site in find_sites(model)):
-        decoder = next(name for name, module in model.named_modules() if module is _of_text(model)[0])
+    if text := _beside_towers(model):
+        decoder = next(name for name, module in model.named_modules() if module is text[0])
         left_out.append(rf"(?!{re.escape(decoder)}\.).*")
     config = peft.LoraConfig(
         r=arguments.lora,

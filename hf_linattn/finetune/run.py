@@ -267,10 +267,11 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
         raise OptionError(
             "--mixed-precision fp16 needs a GPU; accelerate would ignore it on the CPU. Use bf16 or no."
         )
-    if accelerator.is_main_process and accelerator.mixed_precision == "bf16":
-        note_slow(accelerator.device, torch.bfloat16, "--mixed-precision no")
-    elif accelerator.is_main_process:
-        note_slow(accelerator.device, getattr(torch, arguments.dtype), "--dtype float32")
+    if accelerator.is_main_process:
+        dtype, instead = arguments.dtype, "--dtype float32"
+        if accelerator.mixed_precision == "bf16":
+            dtype, instead = "bfloat16", "--mixed-precision no"
+        note_slow(accelerator.device, getattr(torch, dtype), instead)
     return accelerator
 
 

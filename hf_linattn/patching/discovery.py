@@ -335,6 +335,11 @@ def find_sites(model: Any) -> list[AttentionSite]:
     return [replace(site, tower=site.name in towers, beside_tower=site.name not in towers) for site in sites]
 
 
+def is_text_alone(config: Any) -> bool:
+    """Tell whether a model's config has no part for images or sounds."""
+    return config.get_text_config(decoder=True) is config and not hasattr(config, "vision_config")
+
+
 def is_beside_text(model: Any, name: str) -> bool:
     """Tell whether a module is in a part for images or sounds: its config is not the text's.
 
@@ -343,15 +348,14 @@ def is_beside_text(model: Any, name: str) -> bool:
         name: of a module in it, dotted.
     """
     whole = model.config
-    text = whole.get_text_config(decoder=True)
-    if whole.is_encoder_decoder or (text is whole and not hasattr(whole, "vision_config")):
+    if whole.is_encoder_decoder or is_text_alone(whole):
         return False
     around: list[Any] = [model]
     for part in name.split("."):
         around.append(getattr(around[-1], part))
     configs = (getattr(module, "config", None) for module in reversed(around))
     nearest = next(config for config in configs if config is not None)
-    return type(nearest) not in (type(whole), type(text))
+    return type(nearest) not in (type(whole), type(whole.get_text_config(decoder=True)))
 
 
 @cache

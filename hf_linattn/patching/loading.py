@@ -13,6 +13,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCE
 from transformers.utils.hub import cached_file
 
 from hf_linattn.errors import CheckpointError, DataError, LinattnError
+from hf_linattn.patching.discovery import is_text_alone
 
 MISSING = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What transformers 5 raises for a folder without the files that it looks for."""
@@ -111,7 +112,7 @@ def processor_files(source: str, config: Any) -> list[Path]:
         source: folder or Hub name.
         config: of the model; one of text alone has none.
     """
-    if config.get_text_config(decoder=True) is config or gguf_parts(source)[1]:
+    if is_text_alone(config) or gguf_parts(source)[1]:
         return []
     names = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME, "chat_template.json")
     missing = "_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"

@@ -53,8 +53,11 @@ class Rotary:
         # tokens of an image share positions: a query's rank does not tell how far behind the sinks it is
         axes = site.beside_tower and getattr(module, "mrope_section", None) is not None
         if frequencies is None or kind in MOVING or axes:
-            what = f"its rotary embedding is of the kind {kind!r}" if kind in MOVING else "none could be read"
-            what = "its rotary embedding has places in images too" if axes else what
+            what = "none could be read"
+            if axes:
+                what = "its rotary embedding has places in images too"
+            elif kind in MOVING:
+                what = f"its rotary embedding is of the kind {kind!r}"
             raise OptionError(
                 f"{site.name}: positions inside the cache need a rotary embedding that can be turned, and "
                 f"{what}. Give positions='text'"

@@ -31,8 +31,7 @@ Json = dict[str, Any]
 BLOCK, BATCH = 512, 2
 TOKENS = 1_000_000
 STEP = ["--block-size", str(BLOCK), "--batch-size", str(BATCH)]
-FAST = multiplies_bf16(cpu=True)
-PRECISION, DTYPE = ("bf16", "bfloat16") if FAST else ("no", "float32")
+PRECISION, DTYPE = ("bf16", "bfloat16") if multiplies_bf16(cpu=True) else ("no", "float32")
 FINETUNE = ["--lora", "16", "--lr", "5.9e-4", "--adam-beta2", "0.999"]
 """What presets of hf_linattn.convert do with a model of this size."""
 VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000", "--checkpoint-every", "100"]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from helpers.family_configs import GATED, KINDS, nested
 from helpers.family_models import assemble, cast
 
+TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
+"""What a prompt has beside its image."""
 IMAGE, BEGIN, END = 100, 101, 102
 """Tokens: one for each feature of the image, and around them."""
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -77,7 +79,7 @@ def multimodal(name: str, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
         inputs = cast(made, dtype)
         try:
             with torch.no_grad():
-                inputs |= _prompt(_features(model, inputs), generator)
+                inputs |= _prompt(len(image_features(model, inputs)), generator)
                 if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
                     inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE).long()
                 model(**inputs)
@@ -89,12 +91,12 @@ def multimodal(name: str, **sizes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     raise AssertionError
 
 
-def _features(model: Any, inputs: dict[str, Tensor]) -> int:
-    """Count the features that an image becomes."""
-    found = model.get_image_features(**inputs)
+def image_features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """What the tower and what is behind it make of the image, `[features, C]`."""
+    found = model.get_image_features(**{key: x for key, x in inputs.items() if key not in TOKENS})
     found = getattr(found, "pooler_output", found)
     parts = found if isinstance(found, tuple | list) else [found]
-    return sum(part.numel() // part.shape[-1] for part in parts)
+    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def _prompt(features: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.family_checks import check
-from helpers.multimodal import MODELS, multimodal, text_alone, with_types
+from helpers.multimodal import BEGIN, END, IMAGE, MODELS, image_features, multimodal, text_alone, with_types
 from helpers.oracle import as_oracle
 
 from hf_linattn import describe, from_pretrained, is_linear, patch_model, unpatch_model
@@ -13,7 +13,6 @@ from hf_linattn.patching.discovery import find_sites
 GEMMA = "Gemma3ForConditionalGeneration"
 CAUSAL = [name for name in MODELS if name != GEMMA]
 LLAVA, SIGLIP = "LlavaForConditionalGeneration", "Lfm2VlForConditionalGeneration"
-TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids")
 HYBRID = {"size": 8, "sinks": 2}
 
 
@@ -25,13 +24,6 @@ def patched(model):
     return {row.module for row in describe(model) if row.patch != "softmax"}
 
 
-def features(model, inputs):
-    images = {key: x for key, x in inputs.items() if key not in TOKENS}
-    found = model.get_image_features(**images)
-    found = getattr(found, "pooler_output", found)
-    return torch.cat([part.flatten() for part in found]) if isinstance(found, tuple | list) else found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_name_alone_is_for_the_text(name):
     model, inputs = multimodal(name)
@@ -39,10 +31,10 @@ def test_a_name_alone_is_for_the_text(name):
     assert tower
     assert all("vision" in site or "visual" in site for site in tower)
     with torch.no_grad():
-        before, logits = features(model, inputs), model(**inputs).logits
+        before, logits = image_features(model, inputs), model(**inputs).logits
         patch_model(model, "elu1", sliding="global")
         assert patched(model) == {site.name for site in find_sites(model)} - tower
-        assert torch.equal(features(model, inputs), before)
+        assert torch.equal(image_features(model, inputs), before)
         assert is_linear(model)
         assert "reads images or sounds" in str(describe(model))
         unpatch_model(model)
@@ -68,7 +60,7 @@ def test_generated_tokens_go_on_from_the_image(name, patch, options):
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
-        suppress_tokens=[100, 101, 102],
+        suppress_tokens=[IMAGE, BEGIN, END],
         output_logits=True,
         return_dict_in_generate=True,
         pad_token_id=0,
