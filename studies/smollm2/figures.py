@@ -97,6 +97,7 @@ READERS: dict[str, Callable[[Json], Json]] = {
     "peps": _perplexity,
     "swapped": _compared,
     "logn": _compared,
+    "logn_far": _compared,
     "tasks": _tasks,
     "all_tasks": _tasks,
     "recall": _recall,

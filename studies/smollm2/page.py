@@ -135,10 +135,13 @@ def _table(columns: list[str], lines: list[str]) -> str:
     return head + "\n".join(lines) + "\n" if lines else "Not measured yet.\n"
 
 
-def curves(figures: dict[str, Json], measure: str) -> str:
+def curves(figures: dict[str, Json], *measures: str) -> str:
     """Write the perplexities of patches that were just put in."""
-    found = figures.get(f"{measure}/original", {})
-    lengths = list(next(iter(found.values()), {}))
+    found: Json = {}
+    for measure in measures:
+        for name, row in figures.get(f"{measure}/original", {}).items():
+            found[name] = found.get(name, {}) | row
+    lengths = sorted({n for row in found.values() for n in row}, key=int)
     lines = [
         f"| `{name}` | {' | '.join(number(row.get(n)) for n in lengths)} |" for name, row in found.items()
     ]
@@ -189,7 +192,7 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
         "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, SHORT_ROWS),
         "sinks": table(rows, SINKS),
         "swapped": curves(figures, "swapped"),
-        "logn": curves(figures, "logn"),
+        "logn": curves(figures, "logn", "logn_far"),
         "answers": answers(rows),
     }
 

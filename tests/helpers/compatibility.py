@@ -105,7 +105,11 @@ ROWS: dict[str, list[Shown]] = {
         works("scores gated hybrid", "training/test_trl.py::test_sft_of_other_patches_without_padding"),
         NO_ENCODER,
     ],
-    "TRL: DPO": [works("linear", "training/test_trl.py::test_dpo_has_a_patched_reference"), NO_ENCODER],
+    "TRL: DPO, reward models": [
+        works(DECODERS, "training/test_trl.py::test_preferences_and_rewards_of_every_kind"),
+        NO_ENCODER,
+    ],
+    "TRL: GRPO": [works(DECODERS, "training/test_trl.py::test_grpo_generates_and_learns"), NO_ENCODER],
     "PEFT: LoRA": [
         works("scores linear", "patching/test_checkpoint.py::test_lora"),
         works("gated hybrid", f"{QUANTISED}lora_on_a_quantised_base"),
