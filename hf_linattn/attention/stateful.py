@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_linattn.attention.base import Attention, Output
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
+from hf_linattn.attention.documents import DocumentRows
 from hf_linattn.attention.masks import once
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
@@ -29,7 +30,7 @@ class StatefulAttention(Attention):
         needs_visible_count: `Tokens.count` is wanted.
         gate_count: numbers that `gates` makes for each token and key head.
         one_tensor: its state is S alone, which `state_of` makes it of, so that a window can keep it.
-        supports_packing: `causal` honours `Tokens.documents`; else documents come one by one.
+        supports_packing: `causal` honours `Tokens.documents`; else documents come in rows of their own.
     """
 
     linear = True
@@ -147,51 +148,40 @@ class StatefulAttention(Attention):
             state = self._state_before(layer, documents, mask)
             tokens.in_place = layer.may_overwrite()
         if new is not None and visibility.may_be_packed and _is_packed(new, past, mask):
-            tokens.documents = running_max(new.long())
-            if self._take_apart(tokens, layer):
-                return self._one_by_one(tokens).to(query.dtype)
+            tokens.documents = labels = running_max(new.long())
+            if self._take_apart(layer):
+                rows = once(mask, "document rows", (), lambda: DocumentRows.of(labels))
+                return self._side_by_side(tokens, rows).to(query.dtype)
         output, state = self.causal(tokens, state)
         if layer is not None:
             layer.write(state, tokens, mask)
         return output if output.dtype == query.dtype else output.to(query.dtype)
 
-    def _take_apart(self, tokens: Tokens, layer: StateLayer | None) -> bool:
-        """Whether packed documents must be computed one by one; drops labels that nobody needs.
+    def _take_apart(self, layer: StateLayer | None) -> bool:
+        """Whether packed documents must be computed in rows of their own.
 
         Raises:
             UnsupportedCallError: documents that would go on from a cache, or must be separated in a graph.
         """
-        assert tokens.documents is not None
-        if layer is not None and _holds_many(tokens.documents):
+        compiling = torch.compiler.is_compiling()
+        if layer is not None and not compiling:
             raise UnsupportedCallError(
                 "packed documents cannot be continued from a cache: pass use_cache=False"
             )
         if self.supports_packing:
             return False
-        if torch.compiler.is_compiling():
+        if compiling:
             raise UnsupportedCallError(
-                f"{self.name!r} takes packed documents one by one, and a graph that is compiled or exported "
+                f"{self.name!r} takes packed documents apart, and a graph that is compiled or exported "
                 "cannot: give it an attention_mask (of ones where nothing is padded), or run packed batches "
                 "eagerly"
             )
-        if _holds_many(tokens.documents):
-            return True
-        tokens.documents = None
-        return False
+        return True
 
-    def _one_by_one(self, tokens: Tokens) -> Tensor:
-        """Compute each document of each row by itself."""
-        assert tokens.documents is not None
-        rows = []
-        for row, labels in enumerate(tokens.documents):
-            lengths = torch.unique_consecutive(labels, return_counts=True)[1].tolist()
-            starts = [sum(lengths[:index]) for index in range(len(lengths))]
-            parts = [
-                self.causal(tokens.slice(start, start + length, row), None)[0]
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-            rows.append(torch.cat(parts, 2))
-        return torch.cat(rows)
+    def _side_by_side(self, tokens: Tokens, rows: DocumentRows) -> Tensor:
+        """Compute each document by itself, those of like lengths together."""
+        found = [self.causal(tokens.take(places), None)[0].transpose(1, 2) for places in rows.groups]
+        return torch.cat([output.flatten(0, 1) for output in found])[rows.back].transpose(1, 2)
 
     def _state_before(self, layer: StateLayer, documents: Tensor | None, mask: Tensor | None) -> Any:
         """Return the state of all earlier tokens, once the mask still shows them as they were summed.
@@ -283,8 +273,3 @@ def _common_mask(visibility: Visibility) -> Tensor | None:
         return columns
     same = documents.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
     return columns if same else None
-
-
-def _holds_many(labels: Tensor) -> bool:
-    """Whether any row holds more than one document; False while compiling, when values are not known."""
-    return not torch.compiler.is_compiling() and bool((labels[:, -1] > 1).any())

@@ -65,27 +65,39 @@ class Tokens:
         hidden = ~self.valid[:, None, :]
         return x.masked_fill(hidden.reshape(*hidden.shape, *(1,) * (x.ndim - 3)), fill)
 
-    def slice(self, start: int, stop: int, row: int | None = None) -> Tokens:
-        """Return tokens `start` to `stop`, of all rows or one; without documents."""
-        rows = slice(None) if row is None else slice(row, row + 1)
+    def slice(self, start: int, stop: int) -> Tokens:
+        """Return tokens `start` to `stop`; without documents."""
 
         def cut(x: Tensor | None, axis: int) -> Tensor | None:
+            return None if x is None else x.narrow(axis, start, stop - start)
+
+        return self._each(cut)
+
+    def take(self, places: Tensor) -> Tokens:
+        """Return tokens at `places` `[rows, L]` in rows joined end to end, as rows; without documents."""
+        batch = self.key.shape[0]
+
+        def each(x: Tensor | None, axis: int) -> Tensor | None:
             if x is None:
                 return None
-            x = x if x.shape[0] == 1 else x[rows]
-            return x.narrow(axis, start, stop - start)
+            x = x.expand(batch, *x.shape[1:]).transpose(1, axis)
+            return x.flatten(0, 1)[places].transpose(1, axis)
 
-        key, value = cut(self.key, 2), cut(self.value, 2)
+        return self._each(each)
+
+    def _each(self, function: Callable[[Tensor | None, int], Tensor | None]) -> Tokens:
+        """Apply a function of a tensor and its axis of tokens to each."""
+        key, value = function(self.key, 2), function(self.value, 2)
         assert key is not None
         assert value is not None
         return replace(
             self,
-            query=cut(self.query, 2),
+            query=function(self.query, 2),
             key=key,
             value=value,
-            valid=cut(self.valid, 1),
-            count=cut(self.count, 1),
-            gates=cut(self.gates, 2),
+            valid=function(self.valid, 1),
+            count=function(self.count, 1),
+            gates=function(self.gates, 2),
             documents=None,
         )
 

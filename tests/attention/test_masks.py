@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 import hf_linattn
+from hf_linattn.attention.documents import DocumentRows
 from hf_linattn.attention.masks import is_compact
 from hf_linattn.errors import LinattnError, UnsupportedCallError, UnsupportedMaskError
 
@@ -61,6 +62,27 @@ def test_packed_documents_equal_one_by_one(patch, ids):
     mask = blocks[None, None].expand(2, 1, -1, -1)
     assert distance(full(model, ids, position_ids=at.expand(2, -1), attention_mask=mask), alone) < EXACT
     assert distance(full(model, ids), alone) > 1e-3, "documents that see each other would not be noticed"
+
+
+def test_documents_of_like_lengths_are_computed_together(ids, monkeypatch):
+    model = hf_linattn.patch_model(llama(layers=2), "window", options={"size": 8, "sinks": 2})
+    attention, shapes = model.model.layers[0].self_attn.linattn.attention, []
+    plain = attention.causal
+
+    def causal(tokens, state):
+        shapes.append(tuple(tokens.key.shape[::2]))
+        return plain(tokens, state)
+
+    lengths = (7, 1, 6, 30, 8, 24, 14)  # ids are two rows of 90 tokens
+    at = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    alone = torch.cat([full(model, document) for document in ids.split(lengths, 1)], 1)
+    waits = []
+    of = DocumentRows.of
+    monkeypatch.setattr(DocumentRows, "of", lambda labels: waits.append(1) or of(labels))
+    monkeypatch.setattr(attention, "causal", causal)
+    assert distance(full(model, ids, position_ids=at), alone) < EXACT
+    assert shapes == [(2, 1), (2, 6), (4, 8), (2, 14), (2, 24), (2, 30)], "rows and tokens of each call"
+    assert len(waits) == 1, "both layers share what they know of the documents"
 
 
 def test_packed_documents_with_a_cache_are_refused(ids):
