@@ -36,7 +36,7 @@ def test_a_name_alone_is_for_the_text(name):
         assert patched(model) == {site.name for site in find_sites(model)} - tower
         assert torch.equal(image_features(model, inputs), before)
         assert is_linear(model)
-        assert "reads images or sounds" in str(describe(model))
+        assert "for images or sounds" in str(describe(model))
         unpatch_model(model)
         assert torch.equal(model(**inputs).logits, logits)
 
