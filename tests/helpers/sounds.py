@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MimiConfig
+from transformers import Gemma4AudioConfig, MimiConfig
 
-from helpers.family_configs import TINY, TOWER, fields, nested
+from helpers.family_configs import KINDS, PER_LAYER, TINY, TOWER, fields, nested
 from helpers.family_models import assemble, cast, prepare
 from helpers.multimodal import BEGIN, END, IMAGE, MROPE, TEXT
 
+GEMMA = "Gemma4ForConditionalGeneration"
 SOUND = IMAGE
 """Token: one for each feature of the sound."""
 MEL, SEEN = {"input_features": (1, 16, 64)}, torch.ones(1, 64, dtype=torch.long)
@@ -29,6 +30,12 @@ CONFORMER = {"input_dim": 16, "num_layers": 2, "hidden_dim": 32, "num_heads": 4,
 CONFORMER |= {"context_size": 8, "max_pos_emb": 16, "output_dim": 8, "conv_kernel_size": 3}
 QFORMER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
+
+def fitted(config_cls: Any) -> dict[str, Any]:
+    """The sizes of towers that a config has."""
+    return {name: value for name, value in TOWER.items() if name in fields(config_cls)}
+
+
 MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], int]] = {
     "VoxtralForConditionalGeneration": ({}, {"audio_config": {"intermediate_size": 64}}, MEL, 16),
     "Qwen2_5OmniThinkerForConditionalGeneration": (AROUND, OMNI, {**MEL, "feature_attention_mask": SEEN}, 16),
@@ -36,6 +43,12 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any
         {"has_lora_adapter": False, "downsample_rate": 2, "window_size": 4},
         {"encoder_config": CONFORMER, "projector_config": {**QFORMER, "encoder_hidden_size": 32}},
         {"input_features": (1, 24, 16)},
+        12,
+    ),
+    GEMMA: (
+        {"audio_config": {**fitted(Gemma4AudioConfig), "subsampling_conv_channels": [128, 4]}},
+        {"text_config": {**PER_LAYER, **KINDS, "global_head_dim": 8}},
+        {"input_features": (1, 48, 128), "input_features_mask": torch.ones(1, 48, dtype=torch.bool)},
         12,
     ),
     "Phi4MultimodalForCausalLM": (
@@ -55,14 +68,15 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any
 
 
 def hearing(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Build a model in float64, and a prompt of some 50 tokens with a sound."""
+    """Build a model in float64, or float32 where it must be, and a prompt of some 50 tokens with a sound."""
     cls = getattr(transformers, name)
     top, parts, sound, features = MODELS[name]
     config_cls = cls.config_class
     marks = {key: SOUND for key in ("audio_token_id", "audio_token_index") if key in fields(config_cls)}
-    model = assemble(
-        cls, nested(config_cls, {**marks, **top}, **{"text_config": TEXT, **parts}), torch.float64
-    )
+    config = nested(config_cls, {**marks, **top}, **{"text_config": TEXT, **parts})
+    dtype = torch.float32 if name == GEMMA else torch.float64
+    torch.manual_seed(0)
+    model = prepare(cls(config), dtype)  # each part on the implementation that it supports
     generator = torch.Generator().manual_seed(0)
     made = {
         key: value if isinstance(value, Tensor) else torch.randn(value, generator=generator)
@@ -70,15 +84,14 @@ def hearing(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     }
     before, after = torch.randint(3, 90, (2, 16), generator=generator).split(1)
     ids = torch.cat([before[0], torch.tensor([BEGIN, *[SOUND] * features, END]), after[0]])[None]
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **cast(made, torch.float64)}
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **cast(made, dtype)}
 
 
 def codec() -> MimiConfig:
     """A tiny codec, which writes sounds as two tokens every 16 samples, and reads them."""
-    values = {name: value for name, value in TOWER.items() if name in fields(MimiConfig)}
     sizes = {"num_filters": 4, "upsampling_ratios": [4, 2], "codebook_size": 16, "codebook_dim": 16}
     sizes |= {"vector_quantization_hidden_dimension": 16, "num_quantizers": 2, "upsample_groups": 32}
-    return MimiConfig(**{**values, **sizes, "sliding_window": 8})
+    return MimiConfig(**{**fitted(MimiConfig), **sizes, "sliding_window": 8})
 
 
 def transcriber() -> tuple[nn.Module, Tensor]:
