@@ -17,6 +17,7 @@ from helpers.multimodal import BEGIN, END, IMAGE, MROPE, TEXT
 GEMMA = "Gemma4ForConditionalGeneration"
 SOUND = IMAGE
 """Token: one for each feature of the sound."""
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 MEL, SEEN = {"input_features": (1, 16, 64)}, torch.ones(1, 64, dtype=torch.long)
 AROUND = {
     "vision_start_token_id": 103,
@@ -136,3 +137,29 @@ def omni() -> nn.Module:
         "Chelsie": {"bos_token": 110, "cond": torch.randn(1, 16), "ref_mel": torch.randn(1, 40, 16)}
     }
     return model
+
+
+ENCODED: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "WhisperForConditionalGeneration": (
+        {"num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64},
+        MEL,
+    ),
+    "MoonshineForConditionalGeneration": (
+        {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in LAYERS.items()},
+        {"input_values": (1, 4000)},
+    ),
+}
+"""Encoder-decoders that hear: class -> what differs from the tiny sizes, and what it takes for a sound."""
+
+
+def transcribing(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Build an encoder-decoder in float64, a sound and 24 tokens of its transcript."""
+    cls = getattr(transformers, name)
+    changes, sound = ENCODED[name]
+    sizes = {key: value for key, value in TINY.items() if key in fields(cls.config_class)}
+    sizes |= {"decoder_start_token_id": 1, "is_decoder": False}
+    torch.manual_seed(0)
+    model = prepare(cls(cls.config_class(**{**sizes, **changes})), torch.float64)
+    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
+    tokens = torch.randint(3, 90, (1, 24))
+    return model, {"decoder_input_ids": tokens, **{key: torch.randn(x).double() for key, x in sound.items()}}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers.family_checks import check
 from helpers.oracle import as_oracle
-from helpers.sounds import BEGIN, END, GEMMA, MODELS, SOUND, hearing, omni, transcriber
+from helpers.sounds import BEGIN, ENCODED, END, GEMMA, MODELS, SOUND, hearing, omni, transcriber, transcribing
 
 from hf_linattn import describe, is_linear, patch_model, unpatch_model
-from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.errors import CacheError, UnsupportedMaskError
 from hf_linattn.patching.discovery import find_sites
 
 HYBRID = {"size": 8, "sinks": 2}
@@ -147,3 +147,48 @@ def test_the_talker_of_an_omni_model_keeps_its_softmax():
     text, sound = model.generate(**inputs, **says)
     assert text.shape[1] > inputs["input_ids"].shape[1]
     assert sound.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_transcripts_equal_the_oracle(name):
+    model, inputs = transcribing(name)
+    result = check(name, model, inputs, cached=False)
+    assert result.status == "right", f"{result.reason} {result.patches}"
+    assert result.modules == (6, 6)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_decoder_left_out_of_a_plan_looks_back_alone(name):
+    """Moonshine's modules say is_causal=False wherever they get a mask."""
+    model, inputs = transcribing(name)
+    encoder = [site.module for site in find_sites(model) if ".encoder." in site.name]
+    with torch.no_grad():
+        got = patch_model(model, {"*.encoder.*": "elu1"})(**inputs).logits
+        unpatch_model(model)
+        with as_oracle(model, "elu1", where=encoder.__contains__):
+            assert close(got, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize(("patch", "options"), PATCHES)
+def test_transcripts_are_generated(name, patch, options):
+    model, inputs = transcribing(name)
+    patch_model(model, {"*.decoder.*.self_attn": patch}, options=options)
+    del inputs["decoder_input_ids"]
+    says = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    out = model.generate(**inputs, **says, output_logits=True, return_dict_in_generate=True)
+    tokens = out.sequences
+    assert torch.equal(model.generate(**inputs, **says)[:, -16:], tokens[:, -16:])
+    with torch.no_grad():
+        want = model(**inputs, decoder_input_ids=tokens[:, :-1], use_cache=False).logits
+    assert close(torch.stack(out.logits, 1), want[:, -len(out.logits) :])
+
+
+def test_a_cache_that_lost_its_states_is_refused():
+    """Whisper cuts the cache that it returns into rows, by keys that states do not have."""
+    model, inputs = transcribing("WhisperForConditionalGeneration")
+    patch_model(model, {"*.decoder.*.self_attn": "elu1"})
+    tokens = inputs.pop("decoder_input_ids")
+    past = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    with pytest.raises(CacheError, match="cut out of one with linear-attention states"):
+        model(**inputs, decoder_input_ids=tokens[:, :1], past_key_values=past)
