@@ -78,7 +78,10 @@ class StateLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember the device; the tensors come with the first write."""
         self.device = key_states.device
-        self.keys = self.values = key_states.new_empty(0)  # some model code asks every layer for keys.numel()
+        # some model code asks every layer for keys.numel(), or cuts them into rows
+        self.keys, self.values = (
+            x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (key_states, value_states)
+        )
         if isinstance(self.seen, Tensor):
             self.seen = self.seen.to(self.device)
         self.is_initialized = True

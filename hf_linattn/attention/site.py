@@ -143,7 +143,7 @@ class AttentionSite:
         rotary: the one rotary embedding whose output the module takes; None where it gets none, or where
             that cannot be told.
         layer_type: of the config's `layer_types`, where it has them.
-        tower: it reads images or sounds, for a model that writes text.
+        tower: it reads or writes images or sounds, in a model that writes text.
         beside_tower: its model has such modules, and this is none of them.
         adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
         attributes: what the adapter gives the module beside that.

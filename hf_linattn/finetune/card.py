@@ -18,6 +18,7 @@ from hf_linattn.patching.interface import NAME
 CARD = "README.md"
 
 _TASKS = {"causal": "text-generation", "mlm": "fill-mask", "states": "feature-extraction"}
+_HEARD_AND_SEEN = {"vision_config": "image-text-to-text", "audio_config": "audio-text-to-text"}
 
 
 def write_card(
@@ -47,8 +48,8 @@ def write_card(
     config = read_json(folder / "config.json")
     groups = config.get(NAME, {}).get("patches", [])
     task = _TASKS.get(runs[-1]["objective"])
-    if task == "text-generation" and "vision_config" in config:
-        task = "image-text-to-text"
+    if task == "text-generation":
+        task = next((other for part, other in _HEARD_AND_SEEN.items() if part in config), task)
     patches = sorted({part for group in groups for part in group["patch"].split("+")})
     data = runs[-1]["arguments"]["data"]
     above = _card_of(base)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linattn import from_pretrained, is_patched, patch_model
-from hf_linattn.errors import DataError, TrainingError
+from hf_linattn.errors import DataError, TrainingError, UnsupportedModelError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.discovery import find_sites
@@ -83,6 +83,8 @@ def freeze_beside_text(model: PreTrainedModel) -> str:
     if not text:
         return ""
     reached = {id(parameter) for part in text for parameter in part.parameters()}
+    beside = [model.get_submodule(name) for name in _parts_with_towers(model)]
+    reached -= {id(parameter) for part in beside for parameter in part.parameters()}
     others = [parameter for parameter in model.parameters() if id(parameter) not in reached]
     for parameter in others:
         parameter.requires_grad_(False)
@@ -95,6 +97,15 @@ def _beside_towers(model: PreTrainedModel) -> list[nn.Module]:
     if not any(site.tower for site in find_sites(model)):
         return []
     return [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+
+
+def _parts_with_towers(model: PreTrainedModel) -> list[str]:
+    """Name the modules around what reads images or sounds, and no text; phi-4's decoder has some."""
+    sites = find_sites(model)
+    towers, text = ([f"{site.name}." for site in sites if site.tower is tower] for tower in (True, False))
+    names = [f"{name}." for name, _ in model.named_modules() if name]
+    around = [name for name in names if any(tower.startswith(name) for tower in towers)]
+    return [name[:-1] for name in around if not any(site.startswith(name) for site in text)]
 
 
 def switch_off_dropout(model: nn.Module) -> None:
@@ -151,6 +162,7 @@ def _add_lora(
     if text := _beside_towers(model):
         decoder = next(name for name, module in model.named_modules() if module is text[0])
         left_out.append(rf"(?!{re.escape(decoder)}\.).*")
+        left_out += [rf"{re.escape(name)}\..*" for name in _parts_with_towers(model)]
     config = peft.LoraConfig(
         r=arguments.lora,
         lora_alpha=arguments.lora_alpha or 2 * arguments.lora,
@@ -172,9 +184,15 @@ def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.in
 
     Raises:
         DataError: it does not know them.
-        UnsupportedModelError: it is to predict the next token and sees it.
+        UnsupportedModelError: it is to predict the next token and sees it, or reads more than text.
     """
-    known = len(cast("Tensor", model.get_input_embeddings().weight))
+    try:
+        known = len(cast("Tensor", model.get_input_embeddings().weight))
+    except (AttributeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no embedding of text alone, so it cannot be trained on text. Give "
+            "the part that writes text, saved by itself, or patch the whole in Python: patch_model(model)"
+        ) from error
     limit = _positions(model)
     for blocks in data:
         if blocks is None:

@@ -136,6 +136,11 @@ def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
         or (getattr(old, "is_sliding", False) and isinstance(old, DynamicLayer))
     ):
         seen = int(old.get_seq_length())
+        if type(old) is DynamicLayer and old.is_initialized and not seen:
+            raise CacheError(
+                f"{where}: this cache was used, and holds no keys: it was cut out of one with "
+                "linear-attention states, or cropped to nothing. Start from a new one"
+            )
         if seen and old.keys.shape[-2] != seen:
             raise CacheError(
                 f"{where}: a sliding-window cache has dropped keys, so its past cannot become a state"

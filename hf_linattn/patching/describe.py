@@ -15,7 +15,7 @@ from hf_linattn.patching.installation import Installation, installation_of
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import sites_of, transformers_model
 
-TOWER = "reads images or sounds"
+TOWER = "for images or sounds"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ModuleDescription:
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
         bytes_per_token: growth of the ordinary cache per token; None where it is constant or not known.
-        tower: it reads images or sounds, for a model that writes text.
-        note: what became of its window, what it reads, or what its attention says of it; "" for nothing.
+        tower: it reads or writes images or sounds, in a model that writes text.
+        note: what became of its window, what it is for, or what its attention says of it; "" for nothing.
     """
 
     module: str
@@ -93,7 +93,7 @@ class Description:
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
-    if row.tower and row.bytes_per_token is None:
+    if row.tower and row.bytes_per_token is None and row.state_bytes is None:
         state = "none"
     elif row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
@@ -126,8 +126,9 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
     child: Any = site.module._modules.get(NAME)
     note = "" if installation is None else installation.notes.get(site.name, "")
     note = note or (TOWER if site.tower else "")
+    cached = site.forward_info.updates or not site.tower  # what says the text aloud has a cache too
     if child is None:
-        growth = _bytes_per_token(site) if site.forward_info.updates or not site.tower else None
+        growth = _bytes_per_token(site) if cached else None
         time = "O(n window)" if site.window else "O(n^2)"
         return ModuleDescription(
             site.name,
@@ -141,7 +142,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         )
     window = site.window if child.keep_window else None
     note = "; ".join(filter(None, (note, child.attention.note)))
-    keeps_state = child.keeps_state and not site.tower
+    keeps_state = child.keeps_state and cached
     return ModuleDescription(
         module=site.name,
         layer=site.layer_idx,
@@ -152,7 +153,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
         window=window,
         state_bytes=_state_bytes(site, child.attention) if keeps_state else None,
-        bytes_per_token=None if keeps_state or site.tower else _bytes_per_token(site, child.keeps_gates),
+        bytes_per_token=None if keeps_state or not cached else _bytes_per_token(site, child.keeps_gates),
         tower=site.tower,
         note=note,
     )
@@ -199,7 +200,7 @@ def describe(model: nn.Module) -> Description:
 def is_linear(model: nn.Module) -> bool:
     """Tell whether every attention layer's state is of constant size: all linear, or limited to a window.
 
-    Modules that read images or sounds keep none.
+    Modules that read images or sounds at once keep none. Those that say a text aloud count too.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -208,4 +209,7 @@ def is_linear(model: nn.Module) -> bool:
         >>> is_linear(model), is_linear(patch_model(model, "elu1"))
         (False, True)
     """
-    return all(row.linear or row.window is not None or row.tower for row in describe(model))
+    return all(
+        row.linear or row.window is not None or (row.tower and row.bytes_per_token is None)
+        for row in describe(model)
+    )

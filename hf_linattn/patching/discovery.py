@@ -34,6 +34,8 @@ from hf_linattn.patching.adapters import REASONS, adapter_of, attributes_of
 
 ROTATES = re.compile(r"^apply_rotary\w*|(?<=^family\(self, ')apply_rotary\w*")
 """Calls of a rotary embedding, an adapter's among them."""
+BESIDE = ("vision_config", "codec_config", "audio_encoder_config")
+"""Parts for images or sounds in a config that is the text's itself."""
 
 
 def _is_interface_call(node: ast.AST) -> bool:
@@ -244,7 +246,8 @@ def _hidden_size(module: nn.Module, source: ForwardInfo) -> int | None:
     """Read the width of the hidden state off the first projection."""
     if source.parameters[:1] != (HIDDEN_ARGUMENT,):
         return None
-    sizes = (_first(child, "in_features", "nx") for child in module.children())
+    inside = (*module.children(), *module.modules())  # moshi's projections hold a layer each
+    sizes = (_first(part, "in_features", "nx") for part in inside)
     return next((size for size in sizes if size is not None), None)
 
 
@@ -337,7 +340,7 @@ def find_sites(model: Any) -> list[AttentionSite]:
 
 def is_text_alone(config: Any) -> bool:
     """Tell whether a model's config has no part for images or sounds."""
-    return config.get_text_config(decoder=True) is config and not hasattr(config, "vision_config")
+    return config.get_text_config(decoder=True) is config and not any(hasattr(config, x) for x in BESIDE)
 
 
 def is_beside_text(model: Any, name: str) -> bool:

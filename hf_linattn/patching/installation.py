@@ -116,7 +116,7 @@ class Installation:
     def prepare_caches(self) -> None:
         """Have `generate` put the layers of patched modules into its cache before it asks that anything."""
         if self.cache_places and hasattr(self._model, PREPARE_CACHE):
-            self._replace(self._model, PREPARE_CACHE, functools.partial(_prepare_cache, self._model))
+            self._replace(self._model, PREPARE_CACHE, _PreparedCache(_prepare_cache, self._model))
 
     def serve_batches(self) -> None:
         """Have continuous batching (`generate_batch`, `transformers serve`) keep the patch."""
@@ -221,6 +221,15 @@ def _prepare_cache(
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output
+
+
+class _PreparedCache(functools.partial[Any]):
+    """Stand before the model's own method, as `_prepare_cache`."""
+
+    @property
+    def __func__(self) -> Any:
+        """The model's own, which Kyutai's model binds to its codec."""
+        return getattr(type(self.args[0]), PREPARE_CACHE)
 
 
 def _init_batching(

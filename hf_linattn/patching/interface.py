@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.cache import StateLayer
-from hf_linattn.attention.masks import WHOLE_MASKS, compact_mask, is_compact
+from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
 from hf_linattn.attention.row_parts import with_earlier
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
@@ -106,10 +106,18 @@ def attention(
         raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
     if context.layer is not None or context.gates is not None:
         child.calls.context = USED
-    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(own) and not context.cross
+    causal = _looks_back(module, attention_mask, query.shape[2], is_causal) and not context.cross
     # never the module itself: offloading moves every argument of a call to the device
     return child(context, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
+
+
+def _looks_back(module: nn.Module, mask: Tensor | None, queries: int, is_causal: bool | None) -> bool:
+    """Tell whether a call is causal; moonshine says False wherever a mask shows it, and of one query."""
+    if is_causal is False and mask is not None and is_compact(mask):
+        return mask.dtype == CAUSAL
+    if is_causal is None or (queries == 1 and mask is None):
+        return bool(getattr(module, "is_causal", True))
+    return is_causal
 
 
 def native_attention(
@@ -139,7 +147,8 @@ def native_attention(
         visibility = read_visibility(mask, query.shape[2], key.shape[2], True)
         if visibility.plain and kept == "sdpa":
             mask = None
-            kwargs.setdefault("is_causal", visibility.causal and query.shape[2] > 1)
+            if not kwargs.get("is_causal"):  # False, of moonshine, goes by the mask
+                kwargs["is_causal"] = visibility.causal and query.shape[2] > 1
         else:
             mask = visibility.mask(query.device)
             whole = WHOLE_MASKS in module.config.__dict__  # then the keys of a window are the last ones

@@ -250,6 +250,8 @@ class PatchedAttention(nn.Module):
             if again is not None:
                 return again, None
         self._refuse_call(context.cross, dropout, causal, extras)
+        if query.shape[0] != key.shape[0]:  # learned queries of one row (granite speech)
+            query = query.expand(key.shape[0], -1, -1, -1)
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)
         if self.keep_window and extras.get("window") is not None:
             visibility = visibility.windowed(extras["window"], query.device)

@@ -15,6 +15,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.adapters import masks_of
+from hf_linattn.patching.discovery import is_beside_text
 from hf_linattn.patching.installation import Installation, installation_of, native_implementation
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
@@ -230,7 +231,7 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
     with Installation(model, options, checked.notes) as installation:
         if not children:
             return
-        native = _native_configs(checked)
+        native = _native_configs(model, checked)
         routed = [site for site in checked.sites if not any(site.view.config is part for part in native)]
         entry, flags = _config_entry(recipes, sliding), _mask_flags(routed, children)
         installation.use_own_configs(entry, flags, native)
@@ -266,11 +267,24 @@ def _config_entry(recipes: dict[str, Recipe], sliding: Sliding) -> dict[str, Any
     return {"format": FORMAT, "version": version, "sliding": sliding, "patches": groups}
 
 
-def _native_configs(checked: _Checked) -> list[Any]:
-    """List the configs of what reads images or sounds, and has no patch anywhere."""
+def _native_configs(model: PreTrainedModel, checked: _Checked) -> list[Any]:
+    """List the configs of what is for images or sounds, and has no patch anywhere.
+
+    Attention that is no site, as Gemma 4's for sounds, has masks of its own all the same.
+    """
+    if not model.can_generate():
+        return []
     patched = [site.view.config for site in checked.sites if site.name in checked.children]
-    towers = [site.view.config for site in checked.sites if site.tower]
-    return [config for config in towers if not any(config is other for other in patched)]
+    text = [f"{site.name}." for site in checked.sites if not site.tower]
+    return [
+        module.config
+        for name, module in model.named_modules()
+        if name
+        and "config" in module.__dict__
+        and not any(site.startswith(f"{name}.") for site in text)
+        and not any(module.config is other for other in patched)
+        and is_beside_text(model, name)
+    ]
 
 
 def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:

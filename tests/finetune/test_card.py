@@ -85,6 +85,16 @@ def test_names_of_the_hub_are_in_the_metadata(workplace, finished, tmp_path):
         assert "No text was given for validation." in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("part", "task"), [("vision_config", "image-text-to-text"), ("audio_config", "audio-text-to-text")]
+)
+def test_the_task_is_that_of_what_a_model_reads(part, task, workplace, finished, tmp_path):
+    results = json.loads((finished / "results.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({part: {}}))
+    write_card(tmp_path, "a/b", "the command", [results], {}, "loss (nats per token)")
+    assert metadata(tmp_path)["pipeline_tag"] == task
+
+
 def test_a_readme_of_other_hands_is_not_overwritten(workplace, capsys):
     Path("noted").mkdir()
     Path("noted/README.md").write_text("mine")

@@ -335,7 +335,7 @@ def _full_mask(*args: Any, **kwargs: Any) -> Tensor:
         forward = bool(kwargs["mask_function"](zero, zero, zero, zero + 1))  # query 0 sees key 1
         kwargs["mask_function"] = bidirectional_mask_function if forward else causal_mask_function
         kwargs["local_size"] = None
-    if kwargs["config"].model_type == "mpt":  # computes with additive masks
+    if kwargs["config"].model_type in ("mpt", "gemma4_audio"):  # which compute with additive masks
         return eager_mask(*args, **kwargs)
     return sdpa_mask(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from hf_linattn import describe, from_pretrained, is_linear, patch_model, unpatc
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.patching.discovery import find_sites
 
-GEMMA = "Gemma3ForConditionalGeneration"
+GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
 CAUSAL = [name for name in MODELS if name != GEMMA]
 LLAVA, SIGLIP = "LlavaForConditionalGeneration", "Lfm2VlForConditionalGeneration"
 HYBRID = {"size": 8, "sinks": 2}
@@ -36,7 +36,7 @@ def test_a_name_alone_is_for_the_text(name):
         assert patched(model) == {site.name for site in find_sites(model)} - tower
         assert torch.equal(image_features(model, inputs), before)
         assert is_linear(model)
-        assert "reads images or sounds" in str(describe(model))
+        assert "for images or sounds" in str(describe(model))
         unpatch_model(model)
         assert torch.equal(model(**inputs).logits, logits)
 
@@ -45,6 +45,24 @@ def test_a_name_alone_is_for_the_text(name):
 def test_images_in_the_prompt_equal_the_oracle(name):
     model, inputs = multimodal(name)
     result = check(name, model, inputs, cached=False)  # the tower is patched too
+    assert result.status == "right", f"{result.reason} {result.patches}"
+    assert result.modules[0] == result.modules[1]
+
+
+def test_a_video_in_the_prompt_equals_the_oracle():
+    model, inputs = multimodal(QWEN)
+    model.config.video_token_id = video = END + 1
+    ids, kinds = inputs.pop("input_ids")[0], inputs.pop("mm_token_type_ids")[0]
+    place = int((ids == IMAGE).nonzero()[0])
+    ids, kinds = (torch.cat([x[:place], x[ids == IMAGE], x[place:]])[None] for x in (ids, kinds))
+    inputs = {
+        "input_ids": torch.where(ids == IMAGE, video, ids),
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": 2 * kinds,
+        "pixel_values_videos": torch.cat([inputs["pixel_values"], inputs["pixel_values"].flip(0)]),
+        "video_grid_thw": inputs["image_grid_thw"] * torch.tensor([2, 1, 1]),
+    }
+    result = check(QWEN, model, inputs, cached=False)
     assert result.status == "right", f"{result.reason} {result.patches}"
     assert result.modules[0] == result.modules[1]
 
