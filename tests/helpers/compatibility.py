@@ -138,7 +138,10 @@ ROWS: dict[str, list[Shown]] = {
             "patching/test_gguf.py::test_a_patched_model_saves_and_unpatching_brings_the_marks_back",
         )
     ],
-    "`torch.compile`": [works("scores linear", "ops/test_compiled.py::test_forward_is_one_graph")],
+    "`torch.compile`": [
+        works("scores linear", "ops/test_compiled.py::test_forward_is_one_graph"),
+        works("gated hybrid", "ops/test_compiled.py::test_training_step_has_the_gradients_of_eager"),
+    ],
     "`torch.export`": [
         works("scores linear gated", "patching/test_export.py::test_the_table"),
         works("hybrid encoder", "patching/test_export.py::test_one_program_serves_every_batch_and_length"),

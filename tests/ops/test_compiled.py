@@ -111,9 +111,11 @@ def gradients(model, compiled, ids, mask):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@every_patch
+@pytest.mark.parametrize("patch", [*PATCHES, "gated", "window+hedgehog"])
 def test_training_step_has_the_gradients_of_eager(patch):
-    model, counter = hf_linattn.patch_model(llama(layers=1), patch).train(), Counter()
+    options = {"size": 8, "sinks": 2} if patch.startswith("window") else None
+    model = hf_linattn.patch_model(llama(layers=1), patch, options=options).train()
+    counter = Counter()
     ids, mask = left_padded(tokens(2, 70), 9)
     want_loss, want = gradients(model, model, ids, mask)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
