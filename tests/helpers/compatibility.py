@@ -146,7 +146,10 @@ ROWS: dict[str, list[Shown]] = {
         works("scores linear gated", "patching/test_export.py::test_the_table"),
         works("hybrid encoder", "patching/test_export.py::test_one_program_serves_every_batch_and_length"),
     ],
-    "ONNX": [works("scores linear gated", "patching/test_export.py::test_the_table")],
+    "ONNX": [
+        works("scores linear gated", "patching/test_export.py::test_the_table"),
+        works("hybrid", "patching/test_export.py::test_onnx_of_layers_of_both_kinds"),
+    ],
     "`push_to_hub`, download": [
         works(DECODERS, "patching/test_hub.py::test_what_is_pushed_is_what_is_saved_and_comes_back")
     ],

@@ -107,11 +107,14 @@ def test_kernels_in_cpp_are_not_exported(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's dependencies warn of each other
-def test_onnx_of_layers_of_both_kinds(tmp_path):
+@pytest.mark.parametrize(
+    "second", ["elu1", pytest.param(("window+gated", {"size": 8, "sinks": 2}), marks=full)], ids=str
+)
+def test_onnx_of_layers_of_both_kinds(second, tmp_path):
     """Two layers: what padded rows hold must not reach the others in the second."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    plan = {"0": "softmax1+logn", "1": "elu1"}
+    plan = {"0": "softmax1+logn", "1": second}
     model = exports.Logits(patch_model(llama(dtype=torch.float32), plan)).eval()
     run = exports.runner(exports.to_onnx(exports.exported(model)), tmp_path)
     assert exports.farthest(run, model) < ROUNDED
