@@ -79,7 +79,7 @@ ROWS: dict[str, list[Shown]] = {
         NO_ENCODER,
     ],
     "`transformers serve`": [
-        works("linear", f"{SERVED}answers_as_the_model_does_and_keeps_the_state_of_a_chat"),
+        works(DECODERS, f"{SERVED}answers_as_the_model_does_and_keeps_the_state_of_a_chat"),
         NO_ENCODER,
     ],
     "several threads": [
