@@ -136,6 +136,11 @@ class StatefulAttention(Attention):
         known = valid, count, gates, call.sink, call.softcap
         tokens = Tokens(query, call.key, call.value, call.scaling, *known, keep=layer is not None)
         if not visibility.causal:
+            if self.directions == "causal":  # of a module that does not say what it is, as LayoutLM's
+                raise UnsupportedMaskError(
+                    f"{call.where}: {call.spec!r} is causal only: {self.direction_reason}, and this "
+                    "attention mask shows a query the keys behind it. Leave it out of the plan"
+                )
             if layer is not None:
                 raise UnsupportedCallError(
                     "a bidirectional attention with a growing cache has no constant-size state"

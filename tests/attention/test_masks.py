@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.oracle import as_oracle
-from helpers.tiny_models import distance, left_padded, llama, positions, tokens
+from helpers.tiny_models import SIZES, build, distance, left_padded, llama, positions, tokens
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
@@ -116,6 +116,18 @@ def test_causal_4d_mask_is_recognised(patch, dtype, ids):
     want = full(model, ids, attention_mask=flat, position_ids=at)
     got = full(model, ids, attention_mask=mask, position_ids=at)
     assert distance(got[flat.bool()], want[flat.bool()]) < EXACT
+
+
+@pytest.mark.parametrize("patch", ["gated", "decay", "delta", "window+gated", "fox"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_what_looks_back_alone_is_refused_where_the_mask_alone_says_what_a_module_is(patch, padding):
+    model = build("LayoutLMForMaskedLM", num_hidden_layers=1, **SIZES)
+    ids, mask = left_padded(tokens(2, 20), padding)
+    want = model(ids, attention_mask=mask).logits
+    hf_linattn.patch_model(model, patch)
+    with pytest.raises(UnsupportedMaskError, match=r"layer\.0\.attention\.self .*the keys behind it"):
+        model(ids, attention_mask=mask)
+    assert torch.equal(hf_linattn.unpatch_model(model)(ids, attention_mask=mask).logits, want)
 
 
 FOREIGN = {
