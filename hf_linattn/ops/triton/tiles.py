@@ -130,7 +130,7 @@ OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (9, "fp16"): (_four(WIDE) | BOTH[0], _four(HALF) | BOTH[1]),
     (10, "bf16"): ({}, _four(HALF)),
     (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE) | BOTH[0], _four(MANY) | BOTH[1]),
-    (12, "bf16"): ({}, _four(HALF, HALF, NARROW, HALF) | ROWS),
+    (12, "bf16"): ({}, _four(HALF, HALF, NARROW._replace(stages=1), HALF) | ROWS),
     (12, "fp16"): (_four(HALF) | BOTH[0], _four(MANY, HALF, Tile(16, 32, 8, 2), HALF) | BOTH[1]),
 }
 # The same where query heads share key heads: a loop over them inside a chunk takes registers.
@@ -150,7 +150,7 @@ GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
         {"key_gradients": HALF, "value_gradients": Tile(64, 64, 8, 2)},
     ),
     (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE) | STATES[0], _four(HALF, HALF, NARROW, MANY) | STATES[1]),
-    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
+    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF, HALF, HALF, HALF._replace(stages=1))),
     (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE) | STATES[0], _four(MANY) | STATES[1]),
     (12, "bf16"): ({"key_gradients": HALF, "value_gradients": HALF}, _four(HALF, HALF, NARROW, HALF)),
     (12, "fp16"): (

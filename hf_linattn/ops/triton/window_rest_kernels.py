@@ -58,7 +58,7 @@ def window_and_rest(
     OUT_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, GROUP: tl.constexpr, SINKS: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    EPS: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs of the queries of a segment, and the state after all.
 
@@ -107,8 +107,7 @@ def window_and_rest(
             keep = visible(LEFT_VALID, batch, places, left_valid_strides, left) & (places >= 0)
             k = load_tile(PHI_K, place + step, keep, PHI_K_STRIDE, features, F)
             v = load_tile(LEFT_V, place + step, keep, LEFT_V_STRIDE, columns, DV)
-            # masked always: that keeps compilers from computing features anew for each product
-            phi = key_features(k, keep, features, F, True, FEATURE_MAP, EPS)
+            phi = key_features(k, keep, features, F, MASKED, FEATURE_MAP, EPS)
             phi_k = operand(phi, OPERAND)
             weight = keep.to(tl.float32)
             if DECAY is not None:
