@@ -29,9 +29,10 @@ from hf_linattn.ops.eager import window as window_blocks
 from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
 from hf_linattn.ops.tracing import exporting
-from hf_linattn.ops.triton import check, window_operator
+from hf_linattn.ops.triton import check, window_operator, window_rest
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
+from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import ScaledSums, Window, WindowSinks, accumulator_dtype
 
@@ -59,6 +60,24 @@ def kernels_take(window: Window, sinks: int, others: bool) -> bool:
     if not window.query.is_cuda or exporting() or sinks > MOST_SINKS:
         return False
     return check.takes_window(*window[:3], WindowForm(bool(sinks), others))
+
+
+def one_kernel_takes(window: Window, form: RestForm, left: int, sinks: int) -> bool:
+    """Tell whether a Triton kernel computes a window and the rest at once, without gradients.
+
+    Args:
+        window: in the dtype of the model.
+        form: what is computed.
+        left: tokens that have left the window.
+        sinks: how many are seen beside it.
+
+    Raises:
+        UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
+    """
+    if not window.query.is_cuda or sinks > MOST_SINKS or torch.compiler.is_compiling():
+        return False
+    pays = window_rest.pays(window, form.features, left)
+    return pays and check.takes_window(*window[:3], form)
 
 
 def kernels_take_token(query: Tensor, key: Tensor, value: Tensor, form: TokenForm, sinks: int) -> bool:

@@ -23,6 +23,7 @@ from hf_linattn.registry import register
 
 from . import ring, salient, split
 from .fused import PreparedToken, Share, fused_step, prepare
+from .prefill import prefill
 from .rest import absorb, before_first, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import rotary_of
@@ -204,7 +205,8 @@ class Window(StatefulAttention):
             return inside(None), pushed.after
         assert pushed.evicted is not None
         linear_state = None if state is None else state.linear
-        output, linear_state = self._with_rest(tokens, pushed.evicted, linear_state, inside)
+        found = prefill(self, tokens, pushed, linear_state)
+        output, linear_state = found or self._with_rest(tokens, pushed.evicted, linear_state, inside)
         return output, pushed.after.with_linear(linear_state)
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:

@@ -1,6 +1,7 @@
 """The Triton kernels of windows, interpreted, against all pairs in float64."""
 
 import pytest
+from helpers import triton_rest_checks as rest
 from helpers import triton_window_checks as checks
 from helpers.triton_window_checks import Case
 
@@ -53,3 +54,38 @@ def test_property(interpreted, check):
 )
 def test_the_check(interpreted, tmp_path, check):
     interpreted(check, tmp_path)
+
+
+RESTS = {
+    "prompt, padding, grouped heads": rest.Case(batch=2, heads=4, length=40, padded=True, Dv=24),
+    "segments, decay, sinks": rest.Case(length=150, kv_heads=1, span=21, decays=True, sinks=3, segment=64),
+    "behind a state, turned queries": rest.Case(
+        length=33, state=True, padded=True, decays=True, sinks=2, turned=True
+    ),
+    "features": rest.Case(length=37, kind="none", features=24, heads=4, state=True),
+    "relu": rest.Case(length=31, kind="relu", sinks=2, span=20),
+    "bfloat16": rest.Case(length=50, dtype="bfloat16", tolerance=1e-2, state=True, decays=True, sinks=2),
+}
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_window_and_rest_match_the_definition(interpreted, name):
+    interpreted(rest.check_case, RESTS[name])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        rest.check_it_equals_the_kernels_apart,
+        rest.check_numbers_far_apart,
+        rest.check_the_choice,
+        rest.check_hybrids_take_it,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_window_and_rest(interpreted, check):
+    interpreted(check)
+
+
+def test_the_check_of_window_and_rest(interpreted, tmp_path):
+    interpreted(rest.check_the_check, tmp_path)

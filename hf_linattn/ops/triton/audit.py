@@ -20,6 +20,7 @@ from hf_linattn.ops.triton import launch
 from hf_linattn.ops.triton.targets import (
     CALLS,
     LINEAR,
+    PREFILL,
     SINKS,
     SPAN,
     TARGETS,
@@ -41,9 +42,10 @@ examples (`audit` stands for `python -m hf_linattn.ops.triton.audit`):
 
 what it does: asks the launcher for forward, backward and one decoded token at (batch 1, 32 heads, 8,192
 tokens), of linear attention and of softmax over a window of 256 tokens with 4 sinks and the sums of a linear
-attention (a token: with its state, gated), takes the launches down instead of making them, compiles each
-kernel with the tiles, warps and specialisations of that launch, and reads the machine code. No GPU is needed
-and none is used. Compiled kernels stay in triton's cache, so a second run takes seconds.
+attention (a token: with its state, gated), and, at heads of 64, of both together; takes the launches down
+instead of making them, compiles each kernel with the tiles, warps and specialisations of that launch, and
+reads the machine code. No GPU is needed and none is used. Compiled kernels stay in triton's cache, so a
+second run takes seconds.
 
 what the columns mean:
   registers, spilled   of a thread; spilled bytes go through memory in every pass and should be 0
@@ -189,6 +191,9 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
             "",
         ]
         lines += _calls_table(found, WINDOWS)
+    if any(report.launches[call] for _, _, report in found for call in PREFILL):
+        lines += ["", "Both of a prompt, without gradients. Kernels one after the other / one for both:", ""]
+        lines += _calls_table(found, PREFILL)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]
     names = list(dict.fromkeys(name for name, _, _ in shown))
@@ -214,12 +219,14 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
 
 
 def _calls_table(found: Sequence[tuple[str, Shape, Report]], calls: Sequence[str]) -> list[str]:
-    """Write a row per target, dtype and width, of forward, backward and one token."""
+    """Write a row per target, dtype and width, of some calls."""
     lines = [
         "| | D | work | passes | launches | host, us | bytes spilled |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, shape, report in found:
+        if not any(report.launches[call] for call in calls):
+            continue
         own = [kernel for kernel in report.kernels if any(call in kernel.calls for call in calls)]
         cells = [
             " / ".join(f"{work(report, call):,}" for call in calls),

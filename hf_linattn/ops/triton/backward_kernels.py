@@ -62,13 +62,22 @@ def scaled(x, scale, NEEDED: tl.constexpr):
 
 
 @triton.jit
+def once(features, inside, FEATURE_MAP: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr):
+    """Hide features behind the last token, where else they would be computed anew for each product."""
+    if MASKED and FEATURE_MAP != "none" and (OPERAND == "bf16" or OPERAND == "bf16 by bits"):
+        features = tl.where(inside[:, None], features, 0.0)
+    return features
+
+
+@triton.jit
 def weighed_features(
     q, SHIFT, TOTAL, tokens, inside, rows, D: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute c phi_q of the queries of one head, of which SHIFT and TOTAL are rows."""
     shift = tl.load(SHIFT + tokens, mask=inside, other=0.0)
     features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+    features = once(features, inside, FEATURE_MAP, MASKED, OPERAND)
     return scaled(features, load_scale(TOTAL, tokens, inside, NORMALISE), NORMALISE or (OPERAND == "fp16"))
 
 
@@ -90,7 +99,7 @@ def gradient_rows(
     D_OUT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute t and the queries' shift `[B, H, N]`, and R of one segment.
 
@@ -142,6 +151,7 @@ def gradient_rows(
                 if LINKED:
                     scale *= of_state
                 phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+                phi_q = once(phi_q, inside, FEATURE_MAP, MASKED, OPERAND)
                 phi_q = scaled(phi_q, scale, NORMALISE or LINKED or (OPERAND == "fp16"))
                 big_r += dot(tl.trans(g), operand(phi_q, OPERAND), OPERAND)
                 small_r += partial_sums(phi_q, t)
@@ -160,7 +170,8 @@ def query_gradients(
     D_OUT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     D_Q_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
@@ -196,9 +207,7 @@ def query_gradients(
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
             v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-            features = key_features(
-                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
-            )
+            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
             phi_k = operand(features, OPERAND)
             weight = keep.to(tl.float32)
             d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
@@ -237,7 +246,8 @@ def key_gradients(
     V_STRIDE: tl.constexpr, D_OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr,
     D_K_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
@@ -285,8 +295,9 @@ def key_gradients(
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
-                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
-                )
+                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
+                    OPERAND,
+                )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
                 d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
@@ -300,9 +311,7 @@ def key_gradients(
         if (FEATURE_MAP != "none") or (ALONG is not None):
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
         if ALONG is not None:
-            phi_k = key_features(
-                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
-            )
+            phi_k = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
             place = (
                 block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + batch_head
             ) * length + tokens
@@ -323,7 +332,8 @@ def value_gradients(
     q_strides, k_strides, valid_strides, d_out_strides, d_v_strides, heads, length, segment, slots,
     K_STRIDE: tl.constexpr, D_OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr, D_V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
@@ -345,7 +355,7 @@ def value_gradients(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, start, keep, K_STRIDE, rows, D)
         phi_k = operand(
-            key_features(k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS),
+            key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS),
             OPERAND,
         )
         d_value = dot(phi_k, tl.trans(operand(big_r, OPERAND)), OPERAND)
@@ -365,8 +375,9 @@ def value_gradients(
                 g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
-                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, NORMALISE, OPERAND
-                )
+                    q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
+                    OPERAND,
+                )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
                 scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)

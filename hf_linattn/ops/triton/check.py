@@ -32,11 +32,14 @@ from hf_linattn.ops.triton import (
     selftest,
     token_selftest,
     window,
+    window_rest,
+    window_rest_selftest,
     window_selftest,
     window_token,
 )
 from hf_linattn.ops.triton.selftest import Form, Key
 from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import Inputs
 
@@ -94,6 +97,7 @@ class Checks:
         length: tokens of the trial.
         windows: has the functions of `window`.
         tokens: has the function of `window_token`.
+        rests: has the function of `window_rest`.
 
     Class attributes:
         form: who computes where the kernels do, in a word.
@@ -113,8 +117,10 @@ class Checks:
         length: int = selftest.LENGTH,
         windows: Any = window,
         tokens: Any = window_token,
+        rests: Any = window_rest,
     ) -> None:
         self.kernels, self.length, self.windows, self.tokens = kernels, length, windows, tokens
+        self.rests = rests
         self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
@@ -163,9 +169,11 @@ class Checks:
         """Run the trial and say what differs from float64; None where nothing does."""
         if isinstance(key.form, TokenForm):
             return token_selftest.disagreement(key, self.tokens)
+        short = min(self.length, window_selftest.LENGTH)
+        if isinstance(key.form, RestForm):
+            return window_rest_selftest.disagreement(key, self.rests, short)
         if isinstance(key.form, WindowForm):
-            most = window_selftest.LENGTH
-            return window_selftest.disagreement(key, self.windows, min(self.length, most))
+            return window_selftest.disagreement(key, self.windows, short)
         return selftest.disagreement(key, self.kernels, self.length)
 
     def file(self, device: torch.device) -> Path | None:
@@ -399,8 +407,8 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
     return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
 
 
-def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | TokenForm) -> bool:
-    """Tell whether the Triton kernels compute a window, or a token behind one; see `Checks.takes`.
+def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | TokenForm | RestForm) -> bool:
+    """Tell whether the Triton kernels compute a window, or a token or more behind one; see `Checks.takes`.
 
     Args:
         query: `[B, H, N, D]`, as the model gives it.
@@ -413,8 +421,8 @@ def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | T
         return False
     about = query.device, query.dtype, query.shape[-1], value.shape[-1], grouped, form
     if torch.compiler.is_compiling():
-        if isinstance(form, TokenForm):
-            return False  # a graph writes over nothing
+        if not isinstance(form, WindowForm):
+            return False  # a graph writes over nothing, and has a backward
         known: bool = _takes_window_in_a_graph(*about[:-1], *form)
         return known
     if not type(query) is type(key) is type(value) is Tensor:
@@ -424,9 +432,7 @@ def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | T
     )
 
 
-def _window_key(
-    device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, form: WindowForm | TokenForm
-) -> Key:
+def _window_key(device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, form: Any) -> Key:
     usable = launch.available(device) and triton_too_old() is None
     operand = problem.operand_of((dtype,)) if usable else ""
     return Key(device, dtype, dtype, D, Dv, 1 + grouped, operand, form)

@@ -45,7 +45,8 @@ def segment_states(
     k_strides, v_strides, valid_strides, kv_heads, length, segment, slots,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, OPERAND: tl.constexpr,
+    LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block = row_and_block(DV, BLOCK)
@@ -64,9 +65,7 @@ def segment_states(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, start, keep, K_STRIDE, rows, D)
         v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-        features = key_features(
-            k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
-        )
+        features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
         phi_k = operand(features, OPERAND)
         weight = keep.to(tl.float32)
         if LINKED:
@@ -135,7 +134,8 @@ def outputs(
     q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
+    GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
@@ -169,9 +169,7 @@ def outputs(
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
             v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-            features = key_features(
-                k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS
-            )
+            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
             phi_k = operand(features, OPERAND)
             weight = keep.to(tl.float32)
             if LINKED:
@@ -235,7 +233,8 @@ def step(
     Q, K, V, VALID, DECAY, S0, Z0, OUT, TOTAL, S, Z,
     q_strides, k_strides, v_strides, valid_strides, kv_heads,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    FEATURE_MAP: tl.constexpr, EPS: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    FEATURE_MAP: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Decode one token: the state takes its key in, then its queries read. Grid: batch_heads x blocks of DV.
 
@@ -251,7 +250,7 @@ def step(
     token = tl.arange(0, 1)
     k = load_tile(head_pointer(K, k_strides, batch, head), 0, keep, 0, rows, D)
     v = load_tile(head_pointer(V, v_strides, batch, head), 0, keep, 0, columns, DV)
-    phi_k = key_features(k, keep, rows, D, (VALID is not None) or (OPERAND == "fp16"), FEATURE_MAP, EPS)
+    phi_k = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
     phi_k = tl.sum(operand(phi_k, OPERAND).to(tl.float32), 0)
     s, z = load_state(None, None, S0, Z0, batch_head, -1, 0, rows, columns, D, DV, True)
     if DECAY is not None:

@@ -34,6 +34,7 @@ class Code(NamedTuple):
         loop: of one warp, in one pass of the loop with most products, else of the longest; 0 for no loop.
         products: tensor-core instructions in all, by kind.
         kinds: instructions of that loop, by kind, the most first.
+        inner: those of the loops with products inside that loop, in their order.
     """
 
     registers: int
@@ -43,6 +44,7 @@ class Code(NamedTuple):
     loop: int
     products: dict[str, int]
     kinds: dict[str, int]
+    inner: tuple[int, ...] = ()
 
 
 def read(kernel: Any) -> Code:
@@ -67,15 +69,24 @@ def read(kernel: Any) -> Code:
             body = _told("nvdisasm", "-c", file.name)
         registers, stack, local = (_number(rf"{name}:(\d+)", used) for name in ("REG", "STACK", "LOCAL"))
         spilled, pattern = stack + local, SASS
-    names, loops = _loops(body, pattern)
+    names, spans = _spans(body, pattern)
+    loops = _outermost(spans)
 
     def products(name: str) -> bool:
         return name.startswith(TENSOR_CORES)
 
-    loop = max(loops, key=lambda part: (sum(map(products, part)), len(part)), default=[])
+    def weight(span: tuple[int, int]) -> tuple[int, int]:
+        return sum(map(products, names[slice(*span)])), span[1] - span[0]
+
+    most = max(loops, key=weight, default=(0, 0))
+    loop = names[slice(*most)]
+    within = [span for span in spans if most[0] < span[0] and span[1] < most[1]]
+    inner = tuple(last - first for first, last in _outermost(within) if weight((first, last))[0])
     kinds = Counter(name.split(".")[0] for name in loop)
     found = Counter(name.split(".")[0] for name in names if products(name))
-    return Code(registers, spilled, shared, len(names), len(loop), dict(found), dict(kinds.most_common()))
+    return Code(
+        registers, spilled, shared, len(names), len(loop), dict(found), dict(kinds.most_common()), inner
+    )
 
 
 def _told(tool: str, *arguments: str) -> str:
@@ -99,8 +110,8 @@ def _number(pattern: str, text: str) -> int:
     return int(match[1])
 
 
-def _loops(body: str, pattern: re.Pattern[str]) -> tuple[list[str], list[list[str]]]:
-    """List all instructions, and those of each outermost loop."""
+def _spans(body: str, pattern: re.Pattern[str]) -> tuple[list[str], list[tuple[int, int]]]:
+    """List all instructions, and the first and the end of what each jump back repeats, in order."""
     places: dict[str, int] = {}
     names: list[str] = []
     jumps: list[tuple[str, int]] = []
@@ -117,10 +128,15 @@ def _loops(body: str, pattern: re.Pattern[str]) -> tuple[list[str], list[list[st
             jumps.append((target[1], len(names)))
         names.append(match[1])
     spans = sorted((places.get(target, len(names)), place + 1) for target, place in jumps)
+    return names, [(first, last) for first, last in spans if last - first >= SHORTEST]
+
+
+def _outermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Leave out loops inside of others; of those with one beginning the longest."""
     outermost: list[tuple[int, int]] = []
     for first, last in spans:
-        if last - first >= SHORTEST and not (outermost and last <= outermost[-1][1]):
+        if not (outermost and last <= outermost[-1][1]):
             if outermost and outermost[-1][0] == first:
                 outermost.pop()
             outermost.append((first, last))
-    return names, [names[first:last] for first, last in outermost]
+    return outermost

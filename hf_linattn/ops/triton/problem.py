@@ -27,6 +27,9 @@ SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
 
 
+ANEW = (8, 10, 12)
+"""Major capabilities whose products take operands from registers: the compiler would compute features of keys
+anew for each product, and in every warp, but for the mask of `key_features`."""
 FAR = 1 << 23
 """Numbers from row to row: 256 rows and their columns stay below 2^31."""
 
@@ -196,6 +199,7 @@ class Problem:
         self.maps = {
             "FEATURE_MAP": feature_map,
             "EPS": eps if feature_map == "relu" else 0.0,
+            "MASKED": valid is not None or operand == "fp16" or device_of(query.device).capability[0] in ANEW,
             "OPERAND": operand,
         }
         self.normalise = normalise

@@ -17,14 +17,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import launch, machine_code, problem, window, window_token
+from hf_linattn.ops.triton import launch, machine_code, problem, window, window_rest, window_token
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import Gate, ScaledSums, Window
+from hf_linattn.ops.types import Gate, Inputs, ScaledSums, Window
 
 LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
-CALLS = LINEAR + WINDOWS
+PREFILL = ("apart", "at once")
+"""Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
+CALLS = LINEAR + WINDOWS + PREFILL
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
 TIMED = 50
@@ -187,7 +189,9 @@ def report(
         launches[call] += 1
         given = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 4]
         size = getattr(torch, shape.dtype).itemsize
-        large = sum(x.element_size() // size for x in given if x.shape[2] == shape.length)
+        large = sum(
+            x.element_size() // size for x in given if x.shape[2] in (shape.length, shape.length - SPAN)
+        )
         tensors[call] += 0 if "token" in call else large
         if kernels is not None and kernel.__name__ not in kernels:
             return
@@ -204,7 +208,7 @@ def report(
             grid,
             large,
             _resident(target, code, tile.warps),
-            _work(shape, code, grid, tile, call, kernel.__name__),
+            _work(shape, code, grid, tile, call, kernel.__name__, arguments.get("STEP", 1)),
             code,
         )
 
@@ -286,7 +290,8 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     )  # fmt: skip
     of_token = sinks[0].new_empty(batch, shape.heads, 1, shape.D)
     at = Sinks(of_token, *sinks, there, ranks[:, :1])
-    return {
+    calls = _prefill(shape, inside, first, decay)
+    return calls | {
         "window token": lambda: window_token.decode(one[0], one[1], one[2], None, ring, 0.1, tail, at),
         "window": lambda: window.forward(inside, first, beside),
         "window backward": lambda: window.backward(output, inside, first, beside, output, total),
@@ -294,6 +299,27 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
         "backward": lambda: launch.backward(*back, **links),
         "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
     }
+
+
+def _prefill(
+    shape: Shape, inside: Window, sinks: Sinks, decay: Tensor | None
+) -> dict[str, Callable[[], Any]]:
+    """Make the calls of PREFILL: what has left the window is all but its last tokens."""
+    query, key, value = inside[:3]
+    if max(shape.D, shape.Dv) > window_rest.WIDEST:
+        return {}
+    left = shape.length - SPAN
+    behind = query[:, :, SPAN:], key[:, :, :left], value[:, :, :left]
+    decay = None if decay is None else decay[:, :, :left]
+    rest = window_rest.Rest(Inputs(*behind, log_decay=decay), shape.feature_map)
+
+    def apart() -> None:
+        how = shape.feature_map, False
+        links: dict[str, Any] = {"log_decay": decay, "segment": shape.segment}
+        numerator, total = launch.forward(*behind, None, None, None, *how, **links)[:2]
+        window.forward(inside, sinks, ScaledSums(numerator, total, total))
+
+    return {"at once": lambda: window_rest.forward(inside, sinks, rest, shape.segment), "apart": apart}
 
 
 def _resident(target: Target, code: machine_code.Code, warps: int) -> int:
@@ -311,17 +337,29 @@ def _resident(target: Target, code: machine_code.Code, warps: int) -> int:
 
 
 def _work(
-    shape: Shape, code: machine_code.Code, grid: tuple[int, ...], tile: Tile, call: str, name: str
+    shape: Shape,
+    code: machine_code.Code,
+    grid: tuple[int, ...],
+    tile: Tile,
+    call: str,
+    name: str,
+    step: int,
 ) -> int:
     """Count warp instructions per 64 tokens and query head; of a token, and of a sum of states, in all."""
     rows = shape.batch * shape.heads
     programs = grid[0] / rows
-    if call in WINDOWS and "token" not in call:  # steps of a program over the window, and what is outside
+    if (
+        call in WINDOWS[:2] or name == "window_outputs"
+    ):  # steps of a program over the window, and what is outside
         own, step = (tile.block, tile.chunk) if name == "window_key_gradients" else (tile.chunk, tile.block)
         group = shape.heads // shape.kv_heads if name == "window_key_gradients" else 1
         steps = -(-(own + SPAN - 1) // step) * group
         each = code.instructions - code.loop + steps * code.loop
         return round(each * tile.warps * programs * 64 / shape.length)
+    if name == "window_and_rest":  # a chunk takes its tokens in steps, then its queries go over the window
+        taken, steps = code.inner if len(code.inner) == 2 else (0, *code.inner)
+        again = (tile.chunk // step - 1) * taken + (-(-(tile.chunk + SPAN - 1) // tile.block) - 1) * steps
+        return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
     if "token" in call:
         again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
         return round((code.instructions + again * code.loop) * tile.warps * programs)

@@ -39,6 +39,7 @@ class Configuration(NamedTuple):
     key_gradients: Tile
     value_gradients: Tile
     window_outputs: Tile
+    window_and_rest: Tile
     window_query_gradients: Tile
     window_key_gradients: Tile
     window_step: Tile
@@ -79,6 +80,8 @@ WINDOW_OUTPUTS = {
     "tf32x3": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     "ieee": (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
 }
+# The same beside a linear attention, whose state stays in registers; wider heads are computed apart.
+WINDOW_AND_REST = {"bf16, wgmma": Tile(64, 64, 4, 2), "ieee": Tile(32, 32, 4, 1)}
 WINDOW_QUERIES = {
     "bf16, wgmma": (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
     "bf16": (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(16, 32, 8, 1)),
@@ -127,7 +130,7 @@ OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (9, "fp16"): (_four(WIDE) | BOTH[0], _four(HALF) | BOTH[1]),
     (10, "bf16"): ({}, _four(HALF)),
     (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE) | BOTH[0], _four(MANY) | BOTH[1]),
-    (12, "bf16"): ({}, _four(HALF, HALF, NARROW, HALF) | ROWS),
+    (12, "bf16"): ({}, _four(HALF, HALF, NARROW._replace(stages=1), HALF) | ROWS),
     (12, "fp16"): (_four(HALF) | BOTH[0], _four(MANY, HALF, Tile(16, 32, 8, 2), HALF) | BOTH[1]),
 }
 # The same where query heads share key heads: a loop over them inside a chunk takes registers.
@@ -147,7 +150,7 @@ GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
         {"key_gradients": HALF, "value_gradients": Tile(64, 64, 8, 2)},
     ),
     (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE) | STATES[0], _four(HALF, HALF, NARROW, MANY) | STATES[1]),
-    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
+    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF, HALF, HALF, HALF._replace(stages=1))),
     (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE) | STATES[0], _four(MANY) | STATES[1]),
     (12, "bf16"): ({"key_gradients": HALF, "value_gradients": HALF}, _four(HALF, HALF, NARROW, HALF)),
     (12, "fp16"): (
@@ -253,6 +256,7 @@ def configuration(
         key_gradients=of(key, head_dim),
         value_gradients=of(values, value_dim),
         window_outputs=WINDOW_OUTPUTS[windows][index],
+        window_and_rest=WINDOW_AND_REST.get(windows, Tile(64, 32, 4, 2)),
         window_query_gradients=WINDOW_QUERIES[windows][index],
         window_key_gradients=WINDOW_KEYS[windows][index],
         window_step=Tile(64 if index < 2 else 32, min(value_dim, 8192 // head_dim), 4, 2),

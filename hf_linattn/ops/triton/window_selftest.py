@@ -62,9 +62,9 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         length: queries.
     """
     for plain in (True, False):
-        numbers = _numbers(trial, length, plain)
-        want, scale, more = _exact(numbers)
-        window, sinks, others, grad = _on(numbers, trial.device)
+        numbers = draw(trial, length, plain)
+        want, scale, more = exact(numbers)
+        window, sinks, others, grad = on_device(numbers, trial.device)
         output, lse = kernels.forward(window, sinks, others)
         wrong = selftest.compare(trial, {"output": output}, (want, scale), length, more)
         if wrong is None:
@@ -77,7 +77,7 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
     return None
 
 
-def _numbers(trial: Key, length: int, plain: bool) -> Numbers:
+def draw(trial: Key, length: int, plain: bool) -> Numbers:
     """Draw numbers on the CPU: from the start and all seen, or behind others and with padding."""
     generator = torch.Generator("cpu").manual_seed(length)
     form, (heads, kv_heads) = trial.form, (2 * trial.group, 2)
@@ -119,7 +119,9 @@ def _numbers(trial: Key, length: int, plain: bool) -> Numbers:
     return Numbers(window, sinks, others, tokens(length, heads, trial.Dv))
 
 
-def _on(numbers: Numbers, device: torch.device) -> Numbers:
+def on_device(numbers: Numbers, device: torch.device) -> Numbers:
+    """Bring the inputs of a trial to a device."""
+
     def moved(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
@@ -130,7 +132,7 @@ def _on(numbers: Numbers, device: torch.device) -> Numbers:
     return Numbers(window, sinks, others, moved(numbers.grad))
 
 
-def _exact(numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+def exact(numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
     """Compute every result, the same sums with all terms positive, and the error of scores on weights."""
     window, sinks, others, grad = numbers
     query, key, value = (x.double() for x in window[:3])

@@ -18,10 +18,13 @@ from hf_linattn.ops.triton import (
     selftest,
     token_selftest,
     window,
+    window_rest,
+    window_rest_selftest,
     window_selftest,
     window_token,
 )
 from hf_linattn.ops.triton.token_selftest import TokenForm
+from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import Inputs, OpConfig
 
@@ -53,6 +56,12 @@ WINDOWS = (
     ("token", 48, "none", True, "gate", "logit"),
 )
 """Which form, and its fields; 0 features with a map are as many as the width."""
+RESTS = (
+    ("rest", 0, "elu1", True, False),
+    ("rest", 0, "elu1", True, True),
+    ("rest", 48, "none", False, False),
+)
+"""Likewise, of bfloat16 and heads that one kernel of a window and the rest takes."""
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
 """Relative error of a whole result, outputs and state; three times as much for gradients."""
 SUMMED = 4096
@@ -88,6 +97,9 @@ def cases(context: Context) -> list[Case]:
             dtypes, enumerate(widths), enumerate((*kinds, *(WINDOWS[:1] if context.dry else WINDOWS)))
         )
     ]
+    if not context.dry:
+        narrow = [width for width in widths if max(width) <= window_rest.WIDEST]
+        forms += [("bfloat16", width, group, form) for width in narrow for group in (1, 2) for form in RESTS]
     found = []
     for form in forms:
         names = dict(zip(("dtype", "widths", "group", "form"), form, strict=True))
@@ -123,9 +135,9 @@ def key_of(
 ) -> selftest.Key:
     """Make what the package's own check calls a trial."""
     of = value = getattr(torch, dtype)
-    if form[0] in ("window", "token"):
-        about: Any = WindowForm(*form[1:]) if form[0] == "window" else TokenForm(*form[1:])
-        if form[0] == "token" and not about.features and about.kind != "none":
+    if form[0] in ("window", "token", "rest"):
+        about: Any = {"window": WindowForm, "token": TokenForm, "rest": RestForm}[form[0]](*form[1:])
+        if form[0] != "window" and not about.features and about.kind != "none":
             about = about._replace(features=widths[0])
         where = torch.device(device)
         return selftest.Key(where, of, of, *widths, group, problem.operand_of((of,)), about)
@@ -147,6 +159,8 @@ def disagreement(key: selftest.Key, dry: bool) -> str | None:
     """Run the check that the package has for this form; return what differs, None where all agrees."""
     if isinstance(key.form, TokenForm):
         return token_selftest.disagreement(key, window_token)
+    if isinstance(key.form, RestForm):
+        return window_rest_selftest.disagreement(key, window_rest)
     if isinstance(key.form, WindowForm):
         return window_selftest.disagreement(key, window, 20 if dry else window_selftest.LENGTH)
     return selftest.disagreement(key, launch, 20 if dry else selftest.LENGTH)
