@@ -152,7 +152,8 @@ windows, with a linear attention for the rest or without:
   CPU                                torch's fused kernel, block by block (window_attention.py); a text
                                      inside the window in one call of it
   CUDA                               Triton kernels with sinks and the rest's sums, a decoded token with its
-                                     state (triton/window.py, triton/window_token.py), as above
+                                     state, a prompt with the rest (triton/window.py, triton/window_token.py,
+                                     triton/window_rest.py), as above
   any other device                   vectorised torch operations (eager/window.py)
 learned maps [softmax(W x), softmax(-W x)], for causal linear attention in C++:
   CPU with a library of C++ kernels, at most 32 bits

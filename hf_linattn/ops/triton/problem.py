@@ -27,9 +27,8 @@ SCAN = Tile(chunk=8, block=128, warps=4, stages=1)
 """Of `accumulate`: slots and elements of a state that one program loads together."""
 
 
-ANEW = (8, 10, 12)
-"""Major capabilities whose products take operands from registers: the compiler would compute features of keys
-anew for each product, and in every warp, but for the mask of `key_features`."""
+REGISTERS = (8, 10, 12)
+"""Major capabilities whose products take operands from registers, at these tiles."""
 FAR = 1 << 23
 """Numbers from row to row: 256 rows and their columns stay below 2^31."""
 
@@ -195,21 +194,28 @@ class Problem:
         self.group = self.heads // self.kv_heads
         self.batch_heads = self.batch * self.kv_heads
         self.device = query.device
+        self.about = device_of(self.device)
         operand = operand_of((query.dtype, key.dtype, value.dtype))
         self.maps = {
             "FEATURE_MAP": feature_map,
             "EPS": eps if feature_map == "relu" else 0.0,
-            "MASKED": valid is not None or operand == "fp16" or device_of(query.device).capability[0] in ANEW,
+            "MASKED": valid is not None or operand == "fp16" or self._by_registers(),
             "OPERAND": operand,
         }
         self.normalise = normalise
         self.segment = segment
-        self.about = device_of(self.device)
         # the interpreter has no registers to run out of, and takes its time for every step
         kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, self.about.capability)
         chosen = configuration(self.D, self.Dv, self.group, kind, capability, self.linked)
         widths = self.D, self.Dv
         self.tiles = measured_tiles.measured(chosen, self.device, operand, widths, self.group, self.linked)
+
+    def _by_registers(self) -> bool:
+        """Tell whether products take operands from registers, on the H100 those of fewer than 64 rows.
+
+        The compiler then computes features anew for each product, and in every warp, but for a mask on them.
+        """
+        return self.about.capability[0] in REGISTERS or (self.about.capability[0] == 9 and self.linked)
 
     def tile(self, spec: KernelSpec) -> Tile:
         """Look up the tile of a kernel."""
