@@ -58,6 +58,7 @@ def test_the_check(interpreted, tmp_path, check):
 
 RESTS = {
     "prompt, padding, grouped heads": rest.Case(batch=2, heads=4, length=40, padded=True, Dv=24),
+    "prompt of a window and little more": rest.Case(length=23, span=19),
     "segments, decay, sinks": rest.Case(length=150, kv_heads=1, span=21, decays=True, sinks=3, segment=64),
     "behind a state, turned queries": rest.Case(
         length=33, state=True, padded=True, decays=True, sinks=2, turned=True

@@ -129,7 +129,8 @@ def window_and_rest(
         elif LOG_SCALE is not None:
             log = tl.load(LOG_SCALE + row * left + place + order, mask=behind, other=0.0)
             log *= 1.4426950408889634
-        top, total, sums = as_weights(log, total, sums)
+        # features of tokens that are not there need not be 0
+        top, total, sums = as_weights(log, tl.where(behind, total, 0.0), sums)
         q = load_tile(Q, start, inside, q_strides[2], rows, D)
         if SINKS > 0:
             _met, _sink_k, sink_v, of_sinks = meet_sinks(
