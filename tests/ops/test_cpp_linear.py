@@ -172,6 +172,7 @@ def test_gradients_in_bfloat16_are_as_near_as_those_of_torch(compiled):
             assert (a - want).norm() < (b - want).norm()
 
 
+@pytest.mark.full
 def test_compilers_without_a_type_for_half_precision_round_alike(compiled, monkeypatch, tmp_path):
     """Such as GCC 11 on x86 and GCC 12 on ARM; values of every size, beyond the smallest and the greatest.
 
