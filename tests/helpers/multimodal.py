@@ -114,3 +114,22 @@ def text_alone(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same prompt with ordinary tokens for the image."""
     ids = inputs["input_ids"]
     return {"input_ids": torch.where(ids >= IMAGE, 7, ids), "attention_mask": torch.ones_like(ids)}
+
+
+def generated(model: Any, inputs: dict[str, Tensor], new: int = 6) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits of new tokens `[1, new, V]`, and the inputs that give them at once, as the last."""
+    out = model.generate(
+        **inputs,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        suppress_tokens=[IMAGE, BEGIN, END],
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    whole = {**inputs, "input_ids": out.sequences[:, :-1]}
+    for name, value in (("attention_mask", 1), ("mm_token_type_ids", 0)):
+        if name in inputs:
+            whole[name] = nn.functional.pad(inputs[name], (0, new - 1), value=value)
+    return torch.stack(out.logits, 1), whole

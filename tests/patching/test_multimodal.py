@@ -3,7 +3,16 @@
 import pytest
 import torch
 from helpers.family_checks import check
-from helpers.multimodal import BEGIN, END, IMAGE, MODELS, image_features, multimodal, text_alone, with_types
+from helpers.multimodal import (
+    END,
+    IMAGE,
+    MODELS,
+    generated,
+    image_features,
+    multimodal,
+    text_alone,
+    with_types,
+)
 from helpers.oracle import as_oracle
 
 from hf_linattn import describe, from_pretrained, is_linear, patch_model, unpatch_model
@@ -72,24 +81,10 @@ def test_a_video_in_the_prompt_equals_the_oracle():
 def test_generated_tokens_go_on_from_the_image(name, patch, options):
     model, inputs = multimodal(name)
     patch_model(model, patch, options=options)
-    new = 6
-    out = model.generate(
-        **inputs,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        suppress_tokens=[IMAGE, BEGIN, END],
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-    inputs["input_ids"] = out.sequences[:, :-1]
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, new - 1))
+    got, inputs = generated(model, inputs)
     with torch.no_grad():
         whole = model(**inputs, use_cache=False)
-    got, want = torch.stack(out.logits, 1), whole.logits[:, -new:]
+    want = whole.logits[:, -got.shape[1] :]
     assert float((got - want).abs().max() / want.abs().max()) < 1e-5
 
 

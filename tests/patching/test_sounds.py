@@ -3,8 +3,9 @@
 import pytest
 import torch
 from helpers.family_checks import check
+from helpers.multimodal import generated
 from helpers.oracle import as_oracle
-from helpers.sounds import BEGIN, ENCODED, END, GEMMA, MODELS, SOUND, hearing, omni, transcriber, transcribing
+from helpers.sounds import ENCODED, GEMMA, MODELS, hearing, omni, transcriber, transcribing
 
 from hf_linattn import describe, is_linear, patch_model, unpatch_model
 from hf_linattn.errors import CacheError, UnsupportedMaskError
@@ -30,22 +31,6 @@ def another(inputs):
 
 def close(got, want):
     return float((got - want).abs().max() / want.abs().max()) < 1e-5
-
-
-def generated(model, inputs, new=6):
-    """The logits of new tokens, and the inputs that give them at once."""
-    out = model.generate(
-        **inputs,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        suppress_tokens=[SOUND, BEGIN, END],
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, new - 1), value=1)
-    return torch.stack(out.logits, 1), {**inputs, "input_ids": out.sequences[:, :-1], "attention_mask": mask}
 
 
 @pytest.mark.parametrize("name", MODELS)

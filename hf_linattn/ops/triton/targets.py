@@ -349,9 +349,8 @@ def _work(
     """Count warp instructions per 64 tokens and query head; of a token, and of a sum of states, in all."""
     rows = shape.batch * shape.heads
     programs = grid[0] / rows
-    if (
-        call in WINDOWS[:2] or name == "window_outputs"
-    ):  # steps of a program over the window, and what is outside
+    # steps of a program over the window, and what is outside
+    if call in WINDOWS[:2] or name == "window_outputs":
         own, step = (tile.block, tile.chunk) if name == "window_key_gradients" else (tile.chunk, tile.block)
         group = shape.heads // shape.kv_heads if name == "window_key_gradients" else 1
         steps = -(-(own + SPAN - 1) // step) * group
