@@ -108,6 +108,31 @@ def add_weights(scores, v, top, total, sums, OPERAND: tl.constexpr):
 
 
 @triton.jit
+def add_window(
+    q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
+    k_strides, v_strides, valid_strides, sink_q_strides, length, keys, span, offset, sinks, scale, rows,
+    columns, top, total, sums,
+    D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks and the window of a chunk of queries to sums over e^top, as `add_weights`."""
+    if SINKS > 0:
+        _met, _sink_k, sink_v, of_sinks = meet_sinks(
+            q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
+            sink_q_strides, length, sinks, scale, rows, columns, D, DV, SINKS, OPERAND,
+        )  # fmt: skip
+        top, total, sums = add_weights(of_sinks, sink_v, top, total, sums, OPERAND)
+    low = tl.maximum(start + offset - span + 1, 0)
+    for first in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):
+        _k, v, scores = meet_keys(
+            q, K, V, VALID, first, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span,
+            scale, rows, columns, D, DV, BLOCK, OPERAND,
+        )  # fmt: skip
+        top, total, sums = add_weights(scores, v, top, total, sums, OPERAND)
+    return top, total, sums
+
+
+@triton.jit
 def window_outputs(
     Q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, OTHER, TOTAL, LOG_SCALE, OUT, LSE,
     q_strides, k_strides, v_strides, valid_strides, sink_q_strides, other_strides, out_strides,
@@ -136,19 +161,11 @@ def window_outputs(
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     sums = tl.zeros([CHUNK, BLOCK_V], tl.float32)
-    if SINKS > 0:
-        _met, _sink_k, sink_v, of_sinks = meet_sinks(
-            q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
-            sink_q_strides, length, sinks, scale, rows, columns, D, DV, SINKS, OPERAND,
-        )  # fmt: skip
-        top, total, sums = add_weights(of_sinks, sink_v, top, total, sums, OPERAND)
-    low = tl.maximum(start + offset - span + 1, 0)
-    for first in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):
-        _k, v, scores = meet_keys(
-            q, K, V, VALID, first, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span,
-            scale, rows, columns, D, DV, BLOCK, OPERAND,
-        )  # fmt: skip
-        top, total, sums = add_weights(scores, v, top, total, sums, OPERAND)
+    top, total, sums = add_window(
+        q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head,
+        batch_head, k_strides, v_strides, valid_strides, sink_q_strides, length, keys, span, offset, sinks,
+        scale, rows, columns, top, total, sums, D, DV, CHUNK, BLOCK, SINKS, OPERAND,
+    )  # fmt: skip
     if OTHER is not None:
         behind = inside & (tokens >= alone)
         place = row * (length - alone) + tokens - alone

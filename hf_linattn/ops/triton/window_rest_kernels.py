@@ -28,7 +28,7 @@ from hf_linattn.ops.triton.kernel_functions import (
     store_tile,
     visible,
 )
-from hf_linattn.ops.triton.window_kernels import add_weights, meet_keys, meet_sinks
+from hf_linattn.ops.triton.window_kernels import add_window
 
 
 @triton.jit
@@ -132,19 +132,11 @@ def window_and_rest(
         # features of tokens that are not there need not be 0
         top, total, sums = as_weights(log, tl.where(behind, total, 0.0), sums)
         q = load_tile(Q, start, inside, q_strides[2], rows, D)
-        if SINKS > 0:
-            _met, _sink_k, sink_v, of_sinks = meet_sinks(
-                q, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head, batch_head,
-                sink_q_strides, length, sinks, scale, rows, columns, D, DV, SINKS, OPERAND,
-            )  # fmt: skip
-            top, total, sums = add_weights(of_sinks, sink_v, top, total, sums, OPERAND)
-        low = tl.maximum(start + offset - span + 1, 0)
-        for begin in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):
-            _k, v, scores = meet_keys(
-                q, K, V, VALID, begin, tokens, batch, k_strides, v_strides, valid_strides, keys, offset, span,
-                scale, rows, columns, D, DV, BLOCK, OPERAND,
-            )  # fmt: skip
-            top, total, sums = add_weights(scores, v, top, total, sums, OPERAND)
+        top, total, sums = add_window(
+            q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, start, tokens, inside, batch, head,
+            batch_head, k_strides, v_strides, valid_strides, sink_q_strides, length, keys, span, offset,
+            sinks, scale, rows, columns, top, total, sums, D, DV, CHUNK, BLOCK, SINKS, OPERAND,
+        )  # fmt: skip
         store_tile(OUT, sums * reciprocal(total)[:, None], start, inside, OUT_STRIDE, columns, DV)
     if (own * segment + segment >= left) & (row % GROUP == 0):
         store_state(
