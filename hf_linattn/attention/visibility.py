@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_linattn.attention.masks import CAUSAL, is_compact
+from hf_linattn.attention.masks import CAUSAL, is_compact, once
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.ops.tracing import exporting
-
-COUNTED = "_linattn_counted"
-"""Attribute of the mask of one decoded token, by which the layers share what the first has counted."""
 
 
 @dataclass
@@ -202,18 +199,13 @@ class Visibility:
         if columns is None or self.summed is not None or torch.compiler.is_compiling():
             return self._counted(device)
         own = columns.untyped_storage().data_ptr()
-        if columns.is_inference() or any(  # whose changes are not counted; what a layer has by itself
+        if any(  # what a layer has by itself
             x is not None and x.untyped_storage().data_ptr() != own for x in (self.documents, self.window)
         ):
             return self._counted(device)
         parts = self.documents is None, self.window is None
-        about = columns._version, self.causal, self.queries, self.keys, device, parts
-        known = getattr(columns, COUNTED, None)
-        if known is None or known[0] != about:
-            known = about, self._counted(device)
-            setattr(columns, COUNTED, known)
-        found: Tensor = known[1]
-        return found
+        about = self.causal, self.queries, self.keys, device, *parts
+        return once(columns, "count", about, lambda: self._counted(device))
 
     def _counted(self, device: torch.device) -> Tensor:
         relative = self._relative(device)

@@ -95,7 +95,9 @@ class TrainingArguments:
         "0 goes on to --max-steps, and keeps the last",
         minimum=0,
     )
-    checkpoint_every: int = option(100, "steps between checkpoints; only the latest is kept", minimum=1)
+    checkpoint_every: int = option(
+        100, "steps between checkpoints, ten minutes at most; only the latest is kept", minimum=1
+    )
     log_with: Literal["tensorboard", "wandb", "trackio"] | None = option(
         None, "also send the rows of train.csv there", choices=("tensorboard", "wandb", "trackio")
     )

@@ -44,6 +44,10 @@ Preparation = Callable[[NDArray[np.int32], NDArray[np.int64], int], NDArray[np.i
 TargetCount = Callable[[NDArray[np.int32]], NDArray[np.int64]]
 """Blocks [B, N] -> how many tokens of each are learned [B]."""
 
+LOST_SECONDS = 600.0
+"""A checkpoint is late, and comes at once, when the one before is so long ago: a kill loses no more."""
+CHECKPOINT_SHARE = 20
+"""Nor does one come before so many times what the last one took."""
 MAX_SKIPPED = 20
 """float16 halves its loss scale when gradients overflow; so many steps in a row have another cause."""
 
@@ -54,7 +58,8 @@ class LoopSettings:
 
     `min_lr_rate` is the learning rate of the last step as a part of the peak. `patience` validations without
     a lower loss end the run before `max_steps`, and the weights of the best one are kept; 0 never does, and
-    keeps the last.
+    keeps the last. Where steps are slow, checkpoints come more often than `checkpoint_every`, see
+    `LOST_SECONDS`.
     """
 
     max_steps: int
@@ -254,6 +259,7 @@ class TrainingLoop:
         self.step: int = progress["step"]
         """Steps done."""
         self._saved_step: int | None = self.step or None
+        self._saved_at, self._save_seconds, self._late = time.perf_counter(), 0.0, False
         self._seconds_before: float = progress["seconds"]
         self._started = time.perf_counter()
         if accelerator.scaler is not None and "scaler" in progress:
@@ -352,7 +358,10 @@ class TrainingLoop:
         if self.count_targets is not None:
             weights = row_weights(self.blocks[row_ids], self.count_targets).reshape(shares.shape)
             local_weights = torch.from_numpy(weights[:, replica]).float().to(accelerator.device)
-        total = torch.zeros((), device=accelerator.device)
+        # the loss, and whether a checkpoint is late: all processes then know both
+        totals = torch.zeros(2, device=accelerator.device)
+        since = time.perf_counter() - self._saved_at
+        totals[1] = since > max(LOST_SECONDS, CHECKPOINT_SHARE * self._save_seconds)
         for micro in range(settings.grad_accum):
             last = micro == settings.grad_accum - 1
             rows = self.blocks[local_row_ids[micro]]
@@ -365,8 +374,10 @@ class TrainingLoop:
                     losses = losses * local_weights[micro]
                 loss = losses.mean() / settings.grad_accum
                 accelerator.backward(loss)
-            total += loss.detach()
-        return float(accelerator.reduce(total, "mean"))
+            totals[0] += loss.detach()
+        mean, late = accelerator.reduce(totals, "mean").tolist()
+        self._late = late > 0
+        return float(mean)
 
     def _evaluate(self) -> float:
         assert self.eval_blocks is not None
@@ -393,13 +404,15 @@ class TrainingLoop:
             self.accelerator.log(known, step=self.step)
 
     def _save_checkpoint_when_due(self) -> float:
-        """Replace the checkpoint every so many steps; returns the seconds that took."""
+        """Replace the checkpoint every so many steps, or when it is late; returns the seconds that took."""
         began = time.perf_counter()
-        if self.step and self.step % self.settings.checkpoint_every == 0 and self.step != self._saved_step:
+        due = self.step % self.settings.checkpoint_every == 0 or self._late
+        if self.step and due and self.step != self._saved_step:
             self._save_checkpoint()
         return time.perf_counter() - began
 
     def _save_checkpoint(self) -> None:
+        began = time.perf_counter()
         progress = {"step": self.step, "seconds": self.seconds, "validations": self.early_stop.losses}
         if self.log is not None:
             self.log.sync()
@@ -407,7 +420,8 @@ class TrainingLoop:
             progress["scaler"] = self.accelerator.scaler.state_dict()
         main = self.accelerator.is_main_process
         self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress, write=main)
-        self._saved_step = self.step
+        self._saved_step, self._saved_at = self.step, time.perf_counter()
+        self._save_seconds = self._saved_at - began
 
     def _failure(self, what: str) -> TrainingError:
         kept = (

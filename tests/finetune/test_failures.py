@@ -55,6 +55,25 @@ def test_killed_and_resumed_run_ends_with_the_same_bytes(finished):
     assert stable_rows("killed") == stable_rows(finished)
 
 
+def test_checkpoints_of_slow_steps_come_early(finished, monkeypatch):
+    """A step that takes long is not lost with 99 others: here every one counts as long."""
+    saved = []
+    monkeypatch.setattr(training, "LOST_SECONDS", 0.0)
+    monkeypatch.setattr(training, "CHECKPOINT_SHARE", 0)
+    save = training.Checkpoint.save
+
+    def noting(self, model, optimizer, progress, **options):
+        saved.append(progress["step"])
+        save(self, model, optimizer, progress, **options)
+
+    monkeypatch.setattr(training.Checkpoint, "save", noting)
+    assert main([*SHORT, "--output-dir", "slow"]) == 0
+    assert saved == list(range(1, len(saved) + 1))
+    assert len(saved) > 5
+    assert weights_of("slow") == weights_of(finished)
+    assert stable_rows("slow") == stable_rows(finished)
+
+
 def test_kill_at_every_kind_of_write(finished, monkeypatch):
     """One run, killed at its 1st, 2nd, 3rd, ... write, each time resumed from what the last kill left."""
     argv = [*SHORT, "--checkpoint-every", "2", "--output-dir", "often", "--resume"]
