@@ -13,8 +13,9 @@ loads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class Patch(nn.Module):
         return self.name
 
 
+HOOK = "_hf_hook"
+"""Attribute of a module that accelerate has given a hook."""
+
+
 class Attention(Patch):
     """Base class of attentions: `attend` computes the output of a call.
 
@@ -118,7 +123,40 @@ class Attention(Patch):
 
     def forward(self, call: Call) -> Output:
         """Run `attend`: parameters are read below this, where offloading loads them."""
-        return self.attend(call)
+        offloaded = self.offloaded_inside()
+        if not offloaded:
+            return self.attend(call)
+        with ExitStack() as stack:
+            for module in offloaded:
+                stack.enter_context(_loaded(module))
+            return self.attend(call)
+
+    def offloaded_inside(self) -> list[nn.Module]:
+        """List the modules inside this one whose weights accelerate keeps elsewhere between calls."""
+        if not self._modules or torch.compiler.is_compiling():
+            return []
+        return [module for module in self.modules() if module is not self and _offloads(module)]
+
+
+def _offloads(module: nn.Module) -> bool:
+    hook = module.__dict__.get(HOOK)
+    return hook is not None and any(getattr(x, "offload", False) for x in getattr(hook, "hooks", (hook,)))
+
+
+@contextmanager
+def _loaded(module: Any) -> Iterator[None]:
+    """Hold the weights of an offloaded module: accelerate loads them in its `forward` alone.
+
+    An attention reads what lies inside it in other ways too, more than once in a call.
+    """
+    hook, hooked = module.__dict__[HOOK], module.__dict__["forward"]
+    hook.pre_forward(module)
+    module.forward = module._old_forward
+    try:
+        yield
+    finally:
+        module.forward = hooked
+        hook.post_forward(module, None)
 
 
 class Modifier(Patch):

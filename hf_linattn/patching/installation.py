@@ -215,7 +215,8 @@ def _prepare_cache(
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
         for layer, name in model.__dict__[INSTALLATION].cache_places:
-            child: Any = model.get_submodule(name)._modules[NAME]
+            inside = model.get_submodule(name).modules()  # others may have wrapped the module since
+            child: Any = next(module._modules[NAME] for module in inside if NAME in module._modules)
             if child.bypass is None:
                 put_layer(child, cache, layer, name)
         if generation_config.is_assistant:

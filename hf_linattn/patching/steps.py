@@ -86,7 +86,7 @@ def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras
     layer.prepared = None
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
         return
-    if child.modifiers or child.needs_hidden or child.keeps_gates:
+    if child.modifiers or child.needs_hidden or child.keeps_gates or child.attention.offloaded_inside():
         return
     if not isinstance(layer.seen, int) or not layer.may_overwrite():
         return

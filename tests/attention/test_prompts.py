@@ -93,3 +93,14 @@ def test_lora_generates_what_full_forwards_give():
     assert positions(mask)[0, -1] == 15
     got = wrapped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=10, do_sample=False)
     assert torch.equal(got, grow(wrapped, ids, 10, mask))
+
+
+@pytest.mark.parametrize("patch", ["elu1", "window+gated"])
+def test_an_attention_that_peft_has_wrapped_generates(patch):
+    """Adaption prompts stand around the attention of a layer, where `generate` looks for it by name."""
+    model = hf_linattn.patch_model(llama(), patch)
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+    wrapped = peft.get_peft_model(model, config).double().eval()
+    ids, mask = left_padded(tokens(2, 20), 4)
+    got = wrapped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, grow(wrapped, ids, 6, mask))

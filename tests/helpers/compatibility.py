@@ -154,6 +154,9 @@ ROWS: dict[str, list[Shown]] = {
         works(DECODERS, "patching/test_hub.py::test_what_is_pushed_is_what_is_saved_and_comes_back")
     ],
     "sharded saves, `device_map`, `dtype`": [works(ALL, f"{COPIES}shards_device_maps_and_dtypes")],
+    "weights offloaded by accelerate": [
+        works(DECODERS, "patching/test_offload.py::test_an_offloaded_model_is_the_model")
+    ],
     "`copy.deepcopy`, `pickle`, `torch.save(model)`": [
         works(ALL, f"{COPIES}a_copy_is_whole_and_comes_off_alone")
     ],

@@ -16,6 +16,7 @@ from typing import ClassVar, NewType, get_type_hints
 import torch
 from torch import Tensor
 
+from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import types
 from hf_linattn.ops.types import FEATURE_MAPS
 
@@ -348,7 +349,7 @@ NO_SINKS, NO_MAP_GRADS = bytes(WindowSinks.size), bytes(SoftmaxMapGrads.size)
 def array(x: Tensor) -> bytes:
     """Pack a tensor `[B, H, N, D]` that is dense along D."""
     batch, head, token, _ = x.stride()
-    return Array.pack(x.data_ptr(), DTYPES[x.dtype], batch, head, token)
+    return Array.pack(_pointer(x), DTYPES[x.dtype], batch, head, token)
 
 
 def sizes(heads: int, length: int, key: Tensor, value: Tensor) -> bytes:
@@ -373,12 +374,26 @@ def gate(given: types.Gate | None) -> bytes:
     """Pack a gate; None for none."""
     if given is None:
         return NO_GATE
-    return Gate.pack(given.weight.data_ptr(), given.bias.data_ptr(), given.temperature)
+    return Gate.pack(address(given.weight), address(given.bias), given.temperature)
 
 
 def address(x: Tensor | None) -> int:
-    """Tell where the numbers of a tensor lie; 0 where there are none."""
-    return 0 if x is None or not x.numel() else x.data_ptr()
+    """Tell where the numbers of a tensor lie; 0 where there are none.
+
+    Raises:
+        UnsupportedCallError: they are kept elsewhere.
+    """
+    return 0 if x is None or not x.numel() else _pointer(x)
+
+
+def _pointer(x: Tensor) -> int:
+    place = x.data_ptr()
+    if not place and x.numel():
+        raise UnsupportedCallError(
+            f"a tensor of {tuple(x.shape)} on {x.device} has no memory that a kernel in C++ could read: "
+            "load weights that are offloaded first"
+        )
+    return place
 
 
 def header() -> str:
