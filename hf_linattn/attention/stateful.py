@@ -17,7 +17,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import exporting, transforming
 from hf_linattn.parallel.shard import Shard
 
 
@@ -245,7 +245,9 @@ def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None
     Raises:
         UnsupportedCallError: a gate of a token that counts is NaN.
     """
-    if gates is None or gates.shape[2] == 1 or gates.device.type != "cpu" or torch.compiler.is_compiling():
+    if gates is None or gates.shape[2] == 1 or gates.device.type != "cpu":
+        return
+    if torch.compiler.is_compiling() or transforming():
         return
     wrong = gates.isnan()
     if bool(wrong.any()) and bool((wrong if valid is None else wrong & valid[:, None, :, None]).any()):

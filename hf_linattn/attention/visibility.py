@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.attention.masks import CAUSAL, is_compact, once
 from hf_linattn.errors import UnsupportedMaskError
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import exporting, transforming
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Visibility:
         if self.dense is not None:
             return self.dense.sum(-1).float()
         columns = self.columns
-        if columns is None or self.summed is not None or torch.compiler.is_compiling():
+        if columns is None or self.summed is not None or torch.compiler.is_compiling() or transforming():
             return self._counted(device)
         own = columns.untyped_storage().data_ptr()
         if any(  # what a layer has by itself

@@ -11,7 +11,8 @@ from torch import Tensor
 from hf_linattn.ops.cpp import delta, takes
 from hf_linattn.ops.eager import delta_rule
 from hf_linattn.ops.fla import check, rule
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.second_order import gradients
+from hf_linattn.ops.tracing import by_torch_alone
 from hf_linattn.ops.types import DeltaConfig, DeltaGate, DeltaInputs, accumulator_dtype
 
 
@@ -30,7 +31,7 @@ def attention(
     Returns:
         Output `[B, H, N, Dv]`, None without queries, and the state after, None where it is not wanted.
     """
-    tracing = torch.compiler.is_compiling() or exporting()
+    tracing = torch.compiler.is_compiling() or by_torch_alone()
     without_output = torch.is_grad_enabled() and inputs.query is None  # with which a backward in C++ begins
     if tracing or without_output or not takes.delta(inputs):
         return _by_fla_or_torch(inputs, config, scale, tracing)
@@ -55,7 +56,7 @@ def step(
     Returns:
         Output `[B, H, 1, Dv]` and the state after; None where the kernel does not take these.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or by_torch_alone():
         return None
     if not takes.delta(inputs):
         return None
@@ -103,9 +104,16 @@ class _Delta(torch.autograd.Function):
         return delta.forward(DeltaInputs(*tensors), ctx.config, keep=True)  # type: ignore[return-value]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_output: Tensor | None, d_after: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = DeltaInputs(*ctx.saved_tensors)
+        inputs, config = DeltaInputs(*ctx.saved_tensors), ctx.config
+        if torch.is_grad_enabled():  # as under create_graph=True
+            assert inputs.query is not None
+            ones = inputs.query.new_ones(inputs.query.shape[1])
+            found = gradients(
+                lambda *x: _by_fla_or_torch(DeltaInputs(*x), config, ones, tracing=True),
+                *(inputs, (d_output, d_after)),
+            )
+            return *found, None
         if d_output is None:
             assert inputs.query is not None
             d_output = inputs.value.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3])

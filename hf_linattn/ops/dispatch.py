@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.ops.cpp import auto, build, takes
 from hf_linattn.ops.cpp.linear import SUMS
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import by_torch_alone
 from hf_linattn.ops.triton import check
 from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Inputs, OpConfig, State
@@ -51,7 +51,7 @@ def choose_backend(
         form: what is computed; None for outputs of `kind`, causal.
         features: number of features with "none"; None for D.
     """
-    if exporting():  # an exported program runs without this package
+    if by_torch_alone():  # an exported program runs without this package
         return "vectorised"
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them
@@ -118,7 +118,7 @@ def explain() -> str:
 kernels here:
 {here}
 causal linear attention, first line that fits (files in hf_linattn/ops):
-  torch.export                       vectorised torch operations
+  torch.export, torch.func           vectorised torch operations
   CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++, in chunks of {CHUNK} tokens (cpp/linear.py); one token
                                      too, unless it is compiled by torch.compile
@@ -142,7 +142,8 @@ bidirectional and cross-attention:
   CPU                                a sum over all keys that every query reads, in chunks whose buffers
                                      hold {NUMBERS:,} numbers, maps inside as above (eager/bidirectional.py)
   CUDA                               as above
-  torch.export, any other device     the sum in vectorised torch operations (eager/linear.py)
+  torch.export, torch.func, any other device
+                                     the sum in vectorised torch operations (eager/linear.py)
 windows, with a linear attention for the rest or without:
   CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++, tile by tile (cpp/window.py), sinks among them unless

@@ -11,6 +11,8 @@ from hf_linattn.ops import dispatch
 from hf_linattn.ops.cpp import linear
 from hf_linattn.ops.dispatch import Backend
 from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadratic
+from hf_linattn.ops.eager import linear as linear_form
+from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
@@ -26,9 +28,6 @@ def attention(inputs: Inputs, config: OpConfig, keep: bool, backend: Backend | N
         config: which features, over which keys, and whether to divide.
         keep: the state after is wanted; causal only.
         backend: who computes, forward and backward; None decides by `dispatch.kernel_backend`.
-
-    Raises:
-        RuntimeError: from torch, for gradients of gradients.
     """
     if backend is None:
         backend = dispatch.kernel_backend(inputs)
@@ -130,10 +129,6 @@ def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     return (*_by_inputs(_backward(*_output_grads(ctx, *grads), ctx.config, ctx.backend)), None, None, None)
 
 
-_backward_refusing_another = torch.autograd.function.once_differentiable(_backward_once)
-"""Gradients of which nobody can ask for gradients: that takes as long as an operation to say."""
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -147,7 +142,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # as under create_graph=True
-            return _backward_refusing_another(ctx, *grads)
+            config, inputs = ctx.config, ctx.saved_tensors[:INPUTS]
+            found = gradients(lambda *x: linear_form.plain(Inputs(*x), config), inputs, grads)
+            return *found, None, None, None
         return _backward_once(ctx, *grads)
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.cpp import softmax_map as native
 from hf_linattn.ops.cpp import takes
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.second_order import gradients
+from hf_linattn.ops.tracing import by_torch_alone
+from hf_linattn.ops.types import accumulator_dtype
 
 
 def kernels_take(x: Tensor, weight: Tensor) -> bool:
     """Tell whether the kernels compute a map of `[B, H, N, D]`: on a CPU, not while compiling."""
-    if torch.compiler.is_compiling() or exporting():
+    if torch.compiler.is_compiling() or by_torch_alone():
         return False
     return takes.softmax_map(x, weight)
 
@@ -47,7 +50,17 @@ class _SoftmaxMap(torch.autograd.Function):
         return native.forward(x, weight, floor, dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # as under create_graph=True
+            inputs = x, weight, ctx.floor, grad.dtype
+            return tuple(gradients(_plain, inputs, [grad]))
         return (*native.backward(grad, x, weight, ctx.floor), None, None)
+
+
+def _plain(x: Tensor, weight: Tensor, floor: float, dtype: torch.dtype) -> list[Tensor]:
+    """Compute the features by operations whose gradients have gradients."""
+    sums = accumulator_dtype(x, weight)
+    logits = torch.einsum("bhnd,hfd->bhnf", x.to(sums), weight.to(sums))
+    features = torch.cat([logits.softmax(-1), (-logits).softmax(-1)], -1)
+    return [F.threshold(features, floor, floor).to(dtype)]

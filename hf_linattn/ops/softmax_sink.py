@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.second_order import gradients
+from hf_linattn.ops.tracing import by_torch_alone
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -36,7 +37,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout
     tensors = (query, key, value)
     return (
         not dropout
-        and not exporting()
+        and not by_torch_alone()
         and not torch.is_autocast_enabled("cpu")
         and query.dtype == key.dtype == value.dtype
         and not (bias is not None and bias.requires_grad)
@@ -147,14 +148,37 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as under create_graph=True
+            inputs = *ctx.saved_tensors[:5], *ctx.options
+            return tuple(gradients(_plain, inputs, [grad]))
         if ctx.needs_input_grad[4]:
             *d_inputs, d_sink = _backward(grad, *ctx.saved_tensors, *ctx.options)
             return (*d_inputs, None, d_sink, None, None)
         query, key, value, mask, _, output, lse = ctx.saved_tensors
         d_tokens = _token_grads(grad, query, key, value, mask, output, lse, *ctx.options)
         return (*d_tokens, None, None, None, None)
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sink: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    """Compute the output by operations whose gradients have gradients."""
+    sums, group = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
+    key, value = (x.to(sums).repeat_interleave(group, 1) for x in (key, value))
+    scores = query.to(sums) @ key.mT * scale
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    scores = torch.cat([scores, sink.to(sums).expand(*scores.shape[:3], 1)], -1)
+    return [(scores.softmax(-1)[..., :-1] @ value).to(query.dtype)]
 
 
 def dense(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:

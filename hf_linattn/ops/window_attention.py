@@ -15,7 +15,6 @@ ds_j = p'_j (do . v_j - do . o'), from the backward kernel given o' and lse' for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,9 +25,11 @@ from hf_linattn.ops.cpp import takes
 from hf_linattn.ops.cpp import window as cpp_window
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as window_blocks
+from hf_linattn.ops.fused_blocks import FusedBlocks
+from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import by_torch_alone
 from hf_linattn.ops.triton import check, window_operator, window_rest
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
@@ -36,14 +37,10 @@ from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
 from hf_linattn.ops.types import ScaledSums, Window, WindowSinks, accumulator_dtype
 
-BLOCK = 32
-"""Queries per row of the kernel: measured, from 32 to 256."""
 SHORTEST = 64
 """Queries in float32 from which on the kernels in C++ take less time than torch's: measured."""
 ARGUMENTS = 9
 """Of the operator; its seven tensors with output and log-sum-exp are as many."""
-BLOCKS_PER_CALL = 16
-"""Blocks per call: only their masks take memory."""
 
 
 def kernels_take(window: Window, sinks: int, others: bool) -> bool:
@@ -57,7 +54,7 @@ def kernels_take(window: Window, sinks: int, others: bool) -> bool:
     Raises:
         UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
     """
-    if not window.query.is_cuda or exporting() or sinks > MOST_SINKS:
+    if not window.query.is_cuda or by_torch_alone() or sinks > MOST_SINKS:
         return False
     return check.takes_window(*window[:3], WindowForm(bool(sinks), others))
 
@@ -209,97 +206,6 @@ def _joined_full(output: Tensor, lse: Tensor, values: Tensor, total: Tensor, log
     return joined
 
 
-class _Blocks:
-    """A window cut into blocks of queries, each with the columns that it sees.
-
-    Queries and columns are padded to whole blocks, and columns that are missing filled in.
-
-    Attributes:
-        size: queries of a block.
-        columns: that a block sees.
-        count: blocks.
-        in_window: boolean `[size, columns]`, which columns a query sees.
-    """
-
-    def __init__(self, window: Window) -> None:
-        query, key, value, valid, span, _ = window
-        length = query.shape[2]
-        self.size = min(BLOCK, length)
-        self.left, self.right = -span % self.size, -length % self.size
-        self.columns, self.before = self.size + span + self.left, self.left + window.n_missing
-        self.count = (length + self.right) // self.size
-        self.query = self.over_queries(query)
-        self.key, self.value = self._over_columns(key), self._over_columns(value)
-        self.valid = F.pad(valid, (self.before, self.right)) if self.before or self.right else valid
-        row = torch.arange(self.size, device=query.device)[:, None] + self.left
-        column = torch.arange(self.columns, device=query.device)
-        self.in_window = (column > row) & (column <= row + span)
-
-    def over_queries(self, x: Tensor) -> Tensor:
-        """Pad `[B, H, N, ...]` with zeros up to a whole block."""
-        if not self.right:
-            return x
-        return F.pad(x, (*(0, 0) * (x.ndim - 3), 0, self.right))
-
-    def _over_columns(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, self.before, self.right)) if self.before or self.right else x
-
-    def calls(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Tell which rows, queries and columns go through the kernel together."""
-        if self.count == 1:
-            yield slice(None), slice(0, self.size), slice(0, self.columns)
-            return
-        for row in range(self.query.shape[0]):
-            for first in range(0, self.count, BLOCKS_PER_CALL):
-                start, end = first * self.size, min(first + BLOCKS_PER_CALL, self.count) * self.size
-                yield slice(row, row + 1), slice(start, end), slice(start, end - self.size + self.columns)
-
-    def queries(self, x: Tensor, rows: slice, part: slice) -> Tensor:
-        """Cut queries `[B, H, N, ...]` to `[blocks, H, size, ...]`."""
-        cut = x[rows, :, part]
-        if self.count == 1:
-            return cut
-        blocks: Tensor = cut[0].unflatten(1, (-1, self.size)).transpose(0, 1)
-        return blocks
-
-    def keys(self, x: Tensor, rows: slice, part: slice) -> Tensor:
-        """Cut columns `[B, Hkv, columns, D]` to overlapping views `[blocks, Hkv, size + span, D]`."""
-        cut = x[rows, :, part]
-        if self.count == 1:
-            return cut
-        return cut[0].unfold(1, self.columns, self.size).permute(1, 0, 3, 2)
-
-    def inputs(self, rows: slice, part: slice, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut query, key and value of a call."""
-        key, value = (self.keys(x, rows, columns) for x in (self.key, self.value))
-        return self.queries(self.query, rows, part), key, value
-
-    def mask(self, rows: slice, part: slice, dtype: torch.dtype) -> Tensor:
-        """Make what is added to the scores, `[blocks, 1, size, size + span]`."""
-        valid = self.valid[rows, part]
-        blocks = valid if self.count == 1 else valid[0].unfold(0, self.columns, self.size)
-        seen = self.in_window if bool(valid.all()) else self.in_window & blocks[:, None, None]
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-        return mask.expand(blocks.shape[0], 1, -1, -1)
-
-    def add_keys(self, total: Tensor, part: Tensor, rows: slice, columns: slice) -> None:
-        """Add `[blocks, Hkv, size + span, D]` up where the columns came from."""
-        if self.count == 1:
-            total[rows, :, columns] += part
-            return
-        blocks = part.shape[0]
-        for piece in range(self.columns // self.size):
-            start = columns.start + piece * self.size
-            target = total[rows.start, :, start : start + blocks * self.size].unflatten(
-                1, (blocks, self.size)
-            )
-            target += part[:, :, piece * self.size : (piece + 1) * self.size].transpose(0, 1)
-
-    def without_padding(self, x: Tensor) -> Tensor:
-        """Cut columns back to those of the window's keys."""
-        return x[:, :, self.before : x.shape[2] - self.right]
-
-
 def _parts(*inputs: Any) -> tuple[Window, ScaledSums | None]:
     """Take the operator's arguments apart."""
     query, key, value, valid, *sums, span, scaling = inputs
@@ -313,7 +219,7 @@ def _forward(
     if takes.window(window, other):
         return cpp_window.forward(window, other, sinks)
     query, _, value, _, span, scaling = window
-    blocks = _Blocks(window)
+    blocks = FusedBlocks(window)
     (batch, heads, length), padded = query.shape[:3], blocks.count * blocks.size
     output = query.new_empty(batch, padded, heads, value.shape[-1]).transpose(1, 2)
     lse = query.new_empty(batch, heads, padded, dtype=torch.promote_types(query.dtype, torch.float32))
@@ -382,7 +288,7 @@ def _backward(
     """
     if takes.window(window, other):
         return cpp_window.backward(grad, window, other, output, lse, sinks)
-    query, blocks = window.query, _Blocks(window)
+    query, blocks = window.query, FusedBlocks(window)
     outputs, lses, grads = (blocks.over_queries(x) for x in (output, lse, grad))
     d_query = torch.empty_like(blocks.query)
     d_key, d_value = (x.new_zeros(x.shape) for x in (blocks.key, blocks.value))
@@ -438,15 +344,22 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing each read takes the tensors away
         (*tensors, output, lse), beside = saved[:ARGUMENTS], saved[ARGUMENTS:]
+        if torch.is_grad_enabled():  # as under create_graph=True
+            inputs = *tensors, *ctx.options, *beside
+            return tuple(gradients(_plain, inputs, [grad]))
         results = _backward(grad, *_parts(*tensors, *ctx.options), output, lse, _sinks(beside))
         if not beside:
             return _grads(results)
         d_beside = (x.to(like.dtype) for x, like in zip(results[-2:], beside, strict=False))
         return (*_grads(results[:-2]), *d_beside, *(None,) * (len(beside) - 2))
+
+
+def _plain(*inputs: Any) -> list[Tensor]:
+    window, other = _parts(*inputs[:ARGUMENTS])
+    return [window_blocks.plain(window, other, _sinks(inputs[ARGUMENTS:]))]
 
 
 def _sinks(beside: tuple[Any, ...]) -> WindowSinks | None:

@@ -142,6 +142,12 @@ ROWS: dict[str, list[Shown]] = {
         works("scores linear", "ops/test_compiled.py::test_forward_is_one_graph"),
         works("gated hybrid", "ops/test_compiled.py::test_training_step_has_the_gradients_of_eager"),
     ],
+    "`torch.func`: `grad`, `vmap`": [
+        works(DECODERS, "ops/test_second_order.py::test_gradients_of_each_text_by_vmap")
+    ],
+    "gradients of gradients": [
+        works(DECODERS, "ops/test_second_order.py::test_models_on_kernels_have_the_curvature_of_those_without")
+    ],
     "`torch.export`": [
         works("scores linear gated", "patching/test_export.py::test_the_table"),
         works("hybrid encoder", "patching/test_export.py::test_one_program_serves_every_batch_and_length"),

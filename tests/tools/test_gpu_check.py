@@ -176,7 +176,7 @@ def test_ctrl_c_ends_both_and_keeps_the_rows(tmp_path):
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         path, end = tmp_path / "out" / "correct.jsonl", time.monotonic() + 60
-        while not path.exists() and time.monotonic() < end:
+        while not (path.exists() and gpu_check.read(path)) and time.monotonic() < end:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate(timeout=60)[1]

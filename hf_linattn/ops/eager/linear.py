@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_linattn.ops.types import State
+from hf_linattn.ops.types import Inputs, OpConfig, Outputs, State, accumulator_dtype
 
 CHUNK = 64
 SPAN = 64 * CHUNK
@@ -79,6 +79,36 @@ def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
     query = grouped(phi_q, state.S.shape[1])
     numerator = torch.einsum("bhgnd,bhde->bhgne", query, state.S).flatten(1, 2)
     return numerator, torch.einsum("bhgnd,bhd->bhgn", query, state.z).flatten(1, 2)
+
+
+def plain(inputs: Inputs, config: OpConfig) -> Outputs:
+    """Compute what kernels do, maps and all, by operations whose gradients have gradients."""
+    query, key, value, valid, S, z, log_decay, documents = inputs
+    dtype = accumulator_dtype(query, key, value)
+    query, key, values = (x.to(dtype) for x in (query, key, value))
+    hidden = None if valid is None else ~valid[:, None, :, None]
+    if hidden is not None:  # by no product: they may hold NaN
+        key, values = (x.masked_fill(hidden, 0) for x in (key, values))
+    scale = None
+    if config.kind == "elu1":  # of queries: over a factor that divides away, and counts as a constant
+        scale = query.detach().amax(-1, keepdim=True).clamp(max=0)
+    phi_q, phi_k = _features(query, config, scale), _features(key, config, None)
+    phi_k = phi_k if hidden is None else phi_k.masked_fill(hidden, 0)
+    if config.causal:
+        state = None if S is None or z is None else State(S, z)
+        numerator, total, after = causal(phi_q, phi_k, values, state, documents, log_decay)
+    else:
+        after = state_of(phi_k, values)
+        numerator, total = read(phi_q, after)
+    output = normalised(numerator, total).to(value.dtype) if config.normalise else numerator
+    return Outputs(output, total, *after)
+
+
+def _features(x: Tensor, config: OpConfig, log_scale: Tensor | None) -> Tensor:
+    if config.kind == "elu1":
+        low = x.clamp(max=0)
+        return torch.where(x > 0, x, 0) + (low if log_scale is None else low - log_scale).exp()
+    return x.relu() + config.eps if config.kind == "relu" else x
 
 
 def step(

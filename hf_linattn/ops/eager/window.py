@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.softmax import capped
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.softmax import capped, scores_of
+from hf_linattn.ops.types import ScaledSums, Window, WindowSinks, accumulator_dtype
 
 BLOCK = 64
 """Least number of queries per block: single ones would be slow."""
@@ -85,3 +86,42 @@ def _scores(query: Tensor, key: Tensor, valid: Tensor, size: int, span: int, sof
         torch.einsum("bhgnid,bhnjd->bhgnij", query, linear.blocks(key, size, span)), softcap, None
     )
     return scores.masked_fill(~(in_window & counted[:, :, None, :, None]), float("-inf"))
+
+
+def plain(
+    window: Window, other: ScaledSums | None, sinks: WindowSinks | None, turned: Tensor | None = None
+) -> Tensor:
+    """Compute softmax over a window, sinks and other tokens, by operations whose gradients have gradients.
+
+    `turned` are the queries as they meet the sinks, where `sinks.turn` does not say how they do.
+    """
+    dtype = accumulator_dtype(*window[:3])
+    query, key, value = (x.to(dtype) for x in window[:3])
+    if other is not None and (before := query.shape[2] - other.total.shape[2]):  # of the last queries
+        values, *rest = other
+        other = ScaledSums(F.pad(values, (0, 0, before, 0)), *(F.pad(x, (before, 0)) for x in rest))
+    if sinks is not None:
+        meets = query if turned is None else turned.to(dtype)
+        meets = meets if sinks.turn is None else _turned(query, *sinks.turn)
+        first = _sink_sums(meets, sinks, window.scaling)
+        other = first if other is None else add_sums(first, other)
+    wide = window._replace(query=query, key=key, value=value)
+    return attention(wide, other).to(window.query.dtype)
+
+
+def _turned(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    part, rest = query[..., :width], query[..., width:]
+    low, high = part.chunk(2, -1)
+    cos, sin = cos[:, None].to(query), sin[:, None].to(query)
+    return torch.cat([part * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+
+
+def _sink_sums(query: Tensor, sinks: WindowSinks, scaling: float) -> ScaledSums:
+    visible = sinks.valid[:, None].expand(-1, query.shape[2], -1)
+    if sinks.ranks is not None:
+        slots = torch.arange(sinks.valid.shape[1], device=query.device)
+        visible = visible & (slots <= sinks.ranks[:, :, None])
+    scores = scores_of(query, sinks.key.to(query.dtype), scaling)
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    return softmax_sums(scores, sinks.value.to(query.dtype))

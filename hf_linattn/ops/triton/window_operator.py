@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linattn.ops.eager import window as blocks
+from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import window as kernels
 from hf_linattn.ops.triton.window import Sinks, WindowGrads
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import ScaledSums, Window, WindowSinks
 
 TENSORS = 4 + len(Sinks._fields) + len(ScaledSums._fields)
 DEVICES = ("cpu", "cuda")
@@ -22,9 +24,6 @@ def attention(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> 
         window: as `window.forward` takes it, like all that follow.
         sinks: None for none.
         other: None for none.
-
-    Raises:
-        RuntimeError: from torch, for gradients of gradients.
     """
     arguments = (*window[:4], *(sinks or (None,) * 5), *(other or (None,) * 3), window.span, window.scaling)
     if torch.compiler.is_compiling():
@@ -75,8 +74,10 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as under create_graph=True
+            inputs = *ctx.saved_tensors[:TENSORS], *ctx.options
+            return tuple(gradients(_plain, inputs, [grad]))
         return _by_inputs(_backward(grad, *ctx.saved_tensors, *ctx.options))
 
 
@@ -91,6 +92,12 @@ _operator = torch.library.custom_op(
     device_types=DEVICES,
     schema=f"({_ARGUMENTS}, int span, float scaling) -> (Tensor, Tensor)",
 )
+
+
+def _plain(*inputs: Any) -> list[Tensor]:
+    window, sinks, other = _parts(*inputs)
+    beside = None if sinks is None else WindowSinks(*sinks[1:])
+    return [blocks.plain(window, other, beside, None if sinks is None else sinks.query)]
 
 
 def _some(found: WindowGrads) -> list[Tensor]:
