@@ -146,7 +146,7 @@ ROWS: dict[str, list[Shown]] = {
         works(DECODERS, "ops/test_second_order.py::test_gradients_of_each_text_by_vmap")
     ],
     "gradients of gradients": [
-        works(DECODERS, "ops/test_second_order.py::test_models_on_kernels_have_the_curvature_of_those_without")
+        works(DECODERS, "ops/test_second_order.py::test_models_on_kernels_have_the_curvature_of_torchs")
     ],
     "`torch.export`": [
         works("scores linear gated", "patching/test_export.py::test_the_table"),

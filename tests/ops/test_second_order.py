@@ -118,7 +118,7 @@ def curvature(model, ids):
 
 
 @pytest.mark.parametrize("spec", SINGLE)
-def test_models_on_kernels_have_the_curvature_of_those_without(spec, compiled):
+def test_models_on_kernels_have_the_curvature_of_torchs(spec, compiled):
     ids = tiny_models.tokens(2, 24)
     double = patched(spec, torch.float64)  # which no kernel takes
     want = curvature(double, ids)
