@@ -1,12 +1,13 @@
 """`python -m hf_linattn COMMAND`: commands of other packages, with patched folders known to them."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.kinds import DECODERS, KINDS
-from helpers.paths import BASE
+from helpers.paths import BASE, ROOT
 from transformers import AutoTokenizer
 
 import hf_linattn.__main__ as wrapper
@@ -28,6 +29,19 @@ def test_an_unknown_command_is_one_line(argv, capsys):
     assert error.count("\n") == 1
     assert "serve, chat" in error
     assert (argv[0] if argv else "no command") in error
+    assert ("python -m hf_linattn.finetune" in error) == (argv == ["finetune"])
+
+
+def test_help_lists_every_command(capsys):
+    assert status(["--help"]) == 0
+    said = capsys.readouterr().out
+    for name in wrapper.OWN:
+        assert f"python -m hf_linattn.{name} " in said
+        assert importlib.util.find_spec(f"hf_linattn.{name}")
+    former = ("eval.branches", "eval.cost", "eval.harness_cli", "eval.sample")
+    mains = {x.relative_to(ROOT / "eval").parts[0] for x in (ROOT / "eval").rglob("__main__.py")}
+    mains = {f"eval.{name}" for name in mains} - {"eval.bench"} - set(former)
+    assert mains == {name for name in wrapper.OWN if name.startswith("eval.")}
 
 
 @pytest.mark.parametrize(
