@@ -38,7 +38,8 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
         auto_class: a class with `from_pretrained`, e.g. `AutoModelForSequenceClassification`; by default the
             class the checkpoint was saved from.
         kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
-            that keep theirs, gguf_file for an unpatched model from that file, ...).
+            that keep theirs, gguf_file for an unpatched model from that file, ...). With trust_remote_code
+            the code beside a model runs where transformers has no code for its type, and only there.
 
     Returns:
         The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.
@@ -65,6 +66,9 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
         # not imported with this module: it takes as long as all of this package
         loader = auto_class or _saved_class(raw) or transformers.AutoModelForCausalLM
         return loader.from_pretrained(name_or_path, **kwargs)
+    if _has_its_own_code(raw) and kwargs.get("trust_remote_code"):
+        # transformers runs it, and comes back to this package with the class that it finds (`patching.auto`)
+        return (auto_class or _auto_class(raw)).from_pretrained(name_or_path, **kwargs)
     if "config" in kwargs:
         raise OptionError(
             f"{where} holds a patched model: pass attributes of its config by name, not config="
@@ -208,13 +212,34 @@ def _config(
     values = clean(raw)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"{where}: transformers {transformers.__version__} has no model type {kind!r}")
+        advice = ""
+        if _has_its_own_code(raw):
+            advice = "; its code lies beside it, and trust_remote_code=True runs that: read it first"
+        raise CheckpointError(
+            f"{where}: transformers {transformers.__version__} has no model type {kind!r}{advice}"
+        )
     try:
         config, rest = CONFIG_MAPPING[kind].from_dict(values, return_unused_kwargs=True, **kwargs)
     except CONFIG_ERRORS as error:
         raise CheckpointError(f"{where}: config.json does not describe a {kind} model: {error}") from error
     config.name_or_path = where
     return config, rest
+
+
+def _has_its_own_code(raw: dict[str, Any]) -> bool:
+    """Tell whether the code of a model lies beside it, and transformers has none for its type."""
+    return isinstance(raw.get("auto_map"), dict) and raw.get("model_type") not in CONFIG_MAPPING
+
+
+def _auto_class(raw: dict[str, Any]) -> Any:
+    """Find the auto class for the class that a model with its own code was saved from."""
+    names = raw.get("architectures")
+    saved = str(names[0]) if isinstance(names, list) and names else ""
+    for key, place in raw["auto_map"].items():
+        found = getattr(transformers, key, None)
+        if hasattr(found, "_model_mapping") and str(place).rpartition(".")[2] == saved:
+            return found
+    return transformers.AutoModelForCausalLM
 
 
 def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:

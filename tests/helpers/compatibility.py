@@ -160,6 +160,9 @@ ROWS: dict[str, list[Shown]] = {
         works(DECODERS, "patching/test_hub.py::test_what_is_pushed_is_what_is_saved_and_comes_back")
     ],
     "sharded saves, `device_map`, `dtype`": [works(ALL, f"{COPIES}shards_device_maps_and_dtypes")],
+    "code beside the model (`trust_remote_code`)": [
+        works(DECODERS, "patching/test_own_code.py::test_it_is_patched_saved_and_loaded")
+    ],
     "weights offloaded by accelerate": [
         works(DECODERS, "patching/test_offload.py::test_an_offloaded_model_is_the_model")
     ],

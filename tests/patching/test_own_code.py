@@ -1,0 +1,79 @@
+"""Models whose code lies beside them (`trust_remote_code`): patched, saved, loaded as all others."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_models
+from helpers.learned_patches import logits
+from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers.models.llama import modeling_llama
+
+from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
+from hf_linattn.errors import CheckpointError
+
+CONFIG = """from transformers import LlamaConfig
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+"""
+MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+IDS = tiny_models.tokens(2, 30)
+
+
+def code():
+    """Llama's own file under other names: a forward that only this folder has."""
+    text = Path(modeling_llama.__file__).read_text(encoding="utf-8")
+    text = re.sub(r"from \.\.\.", "from transformers.", text).replace("from ...", "from transformers.")
+    return text.replace(".configuration_llama", ".configuration_own").replace("Llama", "Own")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    tiny_models.llama(dtype=torch.float32).save_pretrained(folder)
+    (folder / "configuration_own.py").write_text(CONFIG)
+    (folder / "modeling_own.py").write_text(code())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": MAP}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+
+def test_it_is_patched_saved_and_loaded(folder, tmp_path):
+    model = load(folder)
+    assert type(model).__name__ == "OwnForCausalLM"
+    before = logits(model, IDS)
+    for spec in ("softmax1+logn", "elu1", "gated", "window+gated"):
+        options = {"size": 8, "sinks": 2} if "window" in spec else {}
+        options = {"train_length": 16} if "logn" in spec else options
+        known = patch_model(tiny_models.llama(dtype=torch.float32).eval(), spec, options=options)
+        patch_model(model, spec, options=options)
+        known.load_state_dict(model.state_dict())
+        want = logits(known, IDS)
+        assert torch.equal(logits(model, IDS), want)
+        kwargs = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(model.generate(IDS, **kwargs), known.generate(IDS, **kwargs))
+        model.save_pretrained(tmp_path / spec)
+        for again in (from_pretrained(tmp_path / spec, trust_remote_code=True), load(tmp_path / spec)):
+            assert is_patched(again)
+            assert type(again).__name__ == "OwnForCausalLM"
+            assert torch.equal(logits(again, IDS), want)
+        unpatch_model(model)
+        assert torch.equal(logits(model, IDS), before)
+
+
+def test_its_code_runs_for_those_who_ask_alone(folder, tmp_path):
+    patch_model(load(folder), "elu1").save_pretrained(tmp_path / "patched")
+    for trust in ({}, {"trust_remote_code": False}):
+        with pytest.raises(CheckpointError, match="no model type 'own'; its code lies beside it") as error:
+            from_pretrained(tmp_path / "patched", **trust)
+        assert "trust_remote_code=True" in str(error.value)
