@@ -244,6 +244,12 @@ class PatchedAttention(nn.Module):
         Returns:
             Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
         """
+        if torch.jit.is_tracing():
+            raise UnsupportedCallError(
+                f"{self.where}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep what is "
+                "read of masks and lengths as constants, and wrong results with them. Take torch.export, or "
+                "torch.onnx.export(dynamo=True)"
+            )
         how, layer = (scaling, dropout, causal), context.layer
         if layer is not None and layer.prepared is not None:
             again = run_again(self, layer, query, key, value, mask, how, extras)

@@ -120,6 +120,16 @@ def test_onnx_of_layers_of_both_kinds(second, tmp_path):
     assert exports.farthest(run, model) < ROUNDED
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("spec", ["softmax1", "elu1", "window+gated"])
+def test_torch_jit_is_refused(spec):
+    """It would leave the mask out that has no padding in the example, and what kernels have written."""
+    model, ids = exports.patched(spec), torch.arange(40).view(2, 20)
+    advice = r"layers\.0\.self_attn.*torch\.jit\.trace.*Take torch\.export"
+    with pytest.raises(UnsupportedCallError, match=advice):
+        torch.jit.trace(model, (ids, torch.ones_like(ids)))
+
+
 def test_the_table_names_every_patch():
     assert sorted(table()) == sorted(available_patches())
 
