@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 
 def exporting() -> bool:
@@ -14,8 +15,10 @@ def exporting() -> bool:
 
 
 def transforming() -> bool:
-    """Tell whether `torch.func` transforms this: grad, vmap, jvp and what is made of them."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Tell whether `torch.func` transforms this, or derivatives go forward with the numbers, as in jvp."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def by_torch_alone() -> bool:

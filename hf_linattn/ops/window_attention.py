@@ -71,7 +71,7 @@ def one_kernel_takes(window: Window, form: RestForm, left: int, sinks: int) -> b
     Raises:
         UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
     """
-    if not window.query.is_cuda or sinks > MOST_SINKS or torch.compiler.is_compiling():
+    if not window.query.is_cuda or sinks > MOST_SINKS or torch.compiler.is_compiling() or by_torch_alone():
         return False
     pays = window_rest.pays(window, form.features, left)
     return pays and check.takes_window(*window[:3], form)
@@ -90,7 +90,7 @@ def kernels_take_token(query: Tensor, key: Tensor, value: Tensor, form: TokenFor
     Raises:
         UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
     """
-    if not query.is_cuda or sinks > MOST_SINKS:
+    if not query.is_cuda or sinks > MOST_SINKS or by_torch_alone():
         return False
     return check.takes_window(query, key, value, form)
 

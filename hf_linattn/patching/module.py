@@ -244,7 +244,7 @@ class PatchedAttention(nn.Module):
         Returns:
             Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
         """
-        if torch.jit.is_tracing():
+        if torch._C._get_tracing_state() is not None:
             raise UnsupportedCallError(
                 f"{self.where}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep what is "
                 "read of masks and lengths as constants, and wrong results with them. Take torch.export, or "

@@ -5,7 +5,7 @@ import torch
 from helpers import tiny_models
 from helpers.linear_inputs import random_inputs
 from helpers.window_inputs import inputs as window_inputs
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jvp, vmap
 
 import hf_linattn
@@ -162,3 +162,23 @@ def test_forward_derivatives(spec):
     along = torch.randn_like(weight)
     want = (grad(loss)(weight) * along).sum()
     torch.testing.assert_close(jvp(loss, (weight,), (along,))[1], want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("spec", ["elu1", "hedgehog", "delta", "window+gated"])
+def test_derivatives_that_go_forward_with_the_numbers(spec, mode, compiled):
+    """A kernel would give the numbers alone, as if they were constant."""
+    model, ids = patched(spec, torch.float32), tiny_models.tokens(1, 24)
+    given = model.get_input_embeddings()(ids).detach()
+    along = torch.randn_like(given)
+
+    def outputs(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    want = jvp(outputs, (given,), (along,))[1]
+    with mode(), forward_ad.dual_level():
+        got = forward_ad.unpack_dual(outputs(forward_ad.make_dual(given, along))).tangent
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        central = (outputs(given + 1e-3 * along) - outputs(given - 1e-3 * along)) / 2e-3
+    assert float((got.detach() - central).norm()) < 2e-2 * float(central.norm())

@@ -8,12 +8,15 @@ from torch.nn import Parameter
 from hf_linattn.ops.cpp import auto
 from hf_linattn.ops.cpp.layout import DTYPES
 from hf_linattn.ops.cpp.linear import SUMS
+from hf_linattn.ops.tracing import by_torch_alone
 from hf_linattn.ops.types import DeltaInputs, ScaledSums, State, Window
 
 
 def _reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if not query.is_cpu or type(query) is not Tensor:
         return False  # a tensor of another class may have no memory to read
+    if by_torch_alone():
+        return False
     return query.dtype in DTYPES and key.dtype in DTYPES and value.dtype in DTYPES and auto.ready()
 
 
