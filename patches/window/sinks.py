@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_linattn.attention import Tokens, upcast
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import ScaledSums, WindowSinks
 
@@ -56,14 +55,9 @@ def sink_sums(
         scaling: of the scores.
         softcap: c of scores c tanh(s / c); None for scores as they are.
     """
-    visible = sinks.valid[:, None].expand(-1, query.shape[2], -1)
-    if ranks is not None:
-        visible = visible & (torch.arange(sinks.valid.shape[1], device=ranks.device) <= ranks[:, :, None])
-        if turn is not None:
-            query = turn.of(query, ranks)
-    scores = capped(scores_of(query, upcast(sinks.key), scaling), softcap, None)
-    scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    return band.softmax_sums(scores, upcast(sinks.value))
+    if ranks is not None and turn is not None:
+        query = turn.of(query, ranks)
+    return band.sink_sums(query, WindowSinks(*sinks, ranks), scaling, softcap)
 
 
 def with_own_sink(tokens: Tokens, width: int, other: ScaledSums | None) -> ScaledSums | None:

@@ -103,7 +103,7 @@ def plain(
     if sinks is not None:
         meets = query if turned is None else turned.to(dtype)
         meets = meets if sinks.turn is None else _turned(query, *sinks.turn)
-        first = _sink_sums(meets, sinks, window.scaling)
+        first = sink_sums(meets, sinks, window.scaling)
         other = first if other is None else add_sums(first, other)
     wide = window._replace(query=query, key=key, value=value)
     return attention(wide, other).to(window.query.dtype)
@@ -117,11 +117,19 @@ def _turned(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([part * cos + torch.cat([-high, low], -1) * sin, rest], -1)
 
 
-def _sink_sums(query: Tensor, sinks: WindowSinks, scaling: float) -> ScaledSums:
+def sink_sums(query: Tensor, sinks: WindowSinks, scaling: float, softcap: float | None = None) -> ScaledSums:
+    """Sum over the sinks.
+
+    Args:
+        query: as they meet the sinks, `[B, H, N, D]`, in the dtype of sums.
+        sinks: in any dtype; their `turn` is not looked at.
+        scaling: of the scores.
+        softcap: c of scores c tanh(s / c); None for scores as they are.
+    """
     visible = sinks.valid[:, None].expand(-1, query.shape[2], -1)
     if sinks.ranks is not None:
         slots = torch.arange(sinks.valid.shape[1], device=query.device)
         visible = visible & (slots <= sinks.ranks[:, :, None])
-    scores = scores_of(query, sinks.key.to(query.dtype), scaling)
+    scores = capped(scores_of(query, sinks.key.to(query.dtype), scaling), softcap, None)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     return softmax_sums(scores, sinks.value.to(query.dtype))
