@@ -2,16 +2,20 @@
 
 Kernels, and the forms with a backward of their own, give gradients that have none themselves. Where torch is
 asked for those, by `create_graph=True`, a backward computes its attention again by torch's own operations and
-differentiates that, in the time and memory of a graph of single operations.
+differentiates that, in the time and memory of a graph of single operations. What has no such form refuses:
+torch's own mark, `once_differentiable`, is passed by where gradients of some tensors are asked for.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hf_linattn.errors import UnsupportedCallError
 
 
 def gradients(
@@ -52,3 +56,16 @@ def gradients(
     for i, result in zip(wanted, results, strict=True):
         found[i] = result
     return found
+
+
+def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse gradients that shall have gradients, before they are computed: a decorator of a backward."""
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *output_grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            where = backward.__qualname__.partition(".")[0].strip("_")
+            raise UnsupportedCallError(f"{where} has no gradients of gradients: leave create_graph=True out")
+        return backward(ctx, *output_grads)
+
+    return refusing

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linattn.ops.second_order import only_once
 from hf_linattn.parallel.shard import Shard
 
 
@@ -62,7 +63,7 @@ class _Carry(torch.autograd.Function):
         return before
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         shard, saved = ctx.shard, ctx.saved_tensors
         later = shard.gather(grad)[shard.rank + 1 :]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_linattn.errors import LinattnError, OptionError, ProcessLostError
+from hf_linattn.ops.second_order import only_once
 
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others. They do the same work, so none should be much slower."""
@@ -184,7 +185,7 @@ class _First(torch.autograd.Function):
         return given
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         ctx.shard.add_up(grad)
@@ -201,7 +202,7 @@ class _Earlier(torch.autograd.Function):
         return torch.cat([*parts, x], 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard = ctx.shard
         *earlier, total = (part.contiguous() for part in grad.chunk(shard.rank + 1, 2))
@@ -235,7 +236,7 @@ class _Tail(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shard, shape = ctx.shard, grad.shape
         total = grad.new_zeros(*shape[:2], ctx.length, shape[3])

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from hf_linattn.ops.second_order import only_once
 from hf_linattn.training.head import Predictions, predict, token_losses
 
 NO_TARGET = -100
@@ -97,7 +97,7 @@ class _Divergence(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, of_values: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * of_values[..., None].to(gradient.dtype), None, None, None

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from hf_linattn.ops.second_order import only_once
 from hf_linattn.patching.plan import transformers_model
 
 CHUNK = 2**24
@@ -177,7 +177,7 @@ class _ChunkedLosses(torch.autograd.Function):
         return torch.cat(losses)
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, of_losses: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing each read takes the tensors away
         if len(saved) == 1:

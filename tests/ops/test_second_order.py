@@ -9,12 +9,14 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, jvp, vmap
 
 import hf_linattn
+from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention, softmax_sink, window_attention
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.triton import window_operator
 from hf_linattn.ops.types import Inputs, OpConfig
 from hf_linattn.patches.window.ring import KeyValues
 from hf_linattn.patches.window.sinks import sink_sums
+from hf_linattn.training.divergence import token_divergence
 
 SMALL = {"size": 6, "sinks": 2}
 PLANS = {
@@ -182,3 +184,10 @@ def test_derivatives_that_go_forward_with_the_numbers(spec, mode, compiled):
     with torch.no_grad():
         central = (outputs(given + 1e-3 * along) - outputs(given - 1e-3 * along)) / 2e-3
     assert float((got.detach() - central).norm()) < 2e-2 * float(central.norm())
+
+
+def test_losses_without_second_derivatives_say_so():
+    student = torch.randn(2, 5, requires_grad=True)
+    loss = token_divergence(student, torch.randn(2, 5)).sum()
+    with pytest.raises(UnsupportedCallError, match="Divergence has no gradients of gradients"):
+        torch.autograd.grad(loss, student, create_graph=True)
