@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 from hf_linattn.attention.masks import MATCHES, expect_past, fingerprint, once, with_notes
 from hf_linattn.attention.tokens import Tokens, joined
 from hf_linattn.errors import CacheError
+from hf_linattn.ops.tracing import transforming
 
 
 def all_valid_fingerprint(batch: int, length: int, device: torch.device) -> Tensor:
@@ -38,7 +39,7 @@ def own_storage(x: Tensor) -> Tensor:
 
     A state is often the last chunk's, and as a view of all chunks it would keep them alive.
     """
-    if torch.compiler.is_compiling() or x.untyped_storage().nbytes() <= x.nbytes:
+    if torch.compiler.is_compiling() or transforming() or x.untyped_storage().nbytes() <= x.nbytes:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -111,7 +112,8 @@ class StateLayer(CacheLayerMixin):
 
     def may_overwrite(self) -> bool:
         """Tell whether the next state may be written over this one: nobody goes back to it."""
-        if self.record_past or torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.state:
+        traced = torch.compiler.is_compiling() or transforming()
+        if self.record_past or traced or torch.is_grad_enabled() or not self.state:
             return False
         return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
 

@@ -278,5 +278,7 @@ def _common_mask(visibility: Visibility) -> Tensor | None:
     columns, documents = visibility.columns, visibility.documents
     if columns is None or documents is None or torch.compiler.is_compiling():
         return columns
+    if transforming():  # whose tensors have no memory to compare
+        return None
     same = documents.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
     return columns if same else None

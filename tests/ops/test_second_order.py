@@ -139,13 +139,14 @@ def test_models_on_kernels_have_the_curvature_of_torchs(spec, compiled):
     assert float((2 * along.norm() * central - want).norm()) < 1e-3 * float(want.norm())
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("spec", PLANS)
-def test_gradients_of_each_text_by_vmap(spec, compiled):
+def test_gradients_of_each_text_by_vmap(spec, use_cache, compiled):
     model, ids = patched(spec, torch.float32), tiny_models.tokens(3, 24)
     weights = {name: x.detach() for name, x in model.named_parameters()}
 
     def loss(weights, row):
-        return functional_call(model, weights, (row[None],), {"use_cache": False}).logits.square().mean()
+        return functional_call(model, weights, (row[None],), {"use_cache": use_cache}).logits.square().mean()
 
     found = vmap(grad(loss), in_dims=(None, 0))(weights, ids)[QUERY]
     for row, got in zip(ids, found, strict=True):
