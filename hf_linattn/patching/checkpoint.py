@@ -17,7 +17,7 @@ from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionEr
 from hf_linattn.patching import gguf
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.loading import gguf_parts
+from hf_linattn.patching.loading import TRUST, gguf_parts, trust
 from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
 from hf_linattn.registry import parse
 
@@ -56,7 +56,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     """
     if auto_class is not None and not hasattr(auto_class, "from_pretrained"):
         raise OptionError(f"auto_class must be a class with from_pretrained, got {auto_class!r}")
-    where = str(name_or_path)
+    where, kwargs = str(name_or_path), {**trust(), **kwargs}
     if gguf_parts(where)[1]:
         return gguf.load_unpacked(auto_class or transformers.AutoModelForCausalLM, where, **kwargs)
     if kwargs.get("gguf_file") is not None:  # which holds the config too
@@ -214,7 +214,7 @@ def _config(
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         advice = ""
         if _has_its_own_code(raw):
-            advice = "; its code lies beside it, and trust_remote_code=True runs that: read it first"
+            advice = f"; its code lies beside it: read it, then trust_remote_code=True, or {TRUST}=1, runs it"
         raise CheckpointError(
             f"{where}: transformers {transformers.__version__} has no model type {kind!r}{advice}"
         )

@@ -13,15 +13,30 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCE
 from transformers.utils.hub import cached_file
 
 from hf_linattn.errors import CheckpointError, DataError, LinattnError
+from hf_linattn.ops.switches import switch
 from hf_linattn.patching.discovery import is_text_alone
 
+TRUST = "HF_LINATTN_TRUST_REMOTE_CODE"
+"""Environment variable: 1 runs the code beside a model of a type that transformers has no code for."""
 MISSING = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What transformers 5 raises for a folder without the files that it looks for."""
 
 
 def first_line(error: Exception) -> str:
     """Cut a library's message of many lines to the first; an empty one becomes the error's name."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = str(error).strip() or type(error).__name__
+    hint = f" Read it; {TRUST}=1 runs it" if "trust_remote_code=True" in text else ""
+    return text.splitlines()[0] + hint
+
+
+def trust() -> dict[str, bool]:
+    """Give transformers' keyword for code beside a model, as the environment says.
+
+    Raises:
+        OptionError: the variable is neither 0 nor 1.
+    """
+    asked = switch(TRUST, "1 runs the code that lies beside a model, 0 does not, as if it were not set")
+    return {"trust_remote_code": True} if asked == "1" else {}
 
 
 @contextmanager
@@ -82,7 +97,7 @@ def _read(loader: Any, source: str, message: str, kind: type[LinattnError]) -> A
     """Load a config or tokenizer from a folder, a Hub name or a GGUF file."""
     place, keyword = gguf_parts(source)
     with explain_gguf(source) if keyword else explain_missing(message, kind):
-        return loader.from_pretrained(place, **keyword)
+        return loader.from_pretrained(place, **keyword, **trust())
 
 
 def load_config(source: str) -> Any:

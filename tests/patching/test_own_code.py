@@ -1,5 +1,6 @@
 """Models whose code lies beside them (`trust_remote_code`): patched, saved, loaded as all others."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -8,11 +9,13 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.learned_patches import logits
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from helpers.paths import BASE
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.llama import modeling_llama
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError
+from hf_linattn.eval.perplexity.__main__ import main as perplexity
 
 CONFIG = """from transformers import LlamaConfig
 
@@ -21,6 +24,7 @@ class OwnConfig(LlamaConfig):
     model_type = "own"
 """
 MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+WORDS = 2048  # of the tokenizer of examples/base
 IDS = tiny_models.tokens(2, 30)
 
 
@@ -31,17 +35,24 @@ def code():
     return text.replace(".configuration_llama", ".configuration_own").replace("Llama", "Own")
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = tmp_path / "own"
-    tiny_models.llama(dtype=torch.float32).save_pretrained(folder)
+def llama():
+    return tiny_models.llama(dtype=torch.float32, vocab_size=WORDS).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with its code; Python imports that from one place as long as it runs."""
+    folder = tmp_path_factory.mktemp("own")
+    llama().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
     (folder / "configuration_own.py").write_text(CONFIG)
     (folder / "modeling_own.py").write_text(code())
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": MAP}
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield folder
 
 
 def load(folder):
@@ -55,7 +66,9 @@ def test_it_is_patched_saved_and_loaded(folder, tmp_path):
     for spec in ("softmax1+logn", "elu1", "gated", "window+gated"):
         options = {"size": 8, "sinks": 2} if "window" in spec else {}
         options = {"train_length": 16} if "logn" in spec else options
-        known = patch_model(tiny_models.llama(dtype=torch.float32).eval(), spec, options=options)
+        known = patch_model(
+            tiny_models.llama(dtype=torch.float32, vocab_size=WORDS).eval(), spec, options=options
+        )
         patch_model(model, spec, options=options)
         known.load_state_dict(model.state_dict())
         want = logits(known, IDS)
@@ -76,4 +89,28 @@ def test_its_code_runs_for_those_who_ask_alone(folder, tmp_path):
     for trust in ({}, {"trust_remote_code": False}):
         with pytest.raises(CheckpointError, match="no model type 'own'; its code lies beside it") as error:
             from_pretrained(tmp_path / "patched", **trust)
-        assert "trust_remote_code=True" in str(error.value)
+        assert "trust_remote_code=True, or HF_LINATTN_TRUST_REMOTE_CODE=1" in str(error.value)
+
+
+def test_commands_run_it_where_the_environment_says_so(folder, tmp_path, monkeypatch, capsys):
+    patch_model(load(folder), "elu1").save_pretrained(tmp_path / "patched")
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(tmp_path / "patched")
+    (tmp_path / "text.txt").write_text("a text of some words\n" * 40)
+    common = [
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--lengths",
+        "16",
+        "--stride",
+        "full",
+        "--max-tokens",
+        "64",
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nobody answers
+    for place in (folder, tmp_path / "patched"):
+        argv = ["--model", str(place), *common, "--output-dir", str(tmp_path / f"{place.name}-measured")]
+        assert perplexity(argv) == 1
+        assert "HF_LINATTN_TRUST_REMOTE_CODE=1" in capsys.readouterr().err
+        with monkeypatch.context() as trusting:
+            trusting.setenv("HF_LINATTN_TRUST_REMOTE_CODE", "1")
+            assert perplexity(argv) == 0
