@@ -103,6 +103,7 @@ SHORT_ROWS = {
     "original": "the model itself",
     "control": "softmax, trained on 200,000 tokens",
     "hybrid-256": "`--preset hybrid`, 200,000",
+    "window-384": "`window` of 384 tokens alone, 200,000",
     "window-512": "`window` of 512 tokens alone, 200,000",
     "recall-quarter": "`--preset recall`, 200,000",
     "linear": "`--preset linear`, 200,000",
