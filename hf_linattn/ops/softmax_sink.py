@@ -160,16 +160,9 @@ class _Attention(torch.autograd.Function):
         return (*d_tokens, None, None, None, None)
 
 
-def _plain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sink: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> list[Tensor]:
+def _plain(*inputs: Any) -> list[Tensor]:
     """Compute the output by operations whose gradients have gradients."""
+    query, key, value, mask, sink, is_causal, scale = inputs
     sums, group = torch.promote_types(query.dtype, torch.float32), query.shape[1] // key.shape[1]
     key, value = (x.to(sums).repeat_interleave(group, 1) for x in (key, value))
     scores = query.to(sums) @ key.mT * scale

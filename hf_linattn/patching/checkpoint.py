@@ -39,7 +39,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
             class the checkpoint was saved from.
         kwargs: transformers' own (dtype, device_map, attributes of the config, attn_implementation for layers
             that keep theirs, gguf_file for an unpatched model from that file, ...). With trust_remote_code
-            the code beside a model runs where transformers has no code for its type, and only there.
+            the code beside a patched model runs where transformers has none for its type, and only there.
 
     Returns:
         The model, in evaluation mode, or (model, loading info) with `output_loading_info=True`.

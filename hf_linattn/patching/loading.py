@@ -17,7 +17,7 @@ from hf_linattn.ops.switches import switch
 from hf_linattn.patching.discovery import is_text_alone
 
 TRUST = "HF_LINATTN_TRUST_REMOTE_CODE"
-"""Environment variable: 1 runs the code beside a model of a type that transformers has no code for."""
+"""Environment variable: 1 loads models as `trust_remote_code=True` does."""
 MISSING = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """What transformers 5 raises for a folder without the files that it looks for."""
 

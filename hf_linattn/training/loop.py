@@ -409,10 +409,11 @@ class TrainingLoop:
         due = self.step % self.settings.checkpoint_every == 0 or self._late
         if self.step and due and self.step != self._saved_step:
             self._save_checkpoint()
+            self._saved_at = time.perf_counter()
+            self._save_seconds = self._saved_at - began
         return time.perf_counter() - began
 
     def _save_checkpoint(self) -> None:
-        began = time.perf_counter()
         progress = {"step": self.step, "seconds": self.seconds, "validations": self.early_stop.losses}
         if self.log is not None:
             self.log.sync()
@@ -420,8 +421,7 @@ class TrainingLoop:
             progress["scaler"] = self.accelerator.scaler.state_dict()
         main = self.accelerator.is_main_process
         self.checkpoint.save(self.bare_model, self.optimizer.optimizer, progress, write=main)
-        self._saved_step, self._saved_at = self.step, time.perf_counter()
-        self._save_seconds = self._saved_at - began
+        self._saved_step = self.step
 
     def _failure(self, what: str) -> TrainingError:
         kept = (

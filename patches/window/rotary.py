@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_linattn.attention import upcast
 from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.eager.window import by_halves
 
 APPLY = "apply_rotary_pos_emb"
 INTERLEAVED = "apply_rotary_pos_emb_interleave"
@@ -105,7 +106,7 @@ class Rotary:
             place = torch.zeros(1, 1, dtype=torch.long, device=x.device)
             self._one_half = self._given(x, place)[0].shape[-1] != self.width
         if self._one_half or self.interleaved:
-            return _by_halves(x, cos[:, None], sin[:, None])
+            return by_halves(x, cos[:, None], sin[:, None])
         turned: Tensor = self.apply(x, x, cos, sin)[0] if self.takes_two else self.apply(x, cos, sin)
         return turned
 
@@ -172,13 +173,7 @@ class Rotary:
     def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
         probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
         found = self._turned(probe, cos[:, None], sin[:, None])
-        return torch.allclose(found, _by_halves(probe, cos, sin), rtol=1e-5)
-
-
-def _by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first half of features into the second one."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+        return torch.allclose(found, by_halves(probe, cos, sin), rtol=1e-5)
 
 
 def _frequencies(module: Any, layer_type: str) -> Tensor | None:

@@ -111,10 +111,14 @@ def plain(
 
 def _turned(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
-    part, rest = query[..., :width], query[..., width:]
-    low, high = part.chunk(2, -1)
-    cos, sin = cos[:, None].to(query), sin[:, None].to(query)
-    return torch.cat([part * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+    part = by_halves(query[..., :width], cos[:, None].to(query), sin[:, None].to(query))
+    return torch.cat([part, query[..., width:]], -1)
+
+
+def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first half of features into the second one, as Llama's rotary embedding does."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 def sink_sums(query: Tensor, sinks: WindowSinks, scaling: float, softcap: float | None = None) -> ScaledSums:
