@@ -26,7 +26,10 @@ def paths(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["corect"], "there is no stage 'corect'; stages are correct, kernels, models, length, train, all"),
+        (
+            ["corect"],
+            "there is no stage 'corect'; stages are correct, patches, kernels, models, length, train, all",
+        ),
         ([], "name a stage"),
         (["correct", "--minutes", "0"], "above 0"),
     ],

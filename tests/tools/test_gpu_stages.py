@@ -58,6 +58,26 @@ def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch)
     assert list((tmp_path / "cache").rglob("step.cubin"))
 
 
+def test_patches(tmp_path):
+    rows = gpu_kit.dry_run("patches", tmp_path)
+    assert len(rows) == 2
+    assert all(row["ok"] and 0 < row["worst"] < row["allowed"] for row in rows), rows
+
+
+def test_a_patch_that_differs_is_a_row(tmp_path, monkeypatch):
+    patches = gpu_kit.module("gpu_stages.patches")
+    run = patches._run
+
+    def lying(model, ids):
+        found = run(model, ids)
+        return found if model.dtype == torch.float64 else found | {"decoded": found["decoded"] * 1.001}
+
+    monkeypatch.setattr(patches, "_run", lying)
+    for row in gpu_kit.dry_run("patches", tmp_path):
+        assert not row["ok"]
+        assert "decoded is 1.00e-03 away from float64" in row["error"]
+
+
 def test_models(tmp_path):
     rows = gpu_kit.dry_run("models", tmp_path)
     assert len(rows) == 6

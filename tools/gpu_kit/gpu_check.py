@@ -1,6 +1,6 @@
 """Check and measure hf_linattn on a GPU: one command for a bare machine, without a network.
 
-    python gpu_check.py correct kernels models length train --output-dir OUT
+    python gpu_check.py correct patches kernels models length train --output-dir OUT
 
 Every stage runs in a process of its own and ends within --minutes. What it found stands in OUT/STAGE.jsonl,
 a line per case, as soon as it is known; a case that fails is a line that says why. The same command goes on
@@ -18,10 +18,11 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("correct", "kernels", "models", "length", "train")
+STAGES = ("correct", "patches", "kernels", "models", "length", "train")
 WHAT = """\
 stages:
   correct   every kernel, dtype and size against float64, and the same bits twice
+  patches   a small Llama with every patch against the same model in float64: padding, backward, decode
   kernels   ours, torch operations, softmax and fla: forward, backward, decode; then candidates of tiles,
             whose best are written to OUT/tiles.json
   models    random Llamas of 135 M and 1 B: prefill, decode and a training step at 1k, 8k and 32k tokens

@@ -89,7 +89,7 @@ class Size(NamedTuple):
 
 
 def cases(context: Context) -> list[Case]:
-    """List forms by the package's own check, then sizes."""
+    """List forms by the package's own check, then sizes, at the widths of most models first."""
     widths, dtypes, kinds = (((16, 16),), DTYPES[2:], FORMS[:1]) if context.dry else (WIDTHS, DTYPES, FORMS)
     forms = [
         (dtype, width, 1 + (place + number) % 2, form)
@@ -108,7 +108,13 @@ def cases(context: Context) -> list[Case]:
     for size in _sizes(context):
         compiles = (compile_size, (size,)) if size.length <= SUMMED else None
         found.append(Case(size.as_case(), partial(size_row, context, size), compiles))
-    return found
+    return sorted(found, key=_late)
+
+
+def _late(case: Case) -> bool:
+    """Tell the widths that most models have from the others, which are checked after them."""
+    widths = case.case["widths"] if "widths" in case.case else [case.case["D"], case.case["Dv"]]
+    return tuple(widths) not in WIDTHS[:2]
 
 
 def _sizes(context: Context) -> list[Size]:

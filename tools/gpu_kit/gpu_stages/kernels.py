@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ SHAPES = (
     Shape(1, 32, 32, 65536, 128),
     Shape(1, 16, 16, 4096, 256),
 )
+MAIN = 3
+"""Shapes that come before decoding, the others after it."""
 DECODES = (Shape(1, 32, 8, 8192, 128), Shape(32, 32, 8, 8192, 128), Shape(8, 16, 16, 2048, 64))
 TINY = Shape(1, 2, 1, 24, 16)
 
@@ -56,16 +59,20 @@ TINY = Shape(1, 2, 1, 24, 16)
 def cases(context: Context) -> list[Case]:
     """List what the machine can do, every form at every shape, then tiles."""
     timing.prepare(context.device)
-    found = [Case({"case": "machine"}, partial(timing.machine, context.device))]
+    machine = Case({"case": "machine"}, partial(timing.machine, context.device))
     shapes, decodes = ((TINY,), (TINY,)) if context.dry else (SHAPES, DECODES)
+    rows, tokens = [], []
     for shape in shapes:
         for name in FORMS:
-            found.append(Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape)))
+            compiles = (compile_row, (name, shape)) if name in OURS else None
+            case = {"case": name, **shape._asdict()}
+            rows.append(Case(case, partial(_row, context, name, shape), compiles))
     for shape in decodes:
         for name in DECODING:
             case = {"case": name, "token": True, **shape._asdict()}
-            found.append(Case(case, partial(_token, context, name, shape)))
-    return found + tiles.cases(context)
+            tokens.append(Case(case, partial(_token, context, name, shape)))
+    first = MAIN * len(FORMS)
+    return [machine, *rows[:first], *tokens, *rows[first:], *tiles.cases(context)]
 
 
 def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,6 +100,14 @@ def _row(context: Context, name: str, shape: Shape) -> Row:
 
     row = timing.both(forward, context.device, "forward") | timing.both(backward, context.device, "both")
     return row | timing.peak(backward, context.device)
+
+
+def compile_row(name: str, shape: Shape) -> None:
+    """Compile what a row of our kernels launches, in a process without a device."""
+    context = Context(False, "meta", Path(), Path())
+    call, inputs = FORMS[name](context, shape), _inputs(context, shape, shape.length)
+    output = call(*inputs)
+    torch.autograd.grad(output, inputs, torch.empty_like(output))
 
 
 def _token(context: Context, name: str, shape: Shape) -> Row:
@@ -189,6 +204,8 @@ FORMS: dict[str, Callable[[Context, Shape], Call]] = {
     "window+gated, torch operations": partial(_module, "0", "window+gated"),
 }
 """Name -> its function of queries, keys and values, all `[B, H or Hkv, N, D]`."""
+OURS = ("ours", "ours, raw", "window, ours", "window, sinks and sums, ours")
+"""Those that are our kernels and nothing else."""
 
 
 def _ours_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:

@@ -46,14 +46,14 @@ KINDS = ("prefill", "decode", "train")
 FORMS = (
     ("softmax", ""),
     ("elu1", "1"),
-    ("window+elu1", "1"),
+    ("window+gated", "1"),
     ("elu1", "0"),
+    ("window+gated", "0"),
+    ("window", "1"),
     ("gated", "1"),
     ("hedgehog", "1"),
+    ("window+elu1", "1"),
     ("window+elu1", "0"),
-    ("window", "1"),
-    ("window+gated", "1"),
-    ("window+gated", "0"),
 )
 """Patch, and whether kernels are insisted on or off."""
 CHECKPOINTED = 8192

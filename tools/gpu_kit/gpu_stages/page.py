@@ -54,6 +54,7 @@ def body(about: Row, folder: Path) -> str:
     ]
     for stage, part in (
         ("correct", _correct),
+        ("patches", _patches),
         ("kernels", _kernels),
         ("models", _models),
         ("length", _length),
@@ -105,6 +106,19 @@ def _correct(rows: list[Row]) -> list[str]:
         )
     heads = ["dtype", "forms", "sizes", "largest relative error", "the same bits twice", "failed"]
     return ["Kernels against float64:", table(heads, body)] if body else []
+
+
+def _patches(rows: list[Row]) -> list[str]:
+    """By dtype: how many patches, and the largest error of logits and gradients."""
+    body = []
+    for dtype in dict.fromkeys(row["case"]["dtype"] for row in rows):
+        own = [row for row in rows if row["case"]["dtype"] == dtype and "errors" in row]
+        worst = [
+            f"{max(row['errors'][name] for row in own):.1e}" for name in ("logits", "decoded", "gradient")
+        ]
+        body.append([dtype, str(len(own)), *worst, str(sum(not row["ok"] for row in own))])
+    heads = ["dtype", "patches", "largest error of logits", "of decoded ones", "of the gradient", "failed"]
+    return ["A small Llama with each patch against the same model in float64:", table(heads, body)]
 
 
 def _kernels(rows: list[Row]) -> list[str]:
