@@ -30,8 +30,9 @@ def all_valid_fingerprint(batch: int, length: int, device: torch.device) -> Tens
 
 def state_like(state: Any, tensors: list[Tensor]) -> Any:
     """Return a state of the same type, a tuple or a named one, of other tensors."""
-    make = getattr(type(state), "_make", tuple)
-    return make(tensors)
+    kind = type(state)
+    # not `_make`: what it makes cannot leave a program that torch 2.11 compiles
+    return kind(*tensors) if hasattr(kind, "_fields") else tuple(tensors)
 
 
 def own_storage(x: Tensor) -> Tensor:

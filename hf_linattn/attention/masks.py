@@ -246,10 +246,11 @@ def compact_mask(
         A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.
     """
     tracing = torch.compiler.is_compiling()
-    if WHOLE_MASKS in getattr(config, "__dict__", ()) and isinstance(q_offset, int):
+    own = getattr(config, "__dict__", ())
+    flags = [flag for flag in FLAGS if flag in own]  # torch 2.11 cannot trace an intersection of sets
+    if WHOLE_MASKS in flags and isinstance(q_offset, int):
         kv_length, kv_offset = q_offset + q_length, 0  # not only the columns that a window's cache keeps
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
-    flags = getattr(config, "__dict__", {}).keys() & FLAGS
     if (use_vmap and tracing) or DENSE_MASKS in flags or ADDITIVE_MASKS in flags:
         pattern = UNKNOWN
     elif tracing:

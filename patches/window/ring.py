@@ -86,7 +86,7 @@ class WindowState(NamedTuple):
 
     def with_linear(self, state: State | None) -> WindowState:
         """Replace the state of the linear attention; None keeps it."""
-        return self if state is None else self._replace(S=state.S, z=state.z)
+        return self if state is None else WindowState(*self[:-2], *state)
 
     @classmethod
     def empty(cls, like: Tokens, size: int, sinks: int) -> WindowState:
@@ -353,7 +353,7 @@ def _push_behind(count: int, column: int, tokens: Tokens, before: WindowState, w
     after = before
     if not tokens.in_place:
         key, value, valid, oldest = (x.clone() for x in (*before[:3], before.oldest))
-        after = before._replace(key=key, value=value, valid=valid, oldest=oldest)
+        after = WindowState(key, value, valid, *before.sinks, oldest, before.S, before.z)
     key, value = after.key, after.value
     key.narrow(2, column, 1).copy_(tokens.key)
     value.narrow(2, column, 1).copy_(tokens.value)

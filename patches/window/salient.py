@@ -71,7 +71,7 @@ class SalientState(NamedTuple):
 
     def with_linear(self, state: State) -> SalientState:
         """Replace the state of the linear attention."""
-        return self._replace(S=state.S, z=state.z)
+        return SalientState(*self[:-2], *state)
 
 
 class Segment(NamedTuple):
