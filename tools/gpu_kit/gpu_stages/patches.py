@@ -33,8 +33,8 @@ COMPOSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("softmax1+logn", {"train_length": 64}),
     ("gated+output_norm", {}),
 )
-CHOICES = ("lsh", "topk", "power", "entmax15")
-"""Which keys count is a choice that rounding to bfloat16 makes anew."""
+CHOICES = ("lsh", "topk", "power", "entmax15", "unscaled")
+"""Which keys count is a choice that rounding to bfloat16 makes anew; with large scores almost one."""
 ALLOWED = {"float32": 5e-5, "bfloat16": 0.12}
 """Relative error of logits, which another patch moves by 0.2 to 1.3; three times as much for the gradient."""
 LENGTH, PADDING, TOKENS = 150, 9, 4
