@@ -21,7 +21,7 @@ class Softmax1(ScoreAttention):
 
     The same as an extra key of logit b and value 0. A model that has sinks b_h of its own keeps them: the
     denominator becomes exp(b) + exp(b_h) + sum. On CPUs torch's kernels compute it without that key;
-    elsewhere b = 0 needs no mask, and any other b one of N x (N + 1).
+    elsewhere with a token in front, without a mask.
 
     A learned b_h per head starts at `init`, low enough for the model to start as the original. Its gradient
     is as small as its share of the attention; AdamW divides that out and moves b_h by up to the learning rate

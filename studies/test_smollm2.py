@@ -17,7 +17,7 @@ from hf_linattn.eval.perplexity.__main__ import build_parser as perplexity_parse
 from hf_linattn.finetune.arguments import build_parser as finetune_parser
 from hf_linattn.registry import parse
 from studies.smollm2 import page
-from studies.smollm2.__main__ import MEASURES, ROWS, measuring, training
+from studies.smollm2.__main__ import MEASURES, ROWS, Machine, measuring, training
 from studies.smollm2.figures import load
 from studies.smollm2.outliers import round_linear_layers, rounded
 from studies.smollm2.texts import prepare
@@ -38,16 +38,18 @@ def understood(words):
         PARSERS[words[2].split(".")[-1]]().parse_args(words[3:])
 
 
+@pytest.mark.parametrize("machine", [Machine(), Machine(gpu=True, batch=8)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_commands_of_every_row_are_understood(row, tmp_path):
+def test_commands_of_every_row_are_understood(row, machine, tmp_path):
     texts = {name: tmp_path / name for name in NAMES}
     if row.training != "none":
-        words = training(row, 1_000_000, tmp_path, texts)
+        words = training(row, 1_000_000, tmp_path, texts, machine)
         understood(words)
+        assert ("--cpu" in words) != machine.gpu
         if isinstance(row.patch, str):
             parse(row.patch, row.options or None)
     for name in row.asked:
-        understood(measuring(name, tmp_path / "model", tmp_path, texts, tmp_path / "out"))
+        understood(measuring(name, tmp_path / "model", tmp_path, texts, tmp_path / "out", machine))
 
 
 def test_every_measure_is_asked_for():

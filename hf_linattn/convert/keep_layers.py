@@ -18,6 +18,9 @@ from hf_linattn.errors import DataError
 TOKENS = 8192
 """Tokens of the text that each arrangement of layers is measured on."""
 
+GPU_TOKENS = 4096
+"""Tokens of a forward pass on a GPU, which would wait for Python with a row at a time."""
+
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Environment of a process that is none of this run's."""
 
@@ -43,7 +46,7 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     assert plan.kept is not None
     chosen = plan.kept.parent / "chosen.json"
     if accelerator.is_main_process and not chosen.exists():
-        _rank(plan, plan.kept, accelerator.mixed_precision, data)
+        _rank(plan, plan.kept, accelerator, data)
         results = read_json(plan.kept.parent / "results.json")
         layers = sorted(results["order"][: results["keep"]])
         write_json(chosen, {"layers": layers, "rank": results["rank"], "note": results["note"]})
@@ -51,10 +54,10 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     return read_json(chosen)
 
 
-def _rank(plan: ConversionPlan, kept: Path, precision: str, data: Any) -> None:
+def _rank(plan: ConversionPlan, kept: Path, accelerator: Accelerator, data: Any) -> None:
     arguments, folder = plan.arguments, kept.parent
     # as the stages compute; the hybrid is written in the dtype of stage transfer's folder all the same
-    dtype = "bfloat16" if precision == "bf16" else arguments.dtype
+    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else arguments.dtype
     text = folder / "text.txt"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +68,8 @@ def _rank(plan: ConversionPlan, kept: Path, precision: str, data: Any) -> None:
     words += ["--original", plan.original, "--data", str(text), "--bos", "no", "--dtype", dtype]
     words += ["--length", str(arguments.block_size), "--max-tokens", str(TOKENS), "--counts", "keep"]
     words += ["--seed", str(arguments.seed), "--output-dir", str(folder), "--save", str(kept)]
+    if accelerator.device.type != "cpu":
+        words += ["--batch-size", str(max(1, GPU_TOKENS // arguments.block_size))]
     if arguments.keep is not None:
         words += ["--keep", str(arguments.keep)]
     environment = {**ALONE, "CUDA_VISIBLE_DEVICES": ""} if arguments.cpu else ALONE

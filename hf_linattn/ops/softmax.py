@@ -98,6 +98,8 @@ def softmax_attention(
         # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
         query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))
         return _sdpa(query, key, value, None, dropout, True, scale)[:, :, 1:]
+    if is_causal and bias is None and mask is None and scale > 0 and not exporting():
+        return _with_sink_token(query, key, value, sink, dropout, scale)
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
@@ -117,6 +119,30 @@ def _parts(c: Tensor) -> Tensor:
     middle = (rest - high).bfloat16().to(c.dtype)
     low = rest - high - middle + (c - rest)  # the last carries the gradient
     return torch.stack([high, middle, low], -1)
+
+
+def _with_sink_token(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, dropout: float, scale: float
+) -> Tensor:
+    """Attend causally with a sink in channels of a token in front of everything: no mask of N x (N + 1).
+
+    s_i0 = scale q'_i . k'_0 = b,  q'_i = [q_i, b / a],  k'_0 = [0, p],  k'_j = [k_j, 0],  a = scale p
+
+    with p a power of two that keeps b / a near b. Its own row is dropped.
+    """
+    batch, heads, tokens, size = query.shape
+    power = 2.0 ** -round(math.log2(scale))
+    column = sink_column(sink, sink).to(torch.promote_types(sink.dtype, torch.float32))
+    parts = _parts(column.squeeze(-1) / (scale * power)).to(query.dtype)
+    wide = -(-max(size + parts.shape[-1], value.shape[-1]) // 8) * 8
+    behind = (0, wide - size - parts.shape[-1])
+    query = torch.cat([query, parts.expand(batch, heads, tokens, -1)], -1)
+    first = torch.cat([key.new_zeros(size), key.new_full(parts.shape[-1:], power)])
+    first = first.expand(*key.shape[:2], 1, -1)
+    key = torch.cat([first, F.pad(key, (0, parts.shape[-1]))], 2)
+    query, key = F.pad(query, (*behind, 1, 0)), F.pad(key, behind)
+    padded = F.pad(value, (0, wide - value.shape[-1], 1, 0))
+    return _sdpa(query, key, padded, None, dropout, True, scale)[:, :, 1:, : value.shape[-1]]
 
 
 def with_decay(

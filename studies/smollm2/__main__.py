@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from hf_linattn.cli.arguments import positive_int
@@ -30,19 +31,57 @@ HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
 BLOCK, BATCH = 512, 2
 TOKENS = 1_000_000
-STEP = ["--block-size", str(BLOCK), "--batch-size", str(BATCH)]
-PRECISION, DTYPE = ("bf16", "bfloat16") if multiplies_bf16(cpu=True) else ("no", "float32")
+GPU_BATCH = 8
+"""Rows of a step on a GPU: with 2 it would wait for Python most of the time."""
+TASK_BATCH, GPU_TASK_BATCH = 8, 64
+"""Requests of the harness that are read together."""
 FINETUNE = ["--lora", "16", "--lr", "5.9e-4", "--adam-beta2", "0.999"]
 """What presets of hf_linattn.convert do with a model of this size."""
-VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000", "--checkpoint-every", "100"]
+VALIDATION = ["--eval-blocks", "12", "--eval-every", "1000"]
 SECONDS = {"all_tasks": 1500, "tasks": 400, "recall": 400, "novels": 300, "peps": 300}
 EPILOG = """\
 The model is unpacked to W/model, or linked there before. Every figure is made by a command, each its own
 process with a log in W/logs; --list prints them. Stopped at any moment, the same command goes on. Rows of
 1,000,000 tokens take 1 to 2 hours each on one thread with AMX; --tokens makes shorter ones, in folders of
-their own. Processors that multiply bfloat16 train and measure in it, others in float32 and for longer.
+their own. What multiplies bfloat16 trains and measures in it, other processors in float32 and for longer. On
+a GPU steps are of 8 rows in place of 2 (--batch-size): compare rows with a control of the same steps.
 `python -m studies.smollm2.page` writes docs/smollm2.md's table.
 """
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the commands run on.
+
+    Attributes:
+        gpu: whether they use one.
+        batch: rows of a step.
+        bf16: whether they train and measure in bfloat16.
+    """
+
+    gpu: bool = False
+    batch: int = BATCH
+    bf16: bool = True
+
+    @staticmethod
+    def found(device: str | None = None, batch: int | None = None) -> Machine:
+        """Look at this one; `device` is cpu or cuda, None for a GPU if there is one."""
+        gpu = torch.cuda.is_available() if device is None else device == "cuda"
+        return Machine(gpu, batch or (GPU_BATCH if gpu else BATCH), multiplies_bf16(cpu=not gpu))
+
+    @property
+    def training(self) -> list[str]:
+        """Words for the commands that train; killed on a CPU they lose no hour."""
+        words = ["--block-size", str(BLOCK), "--batch-size", str(self.batch), *VALIDATION]
+        words += ["--checkpoint-every", "1000000" if self.gpu else "100"]
+        words += ["--mixed-precision", "bf16" if self.bf16 else "no"]
+        return words if self.gpu else [*words, "--cpu"]
+
+    @property
+    def measuring(self) -> dict[str, str]:
+        """Values of words in measures.yaml."""
+        batch = GPU_TASK_BATCH if self.gpu else TASK_BATCH
+        return {"dtype": "bfloat16" if self.bf16 else "float32", "batch": str(batch)}
 
 
 @dataclass(frozen=True)
@@ -77,16 +116,16 @@ ROWS = {content["name"]: Row(**content) for content in _read("rows.yaml")["rows"
 MEASURES: dict[str, str] = _read("measures.yaml")
 
 
-def training(row: Row, tokens: int, work: Path, texts: dict[str, Path]) -> list[str]:
-    """Return the command that trains a row, without its output folder."""
-    words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model"), *STEP, *VALIDATION]
-    words += ["--mixed-precision", PRECISION, "--cpu", "--resume"]
+def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine: Machine) -> list[str]:
+    """Return the command that trains a row."""
+    words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model")]
+    words += [*machine.training, "--resume"]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []
     words += ["--data", str(texts["train"]), "--eval-data", str(texts["novel"])]
     if row.training == "finetune":
-        words += ["--max-steps", str(row.share * tokens // (BLOCK * BATCH)), *FINETUNE]
+        words += ["--max-steps", str(row.share * tokens // (BLOCK * machine.batch)), *FINETUNE]
     else:
         words += ["--tokens", str(row.share * tokens)]
     return [*words, *shlex.split(row.arguments), "--output-dir", str(work / "runs" / row.slot(tokens))]
@@ -99,9 +138,11 @@ def result(row: Row, tokens: int, work: Path) -> Path:
     return {"none": work / "model", "finetune": folder}.get(row.training, folder / last)
 
 
-def measuring(name: str, model: Path, base: Path, texts: dict[str, Path], output: Path) -> list[str]:
+def measuring(
+    name: str, model: Path, base: Path, texts: dict[str, Path], output: Path, machine: Machine
+) -> list[str]:
     """Return the command that makes a measurement."""
-    named = {**texts, "model": model, "base": base, "dtype": DTYPE}
+    named = {**texts, "model": model, "base": base, **machine.measuring}
     values = {f"{{{key}}}": str(value) for key, value in named.items()}
     command, *words = [values.get(word, word) for word in MEASURES[name].split()]
     script = HERE / command
@@ -125,16 +166,16 @@ def complete(folder: Path) -> bool:
 
 def jobs(args: argparse.Namespace, texts: dict[str, Path]) -> Iterator[Job]:
     """Yield training and measurements of each row."""
-    work = args.work_dir.resolve()
+    work, machine = args.work_dir.resolve(), Machine.found(args.device, args.batch_size)
     for row in (ROWS[name] for name in args.rows or ROWS):
         slot, model = row.slot(args.tokens), result(row, args.tokens, work)
         wanted = [name for name in row.asked if not args.measures or name in args.measures]
         after: tuple[str, ...] = ()
         if row.training != "none":
-            steps = row.share * args.tokens / (BLOCK * BATCH)
+            steps = row.share * args.tokens / (BLOCK * machine.batch)
             yield Job(
                 f"train {slot}",
-                _started(training(row, args.tokens, work, texts)),
+                _started(training(row, args.tokens, work, texts, machine)),
                 _exists(model / "results.json"),
                 _progress(work / "runs" / slot, steps),
                 weight=4.5 * steps,
@@ -145,7 +186,7 @@ def jobs(args: argparse.Namespace, texts: dict[str, Path]) -> Iterator[Job]:
             folder = work / name / slot
             yield Job(
                 f"{name} {slot}",
-                _started(measuring(name, model, work / "model", texts, folder)),
+                _started(measuring(name, model, work / "model", texts, folder, machine)),
                 _complete(folder),
                 weight=SECONDS.get(name, 60),
                 after=after,
@@ -182,6 +223,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--rows", nargs="+", choices=ROWS, help="only these (default: all)")
     add("--measures", nargs="+", choices=MEASURES, help="only these (default: those of each row)")
     add("--jobs", type=positive_int, default=2, help="processes side by side (default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="where (default: on a GPU if there is one)")
+    batch_help = f"rows of a step (default: {BATCH}, on a GPU {GPU_BATCH})"
+    add("--batch-size", type=positive_int, help=batch_help)
     add("--list", action="store_true", help="print the commands and whether they are done, and stop")
     args = parser.parse_args(argv)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_linattn import from_pretrained
 from hf_linattn.cli.files import write_json
+from hf_linattn.eval.common.results import default_device
 from hf_linattn.eval.diagnose import diagnose
 from hf_linattn.patching.loading import load_tokenizer
 
@@ -48,17 +49,17 @@ def perplexity(model: nn.Module, ids: Tensor) -> float:
     return math.exp(mean(float(model(row[None], labels=row[None]).loss) for row in ids))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure one model and write results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output-dir", type=Path, required=True)
-    args = parser.parse_args()
-    model = from_pretrained(args.model, dtype=torch.float32).eval()
+    args = parser.parse_args(argv)
+    model = from_pretrained(args.model, dtype=torch.float32).eval().to(default_device())
     text = args.data.read_text(encoding="utf-8")[: 10 * LENGTH * WINDOWS]
     ids = load_tokenizer(args.model)(text, return_tensors="pt", verbose=False)["input_ids"]
-    ids = ids[0, : LENGTH * WINDOWS].view(WINDOWS, LENGTH)
+    ids = ids[0, : LENGTH * WINDOWS].view(WINDOWS, LENGTH).to(model.device)
     found = diagnose(model, ids[:LOOKED_AT])
     result = {
         "sink": mean(head.sink for head in found.heads),

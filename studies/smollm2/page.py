@@ -38,6 +38,9 @@ class Figures:
         self.all = {
             key.split("/")[0]: value for key, value in figures.items() if key.endswith(f"/{self.slot}")
         }
+        if self.all:  # what a row costs does not depend on how long it was trained
+            costs = (value for key, value in figures.items() if re.fullmatch(rf"cost/{row.name}-\d+", key))
+            self.all.setdefault("cost", next(costs, {}))
 
     def get(self, measure: str, *path: str) -> Any:
         """Look a number up; None where it was not measured."""
@@ -101,16 +104,16 @@ SHORT = ("512", "2,048", "8,192", "32,768", "LAMBADA", "cache MiB", "decode x")
 """Columns of the README's table."""
 SHORT_ROWS = {
     "original": "the model itself",
-    "control": "softmax, trained on 200,000 tokens",
-    "hybrid-256": "`--preset hybrid`, 200,000",
-    "window-384": "`window` of 384 tokens alone, 200,000",
-    "window-512": "`window` of 512 tokens alone, 200,000",
-    "recall-quarter": "`--preset recall`, 200,000",
-    "linear": "`--preset linear`, 200,000",
-    "control-long": "softmax, 1,000,000",
-    "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, 1,000,000",
+    "control": "softmax, trained on {once} tokens",
+    "hybrid-256": "`--preset hybrid`, {once}",
+    "window-384": "`window` of 384 tokens alone, {once}",
+    "window-512": "`window` of 512 tokens alone, {once}",
+    "recall-quarter": "`--preset recall`, {once}",
+    "linear": "`--preset linear`, {once}",
+    "control-long": "softmax, {long}",
+    "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
 }
-"""Its rows, and what they are called there."""
+"""Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
 
 
 def _mib(value: float | None) -> float | None:
@@ -189,9 +192,13 @@ def draw(rows: list[Figures], lengths: Path, tasks: Path) -> None:
 def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     """Put the tables between their marks."""
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
+    long = ROWS["control-long"].share * tokens
+    short_rows = {
+        name: text.format(once=f"{tokens:,}", long=f"{long:,}") for name, text in SHORT_ROWS.items()
+    }
     parts = {
         "table": table(rows, COLUMNS),
-        "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, SHORT_ROWS),
+        "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, short_rows),
         "sinks": table(rows, SINKS),
         "swapped": curves(figures, "swapped"),
         "logn": curves(figures, "logn", "logn_far"),

@@ -10,6 +10,7 @@ import torch
 
 from hf_linattn import from_pretrained
 from hf_linattn.cli.files import write_json
+from hf_linattn.eval.common.results import default_device
 from hf_linattn.eval.recall import measure_recall
 from hf_linattn.patching.loading import load_tokenizer
 
@@ -17,15 +18,15 @@ ASKED = {"key_value": 4, "passkey": 1}
 """Samples of each length and depth."""
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure one model and write results.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--output-dir", type=Path, required=True)
-    args = parser.parse_args()
-    model = from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    args = parser.parse_args(argv)
+    model = from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval().to(default_device())
     tokenizer = load_tokenizer(args.model)
     depths = (0.0, 0.25, 0.5, 0.75, 1.0)
     rows = []

@@ -73,7 +73,7 @@ def test_fixed_sink_is_the_learned_one_at_itslearned_of():
     assert torch.equal(logits(model, "softmax1", sink=0), logits(model, "softmax1"))
 
 
-def test_sink_of_0_needs_no_mask(monkeypatch):
+def test_sinks_need_no_mask(monkeypatch):
     masks = []
     plain = ops._sdpa
 
@@ -96,8 +96,9 @@ def test_sink_of_0_needs_no_mask(monkeypatch):
     monkeypatch.setattr(ops, "_sdpa", noted)
     logits(llama(), "softmax1", sink=0.0)
     assert masks == [None, None]
-    logits(llama(), "softmax1", sink="learned")
-    assert masks[2] is not None
+    for sink in (1.5, "learned"):
+        logits(llama(), "softmax1", sink=sink)
+    assert masks == [None] * 6
 
 
 def test_learned_sink_joins_the_models_own():
