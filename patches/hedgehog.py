@@ -54,4 +54,4 @@ class Hedgehog(LinearAttention):
 
     def _mapped(self, x: Tensor, weight: Tensor) -> Tensor:
         x = torch.einsum("bhnd,hfd->bhnf", x, weight.to(x.dtype))
-        return clamp_floor(torch.cat([x.softmax(-1), (-x).softmax(-1)], -1), FLOOR)
+        return clamp_floor(torch.stack([x, -x], -2).softmax(-1).flatten(-2), FLOOR)

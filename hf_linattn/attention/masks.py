@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.ops.tracing import transforming
 
 CAUSAL, BIDIRECTIONAL = torch.int32, torch.int64
 DENSE_MASKS, ADDITIVE_MASKS, WHOLE_MASKS, UNREAD_MASKS, NO_CHUNKS = FLAGS = (
@@ -66,8 +67,9 @@ def expect_past(length: int, visible: Tensor | None) -> None:
 
 
 def with_notes(x: Tensor) -> Tensor:
-    """Let layers share what they compute of a tensor, by `once`."""
-    setattr(x, SHARED, {})
+    """Let layers share what they compute of a tensor, by `once`; not in a graph that is being traced."""
+    if not torch.compiler.is_compiling():
+        setattr(x, SHARED, {})
     return x
 
 
@@ -81,7 +83,7 @@ def once(on: Tensor | None, name: str, about: tuple[Any, ...], make: Callable[[]
         make: computes it.
     """
     notes: dict[str, tuple[tuple[Any, ...], Any]] | None = getattr(on, SHARED, None)
-    if on is None or notes is None or torch.compiler.is_compiling():
+    if on is None or notes is None or torch.compiler.is_compiling() or transforming():
         return make()
     about = (*about, None if on.is_inference() else on._version)
     known = notes.get(name)

@@ -12,7 +12,7 @@ from hf_linattn.attention.base import Attention, Output
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.documents import DocumentRows
-from hf_linattn.attention.masks import once
+from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.attention.visibility import Visibility, analyse, running_max
@@ -129,7 +129,7 @@ class StatefulAttention(Attention):
         if documents is not None:
             documents = documents.expand(query.shape[0], -1)
         new = _new_columns(documents, past, call.key.shape[2])
-        count = visibility.count(query.device)[:, 0] if self.needs_visible_count else None
+        count = _count(visibility, query.device) if self.needs_visible_count else None
         valid = None if new is None else new > 0
         gates = self.gates(call)
         _check_gates(call, gates, valid)
@@ -235,6 +235,12 @@ def _compact(call: Call, past: int | Tensor) -> Visibility:
     if call.layer is None and visibility.causal and queries != keys:
         raise CacheError(f"causal attention of {queries} queries over {keys} keys without a state")
     return visibility
+
+
+def _count(visibility: Visibility, device: torch.device) -> Tensor:
+    """Count the visible keys of each query, `[B or 1, N]`; all layers of a forward share them."""
+    count = visibility.count(device)
+    return once(visibility.columns, "row count", (count,), lambda: with_notes(count[:, 0]))
 
 
 def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None:

@@ -190,7 +190,7 @@ def _on_gpu(
         rank, met = ring.ranked(tokens, slots, causal=True)[1], None
         assert rank is not None
         if turn is not None:
-            met = turn.rotary.back(upcast(query), (rank - turn.last).clamp_min(0)).to(query.dtype)
+            met = turn.of(upcast(query), rank).to(query.dtype)
         sinks = Sinks(met, *state.sinks, rank)
     if rest is not None:
         tail = _tail_on_gpu(rest, query, state, gate)
@@ -217,12 +217,17 @@ def _tail_on_gpu(
     tail = window_token.Tail(state.S, state.z, gate=gate, kind=kind, eps=rest.eps)
     if kind != "none" and (gate is not None or not rest.has_decay):
         return tail
-    key, value = state.window.columns(state.oldest[:, None])[:2]
-    phi_q, phi_k, _, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True, None, gate)
+    wide, column = upcast(query), state.oldest[:, None]
+    if gate is not None:  # its kernel reads the value where it stands
+        key = upcast(state.key.gather(2, ring.spread(column, state.key)))
+        maps = rest.query_map(wide), rest.key_map(key)
+        return tail._replace(query=maps[0], evicted=maps[1], query_log_scale=rest.query_log_scale(wide))
+    key, value = state.window.columns(column)[:2]
+    phi_q, phi_k, _, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True)
     if kind != "none":
         return tail._replace(log_decay=decay)
     return tail._replace(
-        query=phi_q, evicted=phi_k, log_decay=decay, query_log_scale=rest.query_log_scale(upcast(query))
+        query=phi_q, evicted=phi_k, log_decay=decay, query_log_scale=rest.query_log_scale(wide)
     )
 
 

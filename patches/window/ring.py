@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import Tokens
+from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.ops.types import State
 
 
@@ -203,7 +204,7 @@ def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
     if tokens.valid is None and tokens.length >= sinks:  # then the first are the sinks
         valid = counted(tokens)
         new = KeyValues(tokens.key, tokens.value, valid)
-        first = KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in new.first(sinks)))
+        first = _first(new, sinks)
         valid[:, :sinks] = False
     else:
         valid, ranks = ranked(tokens, sinks, causal=True)
@@ -217,17 +218,26 @@ def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
 
 def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:
     """Keep the last of the first tokens of a text, more than `size`: nothing is before them to be moved."""
-    before = WindowState.empty(tokens, 0, sinks)
     valid, ranks = ranked(tokens, sinks, causal=True)
     seen, cut = masked(tokens, valid), tokens.length - size
     evicted = tokens.slice(0, cut)
     evicted = replace(evicted, query=None, count=None, valid=valid[:, :cut] if sinks else evicted.valid)
-    first = with_sinks(seen, ranks, before.sinks)
+    if tokens.valid is None:
+        first = _first(KeyValues(tokens.key, tokens.value, counted(tokens)), sinks)
+    else:
+        first = with_sinks(seen, ranks, WindowState.empty(tokens, 0, sinks).sinks)
     window = KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:])
     if tokens.keep:  # in memory of its own, which may be written over
         window = KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in window))
-    after = WindowState(*window, *first, *before[6:])
+    batch = tokens.key.shape[0]
+    oldest, nothing = tokens.key.new_zeros(batch, dtype=torch.int64), tokens.key.new_empty(batch, 0)
+    after = WindowState(*window, *first, oldest, nothing, nothing)
     return Pushed(Seen(*seen, first, ranks), evicted, after)
+
+
+def _first(new: KeyValues, sinks: int) -> KeyValues:
+    """Take the sinks of a text that begins with them, in memory of their own."""
+    return KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in new.first(sinks)))
 
 
 def counted(tokens: Tokens) -> Tensor:
@@ -240,14 +250,21 @@ def counted(tokens: Tokens) -> Tensor:
 def ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor | None]:
     """Find the tokens that are neither padding nor sinks, and ranks among the visible ones: `[B, N]` each.
 
-    Without sinks nobody wants ranks.
+    Without sinks nobody wants ranks. Layers that count the same tokens share both.
     """
-    batch, valid = tokens.key.shape[0], counted(tokens)
     if not sinks:
-        return valid, None
+        return counted(tokens), None
+    if not causal:
+        return _ranked(tokens, sinks, causal)
+    about = tokens.valid, sinks, tokens.key.shape[0]
+    return once(tokens.count, "ranks", about, lambda: _ranked(tokens, sinks, causal))
+
+
+def _ranked(tokens: Tokens, sinks: int, causal: bool) -> tuple[Tensor, Tensor]:
+    batch, valid = tokens.key.shape[0], counted(tokens)
     count = tokens.count if causal else valid.cumsum(1)
     assert count is not None
-    rank = torch.where(valid, count.expand(batch, -1).long() - 1, -1)
+    rank = with_notes(torch.where(valid, count.expand(batch, -1).long() - 1, -1))
     return valid & (rank >= sinks), rank
 
 

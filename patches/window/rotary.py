@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import upcast
+from hf_linattn.attention.masks import once
 from hf_linattn.attention.site import ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.errors import OptionError
 from hf_linattn.ops.eager.window import by_halves
@@ -46,7 +48,7 @@ class Rotary:
         self.interleaved = site.rotated_by == INTERLEAVED
         apply = inspect.unwrap(type(site.module).forward).__globals__.get(site.rotated_by or "")
         # embeddings for several types of layers take the type, and have frequencies of each
-        self.layer_type = "" if hasattr(module, "inv_freq") else f"{site.layer_type}"
+        self.layer_type = "" if hasattr(module, "inv_freq") else sys.intern(f"{site.layer_type}")
         kind = getattr(module, "rope_type", "default")
         kind = kind.get(self.layer_type) if isinstance(kind, dict) else kind
         read = module is not None and site.rotated_by in (APPLY, INTERLEAVED) and apply is not None
@@ -68,8 +70,7 @@ class Rotary:
         # latent attention turns the last features of a query
         self.first: int = getattr(site.view, "qk_nope_head_dim", 0)
         self.width = 2 * frequencies.shape[-1]
-        self._by_halves: bool | None = None
-        self._one_half: bool | None = None
+        self._by_halves: bool | None = self.interleaved or self._applies_halves() or None
 
     def back(self, query: Tensor, steps: Tensor) -> Tensor:
         """Rotate queries to where they would be so many positions earlier.
@@ -78,13 +79,25 @@ class Rotary:
             query: `[B, H, N, D]`, rotated.
             steps: tokens, `[B or 1, N]`.
         """
-        cos, sin = self._angles(query, steps.expand(query.shape[0], -1))
+        cos, sin = self._shared_angles(query, steps)
         end = self.first + self.width
         part = query[..., self.first : end]
         turned = self._turned(part, cos, sin)
         if part.shape == query.shape:
             return turned
         return torch.cat([query[..., : self.first], turned, query[..., end:]], -1)
+
+    def _shared_angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `_angles` once for all layers whose steps are the same tensor."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            return self._angles(query, steps.expand(query.shape[0], -1))
+
+        if steps.numel() > MOST_KEPT:
+            return make()
+        module = self.module[0]
+        about = module, self.layer_type, query.dtype, query.device, query.shape[0]
+        return once(steps, "angles", (*about, _frequencies(module, self.layer_type)), make)
 
     def _angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._given(query, steps)
@@ -101,14 +114,33 @@ class Rotary:
         return cos, sin
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn by the model's own function, `[..., N, R]`, where it takes the angles of all features."""
-        if self._one_half is None:
-            place = torch.zeros(1, 1, dtype=torch.long, device=x.device)
-            self._one_half = self._given(x, place)[0].shape[-1] != self.width
-        if self._one_half or self.interleaved:
+        """Turn by the angles of all features, `[..., N, R]`, as the model's own function does."""
+        if self._halves(x):
             return by_halves(x, cos[:, None], sin[:, None])
+        return self._applied(x, cos, sin)
+
+    def _applied(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned: Tensor = self.apply(x, x, cos, sin)[0] if self.takes_two else self.apply(x, cos, sin)
         return turned
+
+    def _halves(self, x: Tensor) -> bool:
+        """Tell whether the first half of features turns into the second one."""
+        if self._by_halves is None:
+            place = torch.zeros(1, 1, dtype=torch.long, device=x.device)
+            self._by_halves = self._given(x, place)[0].shape[-1] != self.width  # the function takes others
+        return self._by_halves
+
+    def _applies_halves(self) -> bool:
+        about: Any = {"dtype": torch.float32, "device": "cpu"}  # where no device is waited for
+        x = torch.arange(1, 1 + self.width, **about).view(1, 1, 1, -1)
+        cos, sin = (
+            torch.linspace(low, 0.9, self.width // 2, **about).repeat(2)[None, None] for low in (0.1, 0.3)
+        )
+        try:
+            found = self._applied(x, cos, sin)
+        except RuntimeError:  # it takes the angles of one half
+            return False
+        return torch.allclose(found, by_halves(x, cos[:, None], sin[:, None]), rtol=1e-5)
 
     def _scaling(self) -> float:
         name = f"{self.layer_type}_attention_scaling" if self.layer_type else "attention_scaling"
@@ -139,9 +171,7 @@ class Rotary:
             cos, sin = (x[:, 0].float().contiguous() for x in self._angles(upcast(query), places))
             known = turns[self.layer_type] = about, cos, sin
         _, cos, sin = known
-        if self._by_halves is None:
-            self._by_halves = self._turns_halves(cos[:1], sin[:1])
-        return (cos, sin) if self._by_halves else None
+        return (cos, sin) if self._halves(query) else None
 
     def turns(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what kernels turn many queries by in place of `back`: `[B or 1, N, R]` each, as `turn`.
@@ -165,15 +195,7 @@ class Rotary:
             if steps.numel() <= MOST_KEPT:
                 tables[self.layer_type] = known
         _, _, cos, sin = known
-        if self._by_halves is None:
-            at = int(steps[0].argmax())
-            self._by_halves = self._turns_halves(cos[:1, at], sin[:1, at])
-        return (cos, sin) if self._by_halves else None
-
-    def _turns_halves(self, cos: Tensor, sin: Tensor) -> bool:
-        probe = torch.arange(1.0, 1 + cos.shape[-1], device=cos.device).view(1, 1, 1, -1)
-        found = self._turned(probe, cos[:, None], sin[:, None])
-        return torch.allclose(found, by_halves(probe, cos, sin), rtol=1e-5)
+        return (cos, sin) if self._halves(query) else None
 
 
 def _frequencies(module: Any, layer_type: str) -> Tensor | None:

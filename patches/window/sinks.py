@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import Tokens, upcast
+from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import ScaledSums, WindowSinks
@@ -30,7 +31,7 @@ class Turn(NamedTuple):
 
     def steps(self, ranks: Tensor) -> Tensor:
         """Count the tokens by which queries of these ranks `[B, N]` are turned back."""
-        return (ranks - self.last).clamp_min(0)
+        return once(ranks, "steps", (self.last,), lambda: with_notes((ranks - self.last).clamp_min(0)))
 
     def of(self, query: Tensor, ranks: Tensor) -> Tensor:
         """Turn queries `[B, H, N, D]` of these ranks, so that sinks stand inside the cache."""
