@@ -86,6 +86,7 @@ def test_folders_of_others_are_refused(refused, tmp_path):
     assert "cannot be used" in refused("--dry-run", "--output-dir", out / "thesis.tex" / "below")
 
 
+BUSY = """import pathlib; pathlib.Path({!r}).write_text(str(os.getpid())); time.sleep(60)"""
 CHILD = """
 import json, os, signal, sys, time
 sys.path.insert(0, {folder!r})
@@ -163,10 +164,13 @@ def test_a_process_that_cannot_begin_says_so(tmp_path):
     assert "ended with status 7 before the first case" in row["error"]
 
 
-def test_ctrl_c_ends_both_and_keeps_the_rows(tmp_path):
-    """As in a terminal, which sends it to both."""
+@pytest.mark.parametrize(
+    ("tell", "sign"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["Ctrl-C", "terminated"]
+)
+def test_signals_end_both_processes_and_keep_the_rows(tmp_path, tell, sign):
+    """Ctrl-C in a terminal goes to both, what a supervisor sends to the first alone."""
     child = tmp_path / "child.py"
-    child.write_text(CHILD.format(folder=str(gpu_kit.FOLDER), deed="time.sleep(60)"))
+    child.write_text(CHILD.format(folder=str(gpu_kit.FOLDER), deed=BUSY.format(str(tmp_path / "pid"))))
     code = (
         f"import signal, sys; sys.path.insert(0, {str(gpu_kit.FOLDER)!r})\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -179,13 +183,15 @@ def test_ctrl_c_ends_both_and_keeps_the_rows(tmp_path):
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         path, end = tmp_path / "out" / "correct.jsonl", time.monotonic() + 60
-        while not (path.exists() and gpu_check.read(path)) and time.monotonic() < end:
+        while not (path.exists() and (tmp_path / "pid").exists()) and time.monotonic() < end:
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        tell(process.pid, sign)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     assert said.splitlines()[-1].startswith("interrupted; rows that were written stay")
     assert len(gpu_check.read(path)) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_rows_behind_a_line_that_was_cut_off(tmp_path):

@@ -10,9 +10,11 @@ where it stopped. This page needs only Python, so that what is missing gets a cl
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +42,10 @@ UNFINISHED, RESTART = 3, 4
 
 class Refused(Exception):
     """Raised with one line for the user."""
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised where this process alone was told to end."""
 
 
 def build_parser():
@@ -71,6 +77,8 @@ def build_parser():
 
 def main(argv=None):
     """Run the command; return the exit status."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)  # the process of a stage must not outlive this one
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -95,6 +103,15 @@ def main(argv=None):
             "\ninterrupted; rows that were written stay, the same command goes on after them", file=sys.stderr
         )
         return 130
+
+
+def terminated(*_):
+    """End as after Ctrl-C.
+
+    Raises:
+        Terminated: always.
+    """
+    raise Terminated
 
 
 def chosen(names):
@@ -265,8 +282,10 @@ def supervised(stage, args, command=None):
                 child.kill()
                 child.wait()
                 status = None
-            except KeyboardInterrupt:
-                try:  # it got the signal too, and ends by itself
+            except KeyboardInterrupt as error:
+                if isinstance(error, Terminated):
+                    child.terminate()
+                try:  # after Ctrl-C it got the signal too, and ends by itself
                     child.wait(timeout=10)
                 except (subprocess.TimeoutExpired, KeyboardInterrupt):
                     child.kill()

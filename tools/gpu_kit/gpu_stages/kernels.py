@@ -51,7 +51,7 @@ SHAPES = (
     Shape(1, 16, 16, 4096, 256),
 )
 MAIN = 3
-"""Shapes that come before decoding, the others after it."""
+"""Shapes that come before decoding, the others after it; fla, which tries tiles for minutes, after those."""
 DECODES = (Shape(1, 32, 8, 8192, 128), Shape(32, 32, 8, 8192, 128), Shape(8, 16, 16, 2048, 64))
 TINY = Shape(1, 2, 1, 24, 16)
 
@@ -61,18 +61,18 @@ def cases(context: Context) -> list[Case]:
     timing.prepare(context.device)
     machine = Case({"case": "machine"}, partial(timing.machine, context.device))
     shapes, decodes = ((TINY,), (TINY,)) if context.dry else (SHAPES, DECODES)
-    rows, tokens = [], []
+    rows, slow, tokens = [], [], []
     for shape in shapes:
         for name in FORMS:
             compiles = (compile_row, (name, shape)) if name in OURS else None
-            case = {"case": name, **shape._asdict()}
-            rows.append(Case(case, partial(_row, context, name, shape), compiles))
+            case = Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape), compiles)
+            (slow if name.startswith("fla") else rows).append(case)
     for shape in decodes:
         for name in DECODING:
             case = {"case": name, "token": True, **shape._asdict()}
             tokens.append(Case(case, partial(_token, context, name, shape)))
-    first = MAIN * len(FORMS)
-    return [machine, *rows[:first], *tokens, *rows[first:], *tiles.cases(context)]
+    first = MAIN * len(rows) // len(shapes)
+    return [machine, *rows[:first], *tokens, *rows[first:], *slow, *tiles.cases(context)]
 
 
 def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
