@@ -130,7 +130,7 @@ class StatefulAttention(Attention):
             documents = documents.expand(query.shape[0], -1)
         new = _new_columns(documents, past, call.key.shape[2])
         count = _count(visibility, query.device) if self.needs_visible_count else None
-        valid = None if new is None else new > 0
+        valid = None if new is None else once(mask, "valid", (past, *new.shape), lambda: new > 0)
         gates = self.gates(call)
         _check_gates(call, gates, valid)
         known = valid, count, gates, call.sink, call.softcap
