@@ -222,7 +222,7 @@ def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:
     seen, cut = masked(tokens, valid), tokens.length - size
     evicted = tokens.slice(0, cut)
     evicted = replace(evicted, query=None, count=None, valid=valid[:, :cut] if sinks else evicted.valid)
-    if tokens.valid is None:
+    if tokens.valid is None and tokens.length >= sinks:  # then the first are the sinks
         first = _first(KeyValues(tokens.key, tokens.value, counted(tokens)), sinks)
     else:
         first = with_sinks(seen, ranks, WindowState.empty(tokens, 0, sinks).sinks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,7 +47,7 @@ class Rotary:
         self.interleaved = site.rotated_by == INTERLEAVED
         apply = inspect.unwrap(type(site.module).forward).__globals__.get(site.rotated_by or "")
         # embeddings for several types of layers take the type, and have frequencies of each
-        self.layer_type = "" if hasattr(module, "inv_freq") else sys.intern(f"{site.layer_type}")
+        self.layer_type = "" if hasattr(module, "inv_freq") else f"{site.layer_type}"
         kind = getattr(module, "rope_type", "default")
         kind = kind.get(self.layer_type) if isinstance(kind, dict) else kind
         read = module is not None and site.rotated_by in (APPLY, INTERLEAVED) and apply is not None
@@ -96,8 +95,8 @@ class Rotary:
         if steps.numel() > MOST_KEPT:
             return make()
         module = self.module[0]
-        about = module, self.layer_type, query.dtype, query.device, query.shape[0]
-        return once(steps, "angles", (*about, _frequencies(module, self.layer_type)), make)
+        about = module, query.dtype, query.device, query.shape[0], _frequencies(module, self.layer_type)
+        return once(steps, f"angles {self.layer_type}", about, make)
 
     def _angles(self, query: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._given(query, steps)

@@ -143,11 +143,12 @@ def test_sinks_are_turned_beside_images_that_count_as_tokens():
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-def test_layers_share_angles_in_each_form(monkeypatch, padded):
-    """By torch's operations the embedding is asked once a forward, not once a layer; and masks still count."""
+@pytest.mark.parametrize(("size", "sinks"), [(8, 2), (3, 7)], ids=["", "more sinks than window"])
+def test_layers_share_angles_in_each_form(monkeypatch, padded, size, sinks):
+    """By torch's operations the embedding is asked once a forward, not once a layer; masks still count."""
     monkeypatch.setenv("HF_LINATTN_CPP", "0")
     model = tiny_models.llama(layers=3).eval()
-    patch_model(model, "window+elu1", options={"size": 8, "sinks": 2})
+    patch_model(model, "window+elu1", options={"size": size, "sinks": sinks})
     asked = []
     model.model.rotary_emb.register_forward_hook(lambda *_: asked.append(1))
     ids = torch.randint(0, model.config.vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
@@ -156,11 +157,10 @@ def test_layers_share_angles_in_each_form(monkeypatch, padded):
     with torch.no_grad():
         whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         cache, got = None, []
-        for start, stop in ((0, 20), (20, 21), (21, 22), (22, 30)):
+        for start, stop in ((0, 6), (6, 20), (20, 21), (21, 22), (22, 30)):
             asked.clear()
-            out = model(
-                input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True
-            )
+            seen = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+            out = model(input_ids=ids[:, start:stop], **seen, use_cache=True)
             cache = out.past_key_values
             got.append(out.logits)
             assert len(asked) <= 2
