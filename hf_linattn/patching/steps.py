@@ -84,6 +84,8 @@ def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras
     """
     layer = call.layer
     layer.prepared = None
+    if not call.query.is_cpu:  # kernels in C++ alone are prepared
+        return
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
         return
     if child.modifiers or child.needs_hidden or child.keeps_gates or child.attention.offloaded_inside():
