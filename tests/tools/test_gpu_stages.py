@@ -64,6 +64,12 @@ def test_patches(tmp_path):
     assert all(row["ok"] and 0 < row["worst"] < row["allowed"] for row in rows), rows
 
 
+def test_patches_that_all_fail_are_on_the_page():
+    page = gpu_kit.module("gpu_stages.page")
+    row = {"case": {"patch": "elu1", "dtype": "float32"}, "ok": False, "error": "RuntimeError: no"}
+    assert page._patches([row])[1].splitlines()[-1] == "| float32 | 0 | - | - | - | 1 |"
+
+
 def test_a_patch_that_differs_is_a_row(tmp_path, monkeypatch):
     patches = gpu_kit.module("gpu_stages.patches")
     run = patches._run

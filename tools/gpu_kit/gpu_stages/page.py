@@ -112,11 +112,13 @@ def _patches(rows: list[Row]) -> list[str]:
     """By dtype: how many patches, and the largest error of logits and gradients."""
     body = []
     for dtype in dict.fromkeys(row["case"]["dtype"] for row in rows):
-        own = [row for row in rows if row["case"]["dtype"] == dtype and "errors" in row]
+        own = [row for row in rows if row["case"]["dtype"] == dtype]
+        found = [row["errors"] for row in own if "errors" in row]
         worst = [
-            f"{max(row['errors'][name] for row in own):.1e}" for name in ("logits", "decoded", "gradient")
+            f"{max(errors[name] for errors in found):.1e}" if found else "-"
+            for name in ("logits", "decoded", "gradient")
         ]
-        body.append([dtype, str(len(own)), *worst, str(sum(not row["ok"] for row in own))])
+        body.append([dtype, str(len(found)), *worst, str(sum(not row["ok"] for row in own))])
     heads = ["dtype", "patches", "largest error of logits", "of decoded ones", "of the gradient", "failed"]
     return ["A small Llama with each patch against the same model in float64:", table(heads, body)]
 

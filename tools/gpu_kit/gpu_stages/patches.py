@@ -30,7 +30,7 @@ COMPOSED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("window+hedgehog", WINDOW),
     ("window+decay", WINDOW),
     ("delta", {"feature_map": "taylor2", "front": True, "conv": 4}),
-    ("softmax1+logn", {"train_length": 64}),
+    ("softmax1+logn", {}),
     ("gated+output_norm", {}),
 )
 CHOICES = ("lsh", "topk", "power", "entmax15", "unscaled")
