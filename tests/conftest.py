@@ -3,8 +3,12 @@
 import gc
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from helpers import warm
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -38,3 +42,26 @@ def compiled(folder, monkeypatch):
     """Kernels in C++ are asked for."""
     monkeypatch.setenv("HF_LINATTN_CPP", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    """A `python` whose imports are done, see helpers/warm.py; the real one where forking is not safe."""
+    if sys.platform != "linux":
+        yield sys.executable
+        return
+    folder = tmp_path_factory.mktemp("warm")
+    command = [sys.executable, warm.__file__, str(folder)]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, start_new_session=True, **options) as server:
+        assert server.stdout.readline() == f"{warm.READY}\n".encode()
+        yield str(folder / "python")
+        server.stdin.close()
+
+
+@pytest.fixture
+def warm_start(warm_python, monkeypatch):
+    """Processes started by the test, and by what it starts, do not wait for imports."""
+    folders = (str(Path(path).parent) for path in (warm_python, sys.executable))
+    monkeypatch.setenv("PATH", os.pathsep.join([*folders, os.environ["PATH"]]))
+    monkeypatch.setattr(sys, "executable", warm_python)

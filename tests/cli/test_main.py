@@ -78,6 +78,7 @@ def test_json_files(tmp_path):
         read_json(tmp_path / "missing.json")
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_quiet_libraries():
     code = """
 import datasets

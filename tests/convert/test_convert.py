@@ -6,7 +6,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -22,7 +21,7 @@ from helpers.fixtures_finetune import (
     weights_of,
     workplace,
 )
-from helpers.launch import in_two_processes
+from helpers.launch import TORCHRUN, in_two_processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,10 +45,10 @@ def read(path):
 
 
 @pytest.fixture(scope="module")
-def converted(workplace):
+def converted(workplace, warm_python):
     """Folder of an uninterrupted conversion to hedgehog in three stages."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "hf_linattn.convert", *THREE, "--output-dir", "converted"]
+    command = [warm_python, "-m", "hf_linattn.convert", *THREE, "--output-dir", "converted"]
     done = subprocess.run(
         command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -113,6 +112,7 @@ def test_the_first_validation_of_distillation_is_the_divergence_of_what_transfer
     assert abs(read(converted / "distill/results.json")["eval_loss_before"] - want.item()) < 1e-5
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_killed_in_every_stage_it_ends_with_the_same_bytes(converted):
     argv = (*THREE, "--checkpoint-every", "2", "--output-dir", "killed", "--resume")
     for stage, step in zip(STAGES, (1, 3, 5), strict=True):
@@ -124,8 +124,12 @@ def test_killed_in_every_stage_it_ends_with_the_same_bytes(converted):
     assert read("killed/validation.json") == read(converted / "validation.json")
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_two_processes_give_the_result_of_one(converted):
-    in_two_processes("-m", "hf_linattn.convert", *THREE, "--batch-size", "2", "--output-dir", "both")
+    in_two_processes(
+        *("-m", "hf_linattn.convert", *THREE, "--batch-size", "2", "--output-dir", "both"),
+        launcher=TORCHRUN,
+    )
     for stage in STAGES:
         one = load_file(converted / stage / "model.safetensors")
         both = load_file(f"both/{stage}/model.safetensors")

@@ -11,7 +11,7 @@ import torch
 from helpers import tiny_models
 from helpers.fixtures_finetune import rows_of, surroundings
 from helpers.fixtures_masked_lm import masking, workplace
-from helpers.launch import in_two_processes
+from helpers.launch import TORCHRUN, in_two_processes
 from transformers import AutoTokenizer, BertForMaskedLM, BertModel
 
 from hf_linattn import describe, from_pretrained, patch_model
@@ -214,7 +214,8 @@ def test_models_with_other_heads_and_decoders_without(name, objective, workplace
 def test_two_processes_learn_hidden_states_as_one(bare):
     argv = ["--model", bare, *BASE, "--stages", "distill", "--distill-tokens", str(6 * 4 * 34)]
     assert main([*argv, "--output-dir", "one"]) == 0
-    in_two_processes("-m", "hf_linattn.convert", *argv, "--batch-size", "2", "--output-dir", "two")
+    two = ("--batch-size", "2", "--output-dir", "two")
+    in_two_processes("-m", "hf_linattn.convert", *argv, *two, launcher=TORCHRUN)
     one, two = read("one/validation.json"), read("two/validation.json")
     assert two == pytest.approx(one, rel=1e-3)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.fixtures_convert import BASE
 from helpers.fixtures_finetune import surroundings, weights_of, workplace
-from helpers.launch import in_two_processes
+from helpers.launch import TORCHRUN, in_two_processes
 from transformers import AutoConfig, BloomConfig, Gemma3Config, GPT2Config, LlamaConfig
 
 from hf_linattn import describe, from_pretrained
@@ -146,6 +146,7 @@ def test_help_is_in_groups(capsys):
     assert text.index("\n  --target") > places[3]
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_learned(monkeypatch):
     argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
     argv += ["--mixed-precision", "bf16"]
@@ -179,7 +180,7 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
 def test_two_processes_keep_the_same_layer():
     """The first ranks the layers while the second waits; both train the hybrid that it leaves."""
     argv = [*SMALL, "--preset", "recall", "--options", '{"size": 8}', "--tokens", "1280"]
-    in_two_processes("-m", "hf_linattn.convert", *argv, "--output-dir", "recalls-2")
+    in_two_processes("-m", "hf_linattn.convert", *argv, "--output-dir", "recalls-2", launcher=TORCHRUN)
     [kept] = json.loads(Path("recalls-2/layers/chosen.json").read_text())["layers"]
     trained = describe(from_pretrained("recalls-2/distill"))
     assert [row.patch for row in trained] == [

@@ -43,6 +43,7 @@ def command(model, text, folder, *extra):
     return [*arguments, "--eval-tokens", "96", "--new-tokens", "4", "--jobs", "2", *extra]
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_whole_demo_then_again_from_its_files(model, text, tmp_path, capsys):
     folder = tmp_path / "out"
     assert main(command(model, text, folder)) == 0
@@ -126,6 +127,7 @@ def test_folder_of_something_else_is_left_alone(model, text, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"mine.txt", "text.txt"}
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_failed_job_shows_the_end_of_its_log(model, text, tmp_path, capsys):
     assert main(command(model, text, tmp_path / "out", "--lr", "1e30", "--jobs", "3")) == 1
     error = capsys.readouterr().err

@@ -22,6 +22,7 @@ def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_notebook_then_the_command_again(model, tmp_path, monkeypatch, capsys):
     text, folder = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("".join(f"{n}. {SENTENCE}" for n in range(200)))

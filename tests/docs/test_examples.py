@@ -27,6 +27,7 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", sorted(PROMISES))
+@pytest.mark.usefixtures("warm_start")
 def test_example_runs(name, model):
     steps = ["2"] if name == "linear_and_sparse.py" else []
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), str(model), *steps]

@@ -44,6 +44,7 @@ from hf_linattn.training import loop as training
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_killed_and_resumed_run_ends_with_the_same_bytes(finished):
     argv = (*SHORT, "--checkpoint-every", "3", "--output-dir", "killed", "--resume")
     kill_at_step(start_slowly("finetune", *argv), "killed", 2)
@@ -105,6 +106,7 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
     assert "it began with other data_sha256" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_two_processes_give_the_result_of_one(workplace):
     # dropout differs between processes by design
     common = [*SHORT, "--no-dropout", "--grad-accum", "2", "--max-steps", "5", "--checkpoint-every", "2"]

@@ -372,6 +372,7 @@ def test_a_compiler_that_fails_is_heard(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_a_second_process_finds_the_library_compiled(compiled, folder):
     build.compiled.__wrapped__()
     made = {path: path.stat().st_mtime_ns for path in folder.rglob("*.so")}

@@ -64,8 +64,8 @@ CALLS = {
 class Jobs:
     """Jobs of `parallel_jobs.py`, and what came out of them."""
 
-    def __init__(self, folder):
-        self.folder, self.jobs, self.numbers = folder, [], {}
+    def __init__(self, folder, python=sys.executable):
+        self.python, self.folder, self.jobs, self.numbers = python, folder, [], {}
 
     def add(self, name, world, call, *arguments, seconds=90):
         self.numbers[name] = len(self.jobs)
@@ -77,7 +77,7 @@ class Jobs:
         (self.folder / "jobs.json").write_text(json.dumps(self.jobs))
         script = str(ROOT / "tests" / "helpers" / "parallel_jobs.py")
         done = subprocess.run(
-            [sys.executable, script, "jobs.json"],
+            [self.python, script, "jobs.json"],
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -114,8 +114,8 @@ def perplexity(*words):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    found = Jobs(tmp_path_factory.mktemp("parallel"))
+def jobs(tmp_path_factory, warm_python):
+    found = Jobs(tmp_path_factory.mktemp("parallel"), warm_python)
     make_workplace(found.folder)
     cases = {name: {"patch": patch, "options": options} for name, (patch, options) in CASES.items()}
     families = [{"patch": "window+gated", "options": {"size": 6}, "family": name} for name in FAMILIES]

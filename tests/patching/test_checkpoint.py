@@ -166,6 +166,7 @@ assert "hf_linattn" not in sys.modules
 """
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_plain_loaders_fail_without_the_package(folder, tmp_path):
     for kind in KINDS:
         patched_model(kind).save_pretrained(tmp_path / kind)

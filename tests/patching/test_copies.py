@@ -59,6 +59,7 @@ torch.save((found, plain), sys.argv[3])
 """
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_another_process_reads_a_whole_model(tmp_path):
     models = {kind: patched_model(kind) for kind in KINDS}
     files = [tmp_path / name for name in ("models", "ids", "logits")]

@@ -47,6 +47,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_killed_while_saving(tmp_path):
     model = patched_model("hybrid")
     old, new = tmp_path / "old", tmp_path / "new"

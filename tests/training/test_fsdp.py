@@ -65,7 +65,7 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def ended(workplace):
+def ended(workplace, warm_python):
     """How each job ended, in both processes."""
     model = AutoModelForCausalLM.from_pretrained(workplace / "model")
     with torch.no_grad():
@@ -82,9 +82,8 @@ def ended(workplace):
         for name, (command, argv, kill) in JOBS.items()
     ]
     (workplace / "jobs.json").write_text(json.dumps(jobs))
-    in_two_processes(
-        ROOT / "tests" / "helpers" / "fsdp_jobs.py", "jobs.json", launcher=SHARDED, cwd=workplace
-    )
+    script = ROOT / "tests" / "helpers" / "fsdp_jobs.py"
+    in_two_processes(script, "jobs.json", launcher=SHARDED, cwd=workplace, python=warm_python)
     return {
         name: [json.loads((workplace / f"{number}.{process}.json").read_text()) for process in (0, 1)]
         for number, name in enumerate(JOBS)

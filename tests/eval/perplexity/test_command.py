@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from helpers.fixtures_perplexity import TEXTS, curve, make_folder, make_texts
-from helpers.launch import in_two_processes
+from helpers.launch import TORCHRUN, in_two_processes
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
@@ -69,10 +69,13 @@ def test_command_metric_and_function_agree(folder, data, model, tokenizer, tmp_p
     assert (tmp_path / "perplexity.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_two_processes_give_the_same_file(folder, data, tmp_path):
+@pytest.mark.usefixtures("warm_start")
+def test_two_processes_give_the_same_file(folder, data, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     extra = ("--lengths", "64,128", "--stride", "32", "--max-tokens", "480", "--batch-size", "2")
     both = tmp_path / "both"
-    printed = in_two_processes("-m", "hf_linattn.eval.perplexity", *command(folder, data, both, *extra))
+    words = ("-m", "hf_linattn.eval.perplexity", *command(folder, data, both, *extra))
+    printed = in_two_processes(*words, launcher=TORCHRUN)
     assert printed.count("byte_ppl") == 1
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
