@@ -35,9 +35,8 @@ CASES = {
 }
 
 
-WITH_WINDOWS = ("H100, 128", "A100, 64, features, decay, grouped heads")
-ALWAYS = WITH_WINDOWS
-"""The others are compiled with `-m full`."""
+ALWAYS = ("H100, 128", "A100, 64, features, decay, grouped heads")
+"""The others are compiled with `-m full`, and so are the windows of the first."""
 
 
 def kernels():
@@ -60,10 +59,18 @@ def compiler(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in CASES]
+    ("name", "windows"),
+    [
+        *(
+            pytest.param(name, False, marks=() if name == ALWAYS[0] else pytest.mark.full)
+            for name in CASES
+            if name != ALWAYS[1]
+        ),
+        pytest.param(ALWAYS[0], True, marks=pytest.mark.full),
+        (ALWAYS[1], True),
+    ],
 )
-def test_kernels_fit_the_device(compiler, name):
-    windows = name in WITH_WINDOWS
+def test_kernels_fit_the_device(compiler, name, windows):
     found = compiler(*CASES[name], calls=targets.CALLS if windows else targets.LINEAR)
     expected = {kernel for kernel in kernels() if windows or not kernel.startswith("window")}
     if CASES[name][1].D > window_rest.WIDEST:
