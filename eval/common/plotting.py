@@ -29,6 +29,8 @@ WORDY = 120
 """Cells up to which a heatmap also shows its numbers."""
 THEMES = {"light": ("#1d2430", "#d8dde6", "#3c4656"), "dark": ("#e8ecf2", "#39424f", "#c3cad5")}
 """Ink, grid lines, small text."""
+SVG: dict[str, Any] = {"format": "svg", "transparent": True, "metadata": {"Date": None}}
+"""How pictures for a page are saved."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,25 @@ def look(index: int | None) -> dict[str, Any]:
 
 def themed(build: Callable[[str, str], Figure], alt: str) -> Picture:
     """Draw a figure in both colour schemes; `build` gets the colours of ink and of grid lines."""
-    uris = {}
-    for theme, (ink, grid, small) in THEMES.items():
-        settings: Any = {"svg.hashsalt": "hf_linattn", "font.size": 10}
-        settings |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), small)
-        settings |= dict.fromkeys(("axes.edgecolor", "grid.color"), grid)
-        with rc_context(settings):
-            figure = build(ink, grid)
-            file = io.BytesIO()
-            figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-        uris[theme] = "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
-    return Picture(uris["light"], uris["dark"], alt)
+    ink, grid, small = THEMES["light"]
+    settings: Any = {"svg.hashsalt": "hf_linattn", "font.size": 10}
+    settings |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), small)
+    settings |= dict.fromkeys(("axes.edgecolor", "grid.color"), grid)
+    with rc_context(settings):
+        figure = build(ink, grid)
+        file = io.BytesIO()
+        figure.savefig(file, **SVG)
+    return in_both_schemes(file.getvalue(), alt)
+
+
+def in_both_schemes(drawn: bytes, alt: str) -> Picture:
+    """Make a picture of an SVG in the light colours; `alt` is what it shows, in words."""
+    light = dark = drawn.decode()
+    # drawing takes seconds, and the schemes differ by these colours alone
+    for ours, theirs in zip(THEMES["light"], THEMES["dark"], strict=True):
+        dark = dark.replace(ours, theirs)
+    uris = (base64.b64encode(text.encode()).decode() for text in (light, dark))
+    return Picture(*(f"data:image/svg+xml;base64,{uri}" for uri in uris), alt)
 
 
 def log2_axis(axes: Axes, lengths: Sequence[int] = (), form: str = "{:g}") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.plotting import MAP, THEMES, Picture, log2_axis, write_cells
+from ..common.plotting import MAP, SVG, THEMES, Picture, in_both_schemes, log2_axis, write_cells
 from .results import Diagnosis
 
 Matrices = Mapping[str, NDArray[np.float32]]
@@ -194,11 +193,4 @@ def picture(draw: Draw, diagnosis: Diagnosis, matrices: Matrices, alt: str) -> P
         matrices: of the chosen heads.
         alt: what the picture shows, in words.
     """
-    form: dict[str, Any] = {"format": "svg", "transparent": True, "metadata": {"Date": None}}
-    light = dark = _drawn(draw, diagnosis, matrices, **form).decode()
-    # drawing takes seconds, and the schemes differ by these colours alone
-    for ours, theirs in zip(THEMES["light"], THEMES["dark"], strict=True):
-        dark = dark.replace(ours, theirs)
-    light, dark = (base64.b64encode(drawn.encode()).decode() for drawn in (light, dark))
-    start = "data:image/svg+xml;base64,"
-    return Picture(start + light, start + dark, alt)
+    return in_both_schemes(_drawn(draw, diagnosis, matrices, **SVG), alt)

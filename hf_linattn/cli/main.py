@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -118,11 +119,13 @@ def package_versions(packages: Iterable[str], *, missing: str | None = None) -> 
         packages: names as pip knows them.
         missing: what stands for one that is not installed; with None it is left out.
     """
-    versions: dict[str, str] = {}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            if missing is not None:
-                versions[name] = missing
-    return versions
+    found = {name: _version(name) or missing for name in packages}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+@functools.cache  # every patched model notes some, and reading one takes a millisecond
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

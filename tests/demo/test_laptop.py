@@ -26,6 +26,7 @@ def model(tmp_path_factory):
 def test_notebook_then_the_command_again(model, tmp_path, monkeypatch, capsys):
     text, folder = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("".join(f"{n}. {SENTENCE}" for n in range(200)))
+    monkeypatch.setattr("hf_linattn.demo.folder.cores", lambda: 1)
     words = ["--data", str(text), "--tokens", "256", "--block-size", "32", "--lengths", "32,64"]
     words += ["--eval-tokens", "48", "--new-tokens", "4", "--cpu"]
     for name, value in {"MODEL": str(model), "OUT": str(folder), "ARGS": " ".join(words)}.items():

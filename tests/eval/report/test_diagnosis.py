@@ -1,6 +1,7 @@
 """The diagnose command, its files, and their section in the report."""
 
 import csv
+import io
 import json
 import re
 from base64 import b64decode
@@ -12,10 +13,12 @@ from helpers.fixtures_demo import SENTENCE, save_model
 from helpers.fixtures_report import comparison
 from helpers.pages import Page
 from helpers.paths import BASE, ROOT
+from PIL import Image
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained, patch_model
 from hf_linattn.eval.diagnose import __main__ as command
+from hf_linattn.eval.diagnose import plot
 from hf_linattn.eval.diagnose.measure import diagnose
 from hf_linattn.eval.diagnose.outputs import read
 from hf_linattn.eval.report import __main__ as report
@@ -50,6 +53,16 @@ def results(folder, text, tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Drawing takes longer than everything else here; two tests look at the pictures."""
+    file = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(file, format="png")
+    files = {"svg": b"<svg/>", "png": file.getvalue()}
+    monkeypatch.setattr(plot, "_drawn", lambda *about, format, **form: files[format])
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_command_on_the_base_model(tmp_path, capsys):
     text = ROOT / "tests" / "attention" / "test_generate.py"
     assert command.main(arguments(BASE, text, tmp_path / "out", "--patch", "softmax1")) == 0
@@ -153,6 +166,7 @@ def test_report_shows_diagnoses(results, tmp_path):
         assert b"<svg" in b64decode(link.removeprefix("data:image/svg+xml;base64,"))[:400]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_report_beside_other_results(results, tmp_path):
     comparison(tmp_path)
     plain, both = tmp_path / "plain.html", tmp_path / "both.html"
@@ -166,6 +180,7 @@ def test_report_beside_other_results(results, tmp_path):
         assert heading in text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_report_refuses(results, folder, text, tmp_path, capsys):
     def refused(reason, *extra):
         assert report.main(["--output", str(tmp_path / "x.html"), *map(str, extra)]) == 1
@@ -186,6 +201,7 @@ def test_report_refuses(results, folder, text, tmp_path, capsys):
     refused("holds no diagnosis that can be read", "--diagnose", broken)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_diagnoses_are_recognised_among_folders(results, tmp_path, capsys):
     output = tmp_path / "report.html"
     assert report.main([str(results), "--output", str(output)]) == 0
