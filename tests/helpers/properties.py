@@ -86,16 +86,16 @@ FIRST = ("mqa, odd head_dim", "gemma3")
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
 
 
-def marked(pairs):
-    """The pairs as pytest parameters; those that only `-m full` runs are marked."""
+def marked(pairs, first=FIRST):
+    """The pairs as pytest parameters; those that only `-m full` runs are marked. `first` is like `FIRST`."""
     return [
-        pytest.param(family, case, marks=() if _always(family, case) else pytest.mark.full)
+        pytest.param(family, case, marks=() if _always(family, case, first) else pytest.mark.full)
         for family, case in pairs
     ]
 
 
-def _always(family, case):
-    return family in WHOLE or case in REPRESENTATIVES or (family in FIRST and ", " not in case)
+def _always(family, case, first):
+    return family in WHOLE or case in REPRESENTATIVES or (family in first and ", " not in case)
 
 
 CUTS = (0, 7, 71, 72, 100)

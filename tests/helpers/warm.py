@@ -28,7 +28,7 @@ from pathlib import Path
 
 IMPORTS = ("accelerate", "datasets", "evaluate", "matplotlib.pyplot", "transformers.modeling_utils")
 READ_BY_IMPORTS = ("CUDA_", "HF_", "HOME", "LD_", "MKL_", "MPL", "PYTHON", "TORCH_", "TRANSFORMERS_")
-OTHERS = ("HF_LINATTN_", "PYTHON_EXEC")  # read when they are needed
+OTHERS = ("HF_LINATTN_", "PYTHON_EXEC", "PYTHONPATH")  # not by the imports
 READY = "ready"
 
 SCRIPT = """#!{python} -SE
@@ -149,6 +149,7 @@ def become(plain, python, words, options, environment, folder):
     np.random.seed()  # noqa: NPY002  the generator that libraries share
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
     kind, *rest = words
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if kind == "-m":
         sys.argv, sys.path[0] = rest, folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

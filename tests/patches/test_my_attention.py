@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from helpers.paths import EXAMPLES
 
 import hf_linattn
@@ -18,6 +19,7 @@ def run(*command, **environment):
     return done.stdout
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_installed_it_is_found_and_its_tests_pass(tmp_path):
     copy, target = tmp_path / "copy", tmp_path / "target"
     copy.mkdir()
@@ -34,6 +36,7 @@ def test_installed_it_is_found_and_its_tests_pass(tmp_path):
     assert "sparsemax" not in hf_linattn.available_patches()  # not here, where it is not installed
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_a_package_that_does_not_load_is_named(tmp_path):
     info = tmp_path / "broken-1.dist-info"
     info.mkdir()

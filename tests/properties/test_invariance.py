@@ -63,12 +63,17 @@ class TestEveryFamily:
     def test_padding_changes_nothing(self, family, case, side):
         check_padding(family, case, side)
 
-    def test_rows_are_independent(self, family, case):
-        check_rows(family, case)
-
     def test_half_precision(self, family, case):
         for dtype in (torch.bfloat16, torch.float16)[: 2 if family in VARIANTS else 1]:
             check_half_precision(family, case, dtype)
+
+
+@pytest.mark.parametrize(("family", "case"), marked(PAIRS, first=()))
+class TestThePatchAlone:
+    """What depends on the patch and hardly on the model."""
+
+    def test_rows_are_independent(self, family, case):
+        check_rows(family, case)
 
     def test_unpatch_leaves_no_trace(self, family, case):
         check_unpatch(family, case)
