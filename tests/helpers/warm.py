@@ -27,7 +27,10 @@ import warnings
 from pathlib import Path
 
 IMPORTS = ("accelerate", "datasets", "evaluate", "matplotlib.pyplot", "transformers.modeling_utils")
-READ_BY_IMPORTS = ("CUDA_", "HF_", "HOME", "LD_", "MKL_", "MPL", "PYTHON", "TORCH_", "TRANSFORMERS_")
+READ_BY_IMPORTS = (
+    *("CUDA_", "HF_", "HOME", "LD_", "MKL_", "MPL", "PYTHON", "TORCH_", "TRANSFORMERS_"),
+    "TRITON_INTERPRET",  # torch itself sets others as it compiles
+)
 OTHERS = ("HF_LINATTN_", "PYTHON_EXEC", "PYTHONPATH")  # not by the imports
 READY = "ready"
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def llama():
     return tiny_models.llama(dtype=torch.float32, vocab_size=WORDS).eval()
 
 
+def forget_code():
+    """Of other tests in this process, from another folder."""
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model with its code; Python imports that from one place as long as it runs."""
@@ -51,8 +58,10 @@ def folder(tmp_path_factory):
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": MAP}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patched:
+        forget_code()
         patched.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield folder
+        forget_code()
 
 
 def load(folder):
