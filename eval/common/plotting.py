@@ -69,8 +69,9 @@ def in_both_schemes(drawn: bytes, alt: str) -> Picture:
     # drawing takes seconds, and the schemes differ by these colours alone
     for ours, theirs in zip(THEMES["light"], THEMES["dark"], strict=True):
         dark = dark.replace(ours, theirs)
-    uris = (base64.b64encode(text.encode()).decode() for text in (light, dark))
-    return Picture(*(f"data:image/svg+xml;base64,{uri}" for uri in uris), alt)
+    light, dark = (base64.b64encode(text.encode()).decode() for text in (light, dark))
+    start = "data:image/svg+xml;base64,"
+    return Picture(start + light, start + dark, alt)
 
 
 def log2_axis(axes: Axes, lengths: Sequence[int] = (), form: str = "{:g}") -> None:
