@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib import metadata
 from itertools import pairwise
 
-from hf_linattn.cli.versions import check_versions
+from hf_linattn.cli.versions import check_versions, installed
 from hf_linattn.errors import LinattnError, ProcessLostError, TrainingError
 
 
@@ -119,13 +117,5 @@ def package_versions(packages: Iterable[str], *, missing: str | None = None) -> 
         packages: names as pip knows them.
         missing: what stands for one that is not installed; with None it is left out.
     """
-    found = {name: _version(name) or missing for name in packages}
+    found = {name: installed(name) or missing for name in packages}
     return {name: version for name, version in found.items() if version is not None}
-
-
-@functools.cache  # every patched model notes some, and reading one takes a millisecond
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -12,6 +13,15 @@ from hf_linattn.errors import VersionError
 
 NAME = "hf-linattn"
 LOWER = (">", ">=", "==", "~=")
+
+
+@functools.cache  # every patched model notes some, and reading one takes a millisecond
+def installed(package: str) -> str | None:
+    """Tell the version of a package, named as pip knows it; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def requirements(extra: str) -> Iterator[Requirement]:
@@ -46,9 +56,8 @@ def check_versions(extra: str = "") -> None:
         VersionError: one is too old, or too new.
     """
     for requirement in requirements(extra):
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = installed(requirement.name)
+        if version is None:
             continue
         failing = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
         if not failing:

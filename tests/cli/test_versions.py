@@ -6,16 +6,23 @@ from importlib import metadata
 import pytest
 
 from hf_linattn.cli.main import exit_status
-from hf_linattn.cli.versions import check_versions, requirements
+from hf_linattn.cli.versions import check_versions, installed, requirements
 from hf_linattn.errors import LinattnError, VersionError
 
-installed = metadata.version
+real = metadata.version
+
+
+@pytest.fixture(autouse=True)
+def read_anew():
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
 
 
 @pytest.fixture
 def pretend(monkeypatch):
     def other(**versions):
-        monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or installed(name))
+        monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or real(name))
 
     return other
 

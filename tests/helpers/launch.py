@@ -21,14 +21,8 @@ def in_two_processes(*words, launcher=(*ACCELERATE, "--cpu"), cwd=None, python=N
     port = "--master_port" if launcher is TORCHRUN else "--main_process_port"
     python = python or sys.executable
     # a process on the CPU asks its parent how many there are, and a warm one has another parent
-    command = [
-        PYTHON if "--cpu" in launcher else python,
-        "-m",
-        *launcher,
-        port,
-        free_port(),
-        *map(str, words),
-    ]
+    started = PYTHON if "--cpu" in launcher else python
+    command = [started, "-m", *launcher, port, free_port(), *map(str, words)]
     environment = {
         **os.environ,
         "PYTHON_EXEC": python,

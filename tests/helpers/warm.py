@@ -41,21 +41,18 @@ if os.path.basename(sys.argv[0]) == "accelerate":
     words = ["-m", "accelerate.commands.accelerate_cli", *words]
 while words[:1] == ["-W"]:
     options, words = [*options, words[1]], words[2:]
-environment = dict(os.environ)
-read = {{k: v for k, v in environment.items() if k.startswith({read!r}) and not k.startswith({others!r})}}
 known = words and (words[0] in ("-m", "-c") or not words[0].startswith("-"))
-connection = socket.socket(socket.AF_UNIX)
-try:
-    if not known or read != {environment!r}:
-        raise OSError
+child = 0
+if known:
+    what = [os.path.join(os.path.dirname(__file__), "python"), words, options, dict(os.environ), os.getcwd()]
+    connection = socket.socket(socket.AF_UNIX)
     connection.connect({path!r})
-except OSError:
+    socket.send_fds(connection, [b"!"], [0, 1, 2])
+    connection.sendall(json.dumps(what).encode("utf-8", "surrogateescape") + b"\\n")
+    answers = connection.makefile("rb")
+    child = int(answers.readline())
+if not child:
     os.execv({python!r}, [{python!r}, *[x for o in options for x in ("-W", o)], *words])
-what = [os.path.join(os.path.dirname(__file__), "python"), words, options, environment, os.getcwd()]
-socket.send_fds(connection, [b"!"], [0, 1, 2])
-connection.sendall(json.dumps(what).encode("utf-8", "surrogateescape") + b"\\n")
-answers = connection.makefile("rb")
-child = int(answers.readline())
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, frame: os.kill(child, number))
 status = int(answers.readline())
@@ -82,13 +79,7 @@ def serve(folder):
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen()
-    text = SCRIPT.format(
-        python=sys.executable,
-        path=path,
-        read=READ_BY_IMPORTS,
-        others=OTHERS,
-        environment=read_by_imports(os.environ),
-    )
+    text = SCRIPT.format(python=sys.executable, path=path)
     for name in ("python", "accelerate"):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -107,10 +98,17 @@ def serve(folder):
 
 
 def keep(connection):
-    """Fork once more; wait for the command, kill it when who asked for it is gone."""
+    """Fork once more; wait for the command, kill it when who asked for it is gone.
+
+    Answers with the command's process, or 0 for the real interpreter, and then with its exit status.
+    """
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     answers = connection.makefile("rwb", buffering=0)
     command = json.loads(answers.readline().decode("utf-8", "surrogateescape"))
+    environment = command[3]
+    if read_by_imports(environment) != read_by_imports(os.environ):
+        answers.write(b"0\n")
+        os._exit(0)
     child = os.fork()
     if child == 0:
         connection.close()

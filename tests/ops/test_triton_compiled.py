@@ -35,8 +35,13 @@ CASES = {
 }
 
 
-ALWAYS = ("H100, 128", "A100, 64, features, decay, grouped heads")
-"""The others are compiled with `-m full`, and so are the windows of the first."""
+WITH_WINDOWS = ("H100, 128", "A100, 64, features, decay, grouped heads")
+COMPILED = [
+    *((name, False) for name in CASES if name != WITH_WINDOWS[1]),
+    *((name, True) for name in WITH_WINDOWS),
+]
+ALWAYS = ((WITH_WINDOWS[0], False), (WITH_WINDOWS[1], True))
+"""The others are compiled with `-m full`."""
 
 
 def kernels():
@@ -60,15 +65,7 @@ def compiler(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "windows"),
-    [
-        *(
-            pytest.param(name, False, marks=() if name == ALWAYS[0] else pytest.mark.full)
-            for name in CASES
-            if name != ALWAYS[1]
-        ),
-        pytest.param(ALWAYS[0], True, marks=pytest.mark.full),
-        (ALWAYS[1], True),
-    ],
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full) for case in COMPILED],
 )
 def test_kernels_fit_the_device(compiler, name, windows):
     found = compiler(*CASES[name], calls=targets.CALLS if windows else targets.LINEAR)
