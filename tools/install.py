@@ -42,6 +42,7 @@ def main(folder):
         install_torch(python)
     if not pip(python, "-e", f"{ROOT}[dev]"):
         fail("pip could not install the project; see its messages above")
+    compile_modules(python, folder)
     stamp.write_text(wanted)
 
 
@@ -94,8 +95,14 @@ def works(python, code):
 
 def pip(python, *arguments):
     """Run pip install in the environment; whether it succeeded."""
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
-    return subprocess.call(command) == 0
+    options = ["--disable-pip-version-check", "--no-compile", "-q"]
+    return subprocess.call([str(python), "-m", "pip", "install", *options, *arguments]) == 0
+
+
+def compile_modules(python, folder):
+    """Compile to bytecode on all processors, where pip takes one; but the tests of others."""
+    command = [str(python), "-m", "compileall", "-qq", "-j", "0", "-x", r"[\\/]tests[\\/]", str(folder)]
+    subprocess.call(command)  # what does not compile says so when it is imported
 
 
 def fail(message):

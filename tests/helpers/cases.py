@@ -1,6 +1,6 @@
 """Every patch with the options under which the suites run it: sizes that matter in some hundred tokens."""
 
-from helpers.formulas import linear, output, salient, scores, sparse, state
+from helpers.formulas import heavy, linear, output, salient, scores, sparse, state
 from helpers.oracle import Case
 
 CASES = {
@@ -13,6 +13,7 @@ CASES = {
     **linear.CASES,
     **state.CASES,
     **salient.CASES,
+    **heavy.CASES,
     **scores.CASES,
     **sparse.CASES,
     **output.CASES,

@@ -412,5 +412,5 @@ def as_oracle(model: nn.Module, patch: str, **options: Any) -> Iterator[Run]:
             config._attn_implementation_internal = implementation
 
 
-for _module in ("first", "linear", "state", "scores", "sparse", "output"):
+for _module in ("first", "linear", "state", "heavy", "scores", "sparse", "output"):
     importlib.import_module("helpers.formulas." + _module)

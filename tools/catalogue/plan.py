@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": NEAR,
     "window+elu1": NEAR,
     "window+hedgehog": NEAR,
+    "h2o": {"size": 64, "heavy": 64, "sinks": 4},
     "local": {"size": 64},
     "strided": {"stride": 64},
     "topk": {"k": 32},
