@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
+from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
-from hf_linattn.ops.softmax import capped, scores_of, sink_column
+from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import exporting
-from hf_linattn.patches.window.ring import spread
+from hf_linattn.patches.window.ring import counted, spread
 from hf_linattn.patches.window.rotary import rotary_of
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
@@ -21,34 +22,48 @@ from hf_linattn.registry import register
 class HeavyState(NamedTuple):
     """A cache of constant size: sinks, heavy hitters and last tokens, one column each, then a spare one.
 
-    Which columns hold a token follows from `seen`. The spare one is nobody's: padding goes there.
+    Which columns hold a token follows from how many were seen. The spare one is nobody's: padding goes there.
 
     Attributes:
         key, value: `[B, Hkv, M, D]`.
         weight: attention that each has got, `[B, Hkv, M]`, in float32 (float64 in float64 models).
-        seen: visible tokens so far, int64 `[B]`.
     """
 
     key: Tensor
     value: Tensor
     weight: Tensor
-    seen: Tensor
 
 
 class Round(NamedTuple):
-    """Queries between two evictions, of each row its own.
+    """Queries between two evictions, of each row its own; all layers of a forward share it.
 
     Attributes:
-        number: blocks that have left the window by then, `[B]`.
         index: places of the tokens in the call, `[B, N]`.
+        live: which of them there are; the others repeat some token.
+        span: where they begin and end if they are the same in all rows; None else.
         ranks: their places among the visible ones.
-        live: which of them there are.
+        column: where their keys go.
+        hidden: columns that each does not see, `[B, 1, 1, N, M]`.
+        behind: queries of the round behind each; count: all of them, `[B]`.
+        evicts: rows in which a block leaves before them, `[B]`; None for no row.
+        held: heavy hitters there are before that, `[B, 1, heavy]`.
     """
 
-    number: Tensor
     index: Tensor
-    ranks: Tensor
     live: Tensor
+    span: tuple[int, int] | None
+    ranks: Tensor
+    column: Tensor
+    hidden: Tensor
+    behind: Tensor
+    count: Tensor
+    evicts: Tensor | None
+    held: Tensor
+
+
+def _grouped(query: Tensor, heads: int) -> Tensor:
+    """Put the query heads of a key head in one: `[B, Hkv, G N, D]`."""
+    return query.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
 @register("h2o")
@@ -89,6 +104,7 @@ class H2O(StatefulAttention):
     directions = "causal"
     direction_reason = "what is kept is what earlier queries attended to"
     supports = frozenset(("s_aux", "softcap"))
+    needs_visible_count = True
 
     def __init__(
         self,
@@ -126,140 +142,158 @@ class H2O(StatefulAttention):
                 "'h2o' chooses tokens in as many steps as the text has blocks, and a program for all lengths "
                 "has no such number: leave it out of the plan, or export 'window'"
             )
-        after = state or self._empty(tokens)
-        in_place = tokens.in_place and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        outputs, done = [], 0
-        place = after.seen.new_zeros(len(after.seen), tokens.length + 1)  # the last one is nobody's
-        for turn in self._rounds(tokens, after.seen):
+        after, ours = state or self._empty(tokens), state is None or tokens.in_place
+        functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        outputs = []
+        about = tokens.valid, tokens.key.shape[0], self.size, self.heavy, self.sinks
+        rounds = once(tokens.count, "h2o rounds", about, lambda: list(self._rounds(tokens)))
+        for turn in rounds:
             after = self._without_evicted(after, turn)
-            output, after = self._attended(tokens, after, turn, in_place)
+            output, after = self._attended(tokens, after, turn, in_place=ours and not functional)
             outputs.append(output)
-            spot = torch.arange(done, done + output.shape[2], device=place.device).expand_as(turn.index)
-            place = place.scatter(1, turn.index.masked_fill(~turn.live, tokens.length), spot)
-            done += output.shape[2]
+            ours = True
+        return self._in_order(tokens, rounds, outputs), after
+
+    def _in_order(self, tokens: Tokens, rounds: list[Round], outputs: list[Tensor]) -> Tensor:
+        """Bring what the rounds computed to the places of the tokens; 0 for padding."""
         found = torch.cat(outputs, 2)
-        return tokens.hide(found.gather(2, spread(place[:, :-1], found))), after
+        if all(turn.span is not None for turn in rounds):
+            return found
+        place = torch.zeros_like(rounds[0].index[:, :1]).expand(-1, tokens.length + 1)
+        done = 0  # the last place is nobody's
+        for turn in rounds:
+            spot = torch.arange(done, done + turn.index.shape[1], device=place.device).expand_as(turn.index)
+            place = place.scatter(1, turn.index.masked_fill(~turn.live, tokens.length), spot)
+            done += turn.index.shape[1]
+        return tokens.hide(found.gather(2, spread(place[:, :-1], found)))
 
     def _empty(self, like: Tokens) -> HeavyState:
         """Return the state before the first token."""
         key, value = (x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (like.key, like.value))
-        seen = key.new_zeros(key.shape[0], dtype=torch.int64)
-        return HeavyState(key, value, upcast(key[..., 0]), seen)
+        return HeavyState(key, value, torch.zeros_like(upcast(key[..., 0])))
 
     def _left(self, ranks: Tensor) -> Tensor:
         """Count the blocks that have left the window of queries of these ranks; not positive for none."""
         return (ranks - self.sinks + 1 - self.size).div(self.block, rounding_mode="floor")
 
-    def _rounds(self, tokens: Tokens, seen: Tensor) -> Iterator[Round]:
+    def _begin(self, number: Tensor) -> Tensor:
+        """Return the rank of the first query behind so many evictions."""
+        return number * self.block + self.size + self.sinks - 1
+
+    def _rounds(self, tokens: Tokens) -> Iterator[Round]:
         """Divide the visible tokens of each row by how many blocks have left the window of their queries."""
-        order, count = None, torch.full_like(seen, tokens.length)
-        if tokens.valid is not None:
-            order, count = tokens.valid.logical_not().long().argsort(dim=1, stable=True), tokens.valid.sum(1)
-        number = self._left(seen)
-        rounds, compiling = -(-tokens.length // self.block) + 1, torch.compiler.is_compiling()
+        valid, length, compiling = counted(tokens), tokens.length, torch.compiler.is_compiling()
+        assert tokens.count is not None
+        seen = tokens.count[:, 0].long() - valid[:, 0].long()  # before these tokens
+        order = None if tokens.valid is None else valid.logical_not().long().argsort(dim=1, stable=True)
+        count = valid.sum(1)
+        number, rounds = self._left(seen), -(-length // self.block) + 1
         if not compiling:  # else no number of the state is known, and all rounds are as long
-            last = self._left(seen + count - 1).clamp_min(0)
             number = number.clamp_min(0)
-            rounds = max(int((last - number).max()) + 1, 1)
+            rounds = max(int((self._left(seen + count - 1).clamp_min(0) - number).max()) + 1, 1)
         for _ in range(rounds):
-            start, stop = ((self._begin(at, compiling) - seen).clamp_min(0) for at in (number, number + 1))
-            start, stop = torch.minimum(start, count), torch.minimum(stop, count)
-            width = min(tokens.length, self.block) if compiling else max(int((stop - start).max()), 1)
-            index = start[:, None] + torch.arange(width, device=seen.device)
-            live = index < stop[:, None]
-            index = index.clamp_max(tokens.length - 1)
-            ranks = seen[:, None] + index
-            yield Round(number.clamp_min(0), index if order is None else order.gather(1, index), ranks, live)
+            begin, end = self._begin(number), self._begin(number + 1)
+            if not compiling:  # the first round is as long as it takes until a block leaves
+                begin = begin.masked_fill(number == 0, 0)
+            start, stop = (torch.minimum((x - seen).clamp_min(0), count) for x in (begin, end))
+            width = min(length, self.block) if compiling else max(int((stop - start).max()), 1)
+            places = start[:, None] + torch.arange(width, device=seen.device)
+            live = places < stop[:, None]
+            places = places.clamp_max(length - 1)
+            span = None
+            if not compiling and order is None and bool(live.all()) and bool((start == start[0]).all()):
+                span = int(start[0]), int(stop[0])
+            index = places if order is None else order.gather(1, places)
+            yield self._round(number.clamp_min(0), index, seen[:, None] + places, live, span)
             number = number + 1
 
-    def _begin(self, number: Tensor, compiling: bool) -> Tensor:
-        """Return the rank of the first query behind so many evictions."""
-        first = number * self.block + self.size + self.sinks - 1
-        return first if compiling else first.masked_fill(number == 0, 0)
+    def _round(
+        self, left: Tensor, index: Tensor, ranks: Tensor, live: Tensor, span: tuple[int, int] | None
+    ) -> Round:
+        column, gone = torch.arange(self.columns, device=ranks.device), (left * self.block)[:, None]
+        sinks = column[: self.sinks] <= ranks[..., None]
+        heavy = (column[: self.heavy] < gone)[:, None].expand(-1, ranks.shape[1], -1)
+        window = column[: self.columns - self.first] + gone[..., None] <= (ranks - self.sinks)[..., None]
+        visible = torch.cat([sinks, heavy, window], -1) & (column < self.columns - 1)
+        evicts: Tensor | None = live[:, 0] & (left > 0) & (ranks[:, 0] == self._begin(left))
+        if not torch.compiler.is_compiling() and not bool(live[:, 0].any() and evicts.any()):
+            evicts = None
+        held = (column[: self.heavy] < gone - self.block)[:, None]
+        target = torch.where(ranks < self.sinks, ranks, ranks + self.heavy - gone)
+        target = torch.where(live, target, self.columns - 1)  # the spare one
+        hidden, count = ~visible[:, None, None], live.sum(1)
+        behind = (count[:, None] - torch.arange(1, live.shape[1] + 1, device=live.device)).clamp_min(0)
+        return Round(index, live, span, with_notes(ranks), target, hidden, behind, count, evicts, held)
 
     def _without_evicted(self, before: HeavyState, turn: Round) -> HeavyState:
-        """Choose what stays of the block that leaves and of what was kept, in rows where a round begins."""
-        first = turn.number * self.block + self.size + self.sinks - 1
-        begins = turn.live[:, 0] & (turn.number > 0) & (turn.ranks[:, 0] == first)
-        if not torch.compiler.is_compiling() and not begins.any():
+        """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
+        if turn.evicts is None:
             return before
-        key, value, weight, seen = before
-        column = torch.arange(self.columns, device=seen.device)
-        held = ((turn.number - 1) * self.block)[:, None] > column[: self.heavy]
-        candidates = weight[..., self.sinks : self.first + self.block].detach()
+        candidates = before.weight[..., self.sinks : self.first + self.block]
         mantissa, exponent = torch.frexp(candidates)  # to 16 bits: cuts of a prefill round otherwise
         candidates = torch.ldexp((mantissa * 2**16).round(), exponent)
-        nobody = candidates[..., : self.heavy].masked_fill(~held[:, None], -1.0)
-        candidates = torch.cat([nobody, candidates[..., self.heavy :]], -1)
-        chosen = candidates.sort(stable=True, dim=-1, descending=True).indices[..., : self.heavy]
+        kept = candidates[..., : self.heavy].masked_fill(~turn.held, -1.0)
+        ranked = torch.cat([kept, candidates[..., self.heavy :]], -1)
+        chosen = ranked.sort(stable=True, dim=-1, descending=True).indices[..., : self.heavy]
+        column = torch.arange(self.columns, device=chosen.device)
         rest = (column[self.first :] + self.block).clamp_max(self.columns - 1)
-        columns = [x.expand(*chosen.shape[:2], -1) for x in (column[: self.sinks], rest)]
-        index = torch.cat([columns[0], chosen + self.sinks, columns[1]], -1)
-        index = torch.where(begins[:, None, None], index, column)
-        key, value = (x.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in (key, value))
-        return HeavyState(key, value, weight.gather(2, index), seen)
+        sinks, rest = (x.expand(*chosen.shape[:2], -1) for x in (column[: self.sinks], rest))
+        index = torch.cat([sinks, chosen + self.sinks, rest], -1)
+        index = torch.where(turn.evicts[:, None, None], index, column)
+        rows = torch.arange(index.shape[0] * index.shape[1], device=index.device) * self.columns
+        rows = (index.flatten(0, 1) + rows[:, None]).flatten()  # much faster than to gather
+        return HeavyState(*(x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before))
 
     def _attended(
         self, tokens: Tokens, before: HeavyState, turn: Round, in_place: bool
     ) -> tuple[Tensor, HeavyState]:
         """Compute the queries of a round, `[B, H, N, Dv]`, and what their keys have got since."""
         assert tokens.query is not None
-        query, new_key, new_value = (
-            x.gather(2, spread(turn.index, x)).masked_fill(~turn.live[:, None, :, None], 0)
-            for x in (tokens.query, tokens.key, tokens.value)
-        )
-        past = self.first - self.sinks - (turn.number * self.block)[:, None]
-        column = torch.where(turn.ranks < self.sinks, turn.ranks, turn.ranks + past)
-        column = torch.where(turn.live, column, self.columns - 1)
+        query, new_key, new_value = (self._of(turn, x) for x in (tokens.query, tokens.key, tokens.value))
         put = Tensor.scatter_ if in_place else Tensor.scatter
         key, value = (
-            put(old, 2, spread(column, x), x) for old, x in zip(before[:2], (new_key, new_value), strict=True)
+            put(old, 2, spread(turn.column, x), x)
+            for old, x in zip(before[:2], (new_key, new_value), strict=True)
         )
-        weight = before.weight.scatter(2, column[:, None].expand(-1, key.shape[1], -1), 0.0)
-        probabilities, found = self._softmax(tokens, query, key, value, turn)
-        count = turn.live.sum(1, keepdim=True)
-        fade = 1.0 if self.half_life is None else 0.5 ** (1 / self.half_life)
-        later = (count - 1 - torch.arange(turn.live.shape[1], device=count.device)).clamp_min(0)
-        share = (fade ** later.to(weight.dtype)) * turn.live
-        got = torch.einsum("bhgnm,bn->bhm", probabilities.detach(), share)
-        weight = weight * (fade ** count.to(weight.dtype))[..., None] + got
-        return found, HeavyState(key, value, weight, before.seen + count[:, 0])
+        weight = put(before.weight, 2, turn.column[:, None].expand(-1, key.shape[1], -1), 0.0)
+        weights = self._weights(tokens, upcast(query), upcast(key), turn)
+        found = (weights @ upcast(value)).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+        share, kept = turn.live.to(weight.dtype), 1.0
+        if self.half_life is not None:
+            fade = torch.as_tensor(0.5 ** (1 / self.half_life), dtype=weight.dtype, device=weight.device)
+            share, kept = share * fade**turn.behind, (fade**turn.count)[:, None, None]
+        share = share[:, None].expand(-1, query.shape[1] // key.shape[1], -1).reshape(len(share), 1, 1, -1)
+        got = (share @ weights.detach())[:, :, 0]
+        return found, HeavyState(key, value, weight * kept + got)
 
-    def _softmax(
-        self, tokens: Tokens, query: Tensor, key: Tensor, value: Tensor, turn: Round
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the weights of all columns, `[B, Hkv, G, N, M]`, and the output."""
-        query, key, value = upcast(query), upcast(key), upcast(value)
-        scores = scores_of(query, key, tokens.scaling)
+    def _of(self, turn: Round, x: Tensor) -> Tensor:
+        """Take the tokens of a round; zeros where there is none, as padding may be NaN."""
+        if turn.span is not None:
+            return x[:, :, turn.span[0] : turn.span[1]]
+        return x.gather(2, spread(turn.index, x)).masked_fill(~turn.live[:, None, :, None], 0)
+
+    def _weights(self, tokens: Tokens, query: Tensor, key: Tensor, turn: Round) -> Tensor:
+        """Compute the softmax over all columns, `[B, Hkv, G N, M]`."""
+        heads, length = key.shape[1], query.shape[2]
+        scores = _grouped(query * tokens.scaling, heads) @ key.mT
         if self.rotary is not None:
             near = Turn(self.rotary, self.sinks + self.size - 1).of(query, turn.ranks)
-            sinks = scores_of(near, key[:, :, : self.sinks], tokens.scaling)
+            sinks = _grouped(near * tokens.scaling, heads) @ key[:, :, : self.sinks].mT
             scores = torch.cat([sinks, scores[..., self.sinks :]], -1)
-        scores = capped(scores, tokens.softcap, None)
-        scores = scores.masked_fill(~self._visible(turn)[:, None], float("-inf"))
+        scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, length))
+        scores = scores.masked_fill(turn.hidden, float("-inf"))
         if tokens.sink is not None:
-            own = sink_column(tokens.sink, scores).expand(*scores.shape[:3], 1)
+            own = tokens.sink.to(scores.dtype).view(heads, -1, 1, 1).expand(*scores.shape[:4], 1)
             scores = torch.cat([scores, own], -1)
-        weights = scores.softmax(-1)[..., : self.columns].unflatten(1, (key.shape[1], -1))
-        return weights, torch.einsum("bhgnm,bhme->bhgne", weights, value).flatten(1, 2)
-
-    def _visible(self, turn: Round) -> Tensor:
-        """Tell which columns the queries of a round see, boolean `[B, N, M]`."""
-        column, gone = torch.arange(self.columns, device=turn.ranks.device), turn.number * self.block
-        ranks = turn.ranks[..., None]
-        sinks = column[: self.sinks] <= ranks
-        heavy = (column[: self.heavy] < gone[:, None])[:, None].expand(-1, ranks.shape[1], -1)
-        window = column[: self.columns - self.first] + gone[:, None, None] <= ranks - self.sinks
-        seen = torch.cat([sinks, heavy, window], -1)
-        return seen & (column < self.columns - 1)
+        return scores.softmax(-1)[..., : self.columns].flatten(2, 3)
 
     def whole_rows(self) -> str:
         """Say why rows cannot be split: each block waits for the choice before."""
         return "which tokens stay is chosen one block after the other"
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
-        """Count keys and values in the model's dtype, their weights in float32, and the number of tokens."""
+        """Count keys and values in the model's dtype and their weights in float32."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
         column = (site.head_dim + site.value_dim) * size + max(size, 4)
-        return self.columns * site.kv_heads * column + 8
+        return self.columns * site.kv_heads * column

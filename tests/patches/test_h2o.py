@@ -48,6 +48,12 @@ def test_room_for_all_tokens_is_softmax():
         assert (tiny_models.distance(model(ids).logits, want) < 1e-6) == same
 
 
+def given(query, key, value, valid=None):
+    """Tokens with the number of keys that each query sees."""
+    shown = torch.ones(len(key), key.shape[2], dtype=torch.bool) if valid is None else valid
+    return Tokens(query, key, value, 1.0, valid, shown.cumsum(1).float())
+
+
 def parts(keys):
     """Queries, keys and values of one row: every query looks for the same direction."""
     query = torch.zeros(1, 4, 60, 8, dtype=torch.float64)
@@ -61,7 +67,7 @@ def parts(keys):
 @torch.no_grad()
 def test_each_key_head_keeps_what_its_queries_look_at():
     module = patched(sinks=0, heavy=2).model.layers[0].self_attn.linattn.h2o
-    state = module.causal(Tokens(*parts([[10, 30], [5, 6]]), 1.0), None)[1]
+    state = module.causal(given(*parts([[10, 30], [5, 6]])), None)[1]
     kept = state.value[0, :, : module.heavy, 0]
     assert kept.sort(-1).values.tolist() == [[10.0, 30.0], [5.0, 6.0]]
 
@@ -74,7 +80,7 @@ def test_attention_of_long_ago_counts_less():
     key[:, :, 2, 0] = key[:, :, 25, 1] = 3.0
     for half_life, kept in ((None, 2.0), (2.0, 25.0)):
         module = patched(sinks=0, heavy=1, half_life=half_life).model.layers[0].self_attn.linattn.h2o
-        state = module.causal(Tokens(query, key, value, 1.0), None)[1]
+        state = module.causal(given(query, key, value), None)[1]
         assert state.value[0, :, 0, 0].tolist() == [kept, kept]
 
 
@@ -84,10 +90,10 @@ def test_padding_of_nan_reaches_nothing():
     query, key, value = (torch.randn(2, h, 60, 8, dtype=torch.float64) for h in (4, 2, 2))
     valid = torch.ones(2, 60, dtype=torch.bool)
     valid[0, 20:26] = valid[1, :9] = False
-    want = module.causal(Tokens(query, key, value, 1.0, valid), None)[0]
+    want = module.causal(given(query, key, value, valid), None)[0]
     for x in (query, key, value):
         x.masked_fill_(~valid[:, None, :, None], float("nan"))
-    got, state = module.causal(Tokens(query, key, value, 1.0, valid), None)
+    got, state = module.causal(given(query, key, value, valid), None)
     assert torch.equal(got, want)
     assert not got.transpose(1, 2)[~valid].any()
     assert all(x.isfinite().all() for x in state)
