@@ -38,32 +38,33 @@ class Round(NamedTuple):
     """Queries between two evictions, of each row its own; all layers of a forward share it.
 
     Attributes:
-        index: places of the tokens in the call, `[B, N]`.
+        places: of the tokens in the call, `[B, N]`.
         live: which of them there are; the others repeat some token.
         span: where they begin and end if they are the same in all rows; None else.
         ranks: their places among the visible ones.
         column: where their keys go.
         hidden: columns that each does not see, `[B, 1, 1, N, M]`.
-        behind: queries of the round behind each; count: all of them, `[B]`.
+        behind: queries of the round behind each; total: all of them, `[B]`.
         evicts: rows in which a block leaves before them, `[B]`; None for no row.
         held: heavy hitters there are before that, `[B, 1, heavy]`.
     """
 
-    index: Tensor
+    places: Tensor
     live: Tensor
     span: tuple[int, int] | None
     ranks: Tensor
     column: Tensor
     hidden: Tensor
     behind: Tensor
-    count: Tensor
+    total: Tensor
     evicts: Tensor | None
     held: Tensor
 
 
 def _grouped(query: Tensor, heads: int) -> Tensor:
     """Put the query heads of a key head in one: `[B, Hkv, G N, D]`."""
-    return query.unflatten(1, (heads, -1)).flatten(2, 3)
+    grouped: Tensor = query.unflatten(1, (heads, -1)).flatten(2, 3)
+    return grouped
 
 
 @register("h2o")
@@ -159,12 +160,12 @@ class H2O(StatefulAttention):
         found = torch.cat(outputs, 2)
         if all(turn.span is not None for turn in rounds):
             return found
-        place = torch.zeros_like(rounds[0].index[:, :1]).expand(-1, tokens.length + 1)
+        place = torch.zeros_like(rounds[0].places[:, :1]).expand(-1, tokens.length + 1)
         done = 0  # the last place is nobody's
         for turn in rounds:
-            spot = torch.arange(done, done + turn.index.shape[1], device=place.device).expand_as(turn.index)
-            place = place.scatter(1, turn.index.masked_fill(~turn.live, tokens.length), spot)
-            done += turn.index.shape[1]
+            spot = torch.arange(done, done + turn.places.shape[1], device=place.device).expand_as(turn.places)
+            place = place.scatter(1, turn.places.masked_fill(~turn.live, tokens.length), spot)
+            done += turn.places.shape[1]
         return tokens.hide(found.gather(2, spread(place[:, :-1], found)))
 
     def _empty(self, like: Tokens) -> HeavyState:
@@ -215,15 +216,14 @@ class H2O(StatefulAttention):
         heavy = (column[: self.heavy] < gone)[:, None].expand(-1, ranks.shape[1], -1)
         window = column[: self.columns - self.first] + gone[..., None] <= (ranks - self.sinks)[..., None]
         visible = torch.cat([sinks, heavy, window], -1) & (column < self.columns - 1)
-        evicts: Tensor | None = live[:, 0] & (left > 0) & (ranks[:, 0] == self._begin(left))
-        if not torch.compiler.is_compiling() and not bool(live[:, 0].any() and evicts.any()):
-            evicts = None
+        begins = live[:, 0] & (left > 0) & (ranks[:, 0] == self._begin(left))
+        evicts = begins if torch.compiler.is_compiling() or bool(begins.any()) else None
         held = (column[: self.heavy] < gone - self.block)[:, None]
         target = torch.where(ranks < self.sinks, ranks, ranks + self.heavy - gone)
         target = torch.where(live, target, self.columns - 1)  # the spare one
-        hidden, count = ~visible[:, None, None], live.sum(1)
-        behind = (count[:, None] - torch.arange(1, live.shape[1] + 1, device=live.device)).clamp_min(0)
-        return Round(index, live, span, with_notes(ranks), target, hidden, behind, count, evicts, held)
+        hidden, total = ~visible[:, None, None], live.sum(1)
+        behind = (total[:, None] - torch.arange(1, live.shape[1] + 1, device=live.device)).clamp_min(0)
+        return Round(index, live, span, with_notes(ranks), target, hidden, behind, total, evicts, held)
 
     def _without_evicted(self, before: HeavyState, turn: Round) -> HeavyState:
         """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
@@ -242,7 +242,8 @@ class H2O(StatefulAttention):
         index = torch.where(turn.evicts[:, None, None], index, column)
         rows = torch.arange(index.shape[0] * index.shape[1], device=index.device) * self.columns
         rows = (index.flatten(0, 1) + rows[:, None]).flatten()  # much faster than to gather
-        return HeavyState(*(x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before))
+        key, value, weight = (x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before)
+        return HeavyState(key, value, weight)
 
     def _attended(
         self, tokens: Tokens, before: HeavyState, turn: Round, in_place: bool
@@ -258,19 +259,19 @@ class H2O(StatefulAttention):
         weight = put(before.weight, 2, turn.column[:, None].expand(-1, key.shape[1], -1), 0.0)
         weights = self._weights(tokens, upcast(query), upcast(key), turn)
         found = (weights @ upcast(value)).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-        share, kept = turn.live.to(weight.dtype), 1.0
+        share = turn.live.to(weight.dtype)
         if self.half_life is not None:
             fade = torch.as_tensor(0.5 ** (1 / self.half_life), dtype=weight.dtype, device=weight.device)
-            share, kept = share * fade**turn.behind, (fade**turn.count)[:, None, None]
+            share, weight = share * fade**turn.behind, weight * (fade**turn.total)[:, None, None]
         share = share[:, None].expand(-1, query.shape[1] // key.shape[1], -1).reshape(len(share), 1, 1, -1)
         got = (share @ weights.detach())[:, :, 0]
-        return found, HeavyState(key, value, weight * kept + got)
+        return found, HeavyState(key, value, weight + got)
 
     def _of(self, turn: Round, x: Tensor) -> Tensor:
         """Take the tokens of a round; zeros where there is none, as padding may be NaN."""
         if turn.span is not None:
             return x[:, :, turn.span[0] : turn.span[1]]
-        return x.gather(2, spread(turn.index, x)).masked_fill(~turn.live[:, None, :, None], 0)
+        return x.gather(2, spread(turn.places, x)).masked_fill(~turn.live[:, None, :, None], 0)
 
     def _weights(self, tokens: Tokens, query: Tensor, key: Tensor, turn: Round) -> Tensor:
         """Compute the softmax over all columns, `[B, Hkv, G N, M]`."""
