@@ -16,7 +16,7 @@ from hf_linattn.eval.harness.__main__ import build_parser as harness_parser
 from hf_linattn.eval.perplexity.__main__ import build_parser as perplexity_parser
 from hf_linattn.finetune.arguments import build_parser as finetune_parser
 from hf_linattn.registry import parse
-from studies.smollm2 import page
+from studies.smollm2 import page, swap
 from studies.smollm2.__main__ import MEASURES, ROWS, Machine, measuring, training
 from studies.smollm2.figures import load
 from studies.smollm2.outliers import round_linear_layers, rounded
@@ -34,6 +34,8 @@ NAMES = ("train", "held_out", "chat", "tasks", "novel", "peps")
 
 
 def understood(words):
+    if words[1].endswith("swap.py"):
+        swap.build_parser().parse_args(words[2:])
     if words[1] == "-m":
         PARSERS[words[2].split(".")[-1]]().parse_args(words[3:])
 
@@ -45,7 +47,7 @@ def test_commands_of_every_row_are_understood(row, machine, tmp_path):
     if row.training != "none":
         words = training(row, 1_000_000, tmp_path, texts, machine)
         understood(words)
-        assert ("--cpu" in words) != machine.gpu
+        assert ("--cpu" in words) != (machine.gpu or row.training == "swap")
         if isinstance(row.patch, str):
             parse(row.patch, row.options or None)
     for name in row.asked:

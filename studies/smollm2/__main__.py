@@ -98,7 +98,7 @@ class Row:
 
     def slot(self, tokens: int) -> str:
         """Return the name of its folders."""
-        return self.name if self.training == "none" else f"{self.name}-{self.share * tokens}"
+        return self.name if self.training in ("none", "swap") else f"{self.name}-{self.share * tokens}"
 
     @property
     def asked(self) -> list[str]:
@@ -118,24 +118,28 @@ MEASURES: dict[str, str] = _read("measures.yaml")
 
 def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine: Machine) -> list[str]:
     """Return the command that trains a row."""
-    words = ["python", "-m", f"hf_linattn.{row.training}", "--model", str(work / "model")]
-    words += [*machine.training, "--resume"]
+    swap, output = row.training == "swap", ["--output-dir", str(work / "runs" / row.slot(tokens))]
+    start = [str(HERE / "swap.py")] if swap else ["-m", f"hf_linattn.{row.training}"]
+    words = ["python", *start, "--model", str(work / "model")]
+    words += [] if swap else [*machine.training, "--resume"]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []
+    if swap:
+        return [*words, *output]
     words += ["--data", str(texts["train"]), "--eval-data", str(texts["novel"])]
     if row.training == "finetune":
         words += ["--max-steps", str(row.share * tokens // (BLOCK * machine.batch)), *FINETUNE]
     else:
         words += ["--tokens", str(row.share * tokens)]
-    return [*words, *shlex.split(row.arguments), "--output-dir", str(work / "runs" / row.slot(tokens))]
+    return [*words, *shlex.split(row.arguments), *output]
 
 
 def result(row: Row, tokens: int, work: Path) -> Path:
     """Return the folder of the model that is measured."""
     folder = work / "runs" / row.slot(tokens)
     last = "finetune" if "finetune" in row.arguments else "distill"
-    return {"none": work / "model", "finetune": folder}.get(row.training, folder / last)
+    return {"none": work / "model", "finetune": folder, "swap": folder}.get(row.training, folder / last)
 
 
 def measuring(
@@ -172,11 +176,12 @@ def jobs(args: argparse.Namespace, texts: dict[str, Path]) -> Iterator[Job]:
         wanted = [name for name in row.asked if not args.measures or name in args.measures]
         after: tuple[str, ...] = ()
         if row.training != "none":
-            steps = row.share * args.tokens / (BLOCK * machine.batch)
+            swap = row.training == "swap"
+            steps = 1 if swap else row.share * args.tokens / (BLOCK * machine.batch)
             yield Job(
                 f"train {slot}",
                 _started(training(row, args.tokens, work, texts, machine)),
-                _exists(model / "results.json"),
+                _exists(model / ("config.json" if swap else "results.json")),
                 _progress(work / "runs" / slot, steps),
                 weight=4.5 * steps,
                 after=after,

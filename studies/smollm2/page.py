@@ -106,6 +106,7 @@ SHORT_ROWS = {
     "original": "the model itself",
     "control": "softmax, trained on {once} tokens",
     "hybrid-256": "`--preset hybrid`, {once}",
+    "h2o-swapped": "`h2o` just put in, not trained",
     "window-384": "`window` of 384 tokens alone, {once}",
     "window-512": "`window` of 512 tokens alone, {once}",
     "recall-quarter": "`--preset recall`, {once}",
@@ -154,8 +155,8 @@ def curves(figures: dict[str, Json], *measures: str) -> str:
 
 
 def answers(rows: Iterable[Figures]) -> str:
-    """Write what the models answer."""
-    found = [(row.row.name, row.get("answer", "text")) for row in rows]
+    """Write what the models of the README's rows answer."""
+    found = [(row.row.name, row.get("answer", "text")) for row in rows if row.row.name in SHORT_ROWS]
     return "".join(f"* **{name}**: {' '.join(text.split())}\n" for name, text in found if text)
 
 
