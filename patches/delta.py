@@ -92,6 +92,7 @@ class Delta(StatefulAttention):
     direction_reason = "a state that is corrected has one direction, from past to future"
     cross = False
     supports_packing = True
+    in_kernels = True
     wrappable = True
 
     def __init__(

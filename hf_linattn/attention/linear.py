@@ -43,6 +43,7 @@ class LinearAttention(StatefulAttention):
     """
 
     supports_packing = True
+    in_kernels = True
     wrappable = True
     group = "feature map"
     fused: str = "none"

@@ -29,6 +29,7 @@ class ModuleDescription:
         options: by part of the composition.
         parameters: number of parameters added.
         linear: the state is of constant size.
+        in_kernels: kernels can compute it; else torch operations do.
         time: of prefill in the number of tokens n, such as "O(n)".
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
@@ -43,6 +44,7 @@ class ModuleDescription:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: int = 0
     linear: bool = False
+    in_kernels: bool = False
     time: str = "O(n^2)"
     window: str | None = None
     state_bytes: int | None = None
@@ -87,7 +89,8 @@ class Description:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = [zip(line, widths, strict=True) for line in lines]
         out = [f"out of reach, with attention code of their own: {counted(self.unrouted)}"]
-        by = [f"computed by {self.kernels}"] if self.kernels and any(row.linear for row in self.rows) else []
+        named = self.kernels and any(row.in_kernels for row in self.rows)
+        by = [f"computed by {self.kernels}"] if named else []
         table = ["  ".join(c.ljust(w) for c, w in pair).rstrip() for pair in pairs]
         return "\n".join([self.model, *table, *(out if self.unrouted else []), *by])
 
@@ -150,6 +153,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         options={} if installation is None else installation.options.get(site.name, {}),
         parameters=sum(p.numel() for p in child.parameters()),
         linear=child.keeps_state,
+        in_kernels=child.keeps_state and child.attention.in_kernels,
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
         window=window,
         state_bytes=_state_bytes(site, child.attention) if keeps_state else None,

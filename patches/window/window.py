@@ -79,7 +79,7 @@ class Window(StatefulAttention):
     group = "hybrid"
     time = "O(n w)"
     cross = False
-    wraps = True
+    wraps = in_kernels = True
     supports = frozenset(("s_aux", "softcap"))
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 

@@ -195,3 +195,8 @@ def test_what_is_refused(options, message):
 def test_encoders_are_refused():
     with pytest.raises(UnsupportedModelError, match="causal only: what is kept is what earlier queries"):
         patched(family="bert")
+
+
+def test_no_kernels_are_named():
+    assert "computed by" not in str(describe(patched()))
+    assert "computed by" in str(describe(patch_model(model_of("llama"), {"0": "h2o", "1": "window"})))
