@@ -155,9 +155,12 @@ def curves(figures: dict[str, Json], *measures: str) -> str:
 
 
 def answers(rows: Iterable[Figures]) -> str:
-    """Write what the models of the README's rows answer."""
-    found = [(row.row.name, row.get("answer", "text")) for row in rows if row.row.name in SHORT_ROWS]
-    return "".join(f"* **{name}**: {' '.join(text.split())}\n" for name, text in found if text)
+    """Write what the models of the README's rows answer, equal answers once."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.row.name in SHORT_ROWS and (text := row.get("answer", "text")):
+            found.setdefault(" ".join(text.split()), []).append(f"**{row.row.name}**")
+    return "".join(f"* {', '.join(names)}: {text}\n" for text, names in found.items())
 
 
 def draw(rows: list[Figures], lengths: Path, tasks: Path) -> None:
