@@ -93,7 +93,8 @@ class H2O(StatefulAttention):
             queries and can be turned back. Heavy hitters keep their true distance.
 
     Use: a pretrained model on long text with flat memory and no training. Byte for byte it keeps more of the
-        model than a longer window does.
+        model than a longer window does. What no query looked at is gone, though: a passkey is found no
+        further back than the window.
 
     Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", Zhang et
         al. 2023, arXiv:2306.14048, section 4 and algorithm 1 (here in blocks, with sinks and a half-life).
