@@ -11,10 +11,11 @@ from torch import Tensor
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.ops.eager import linear
 from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import exporting
-from hf_linattn.patches.window.ring import counted, spread
-from hf_linattn.patches.window.rotary import rotary_of
+from hf_linattn.patches.window.ring import counted, spread, to_16_bits
+from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
 
@@ -59,12 +60,6 @@ class Round(NamedTuple):
     total: Tensor
     evicts: Tensor | None
     held: Tensor
-
-
-def _grouped(query: Tensor, heads: int) -> Tensor:
-    """Put the query heads of a key head in one: `[B, Hkv, G N, D]`."""
-    grouped: Tensor = query.unflatten(1, (heads, -1)).flatten(2, 3)
-    return grouped
 
 
 @register("h2o")
@@ -132,10 +127,8 @@ class H2O(StatefulAttention):
         self.first = sinks + heavy
         """Column of the oldest token of the window."""
         self.columns = self.first + size + self.block
-        self.rotary = rotary_of(site, positions) if sinks else None
+        self.rotary, self.note = sinks_turned_by(site, sinks, positions)
         self.needs_rope = self.rotary is not None
-        if sinks and positions == "auto" and self.rotary is None:
-            self.note = "sinks at the text's positions"
 
     def causal(self, tokens: Tokens, state: HeavyState | None) -> tuple[Tensor, HeavyState]:
         """Compute round after round: queries between two evictions see the same tokens kept."""
@@ -230,9 +223,7 @@ class H2O(StatefulAttention):
         """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
         if turn.evicts is None:
             return before
-        candidates = before.weight[..., self.sinks : self.first + self.block]
-        mantissa, exponent = torch.frexp(candidates)  # to 16 bits: cuts of a prefill round otherwise
-        candidates = torch.ldexp((mantissa * 2**16).round(), exponent)
+        candidates = to_16_bits(before.weight[..., self.sinks : self.first + self.block])
         kept = candidates[..., : self.heavy].masked_fill(~turn.held, -1.0)
         ranked = torch.cat([kept, candidates[..., self.heavy :]], -1)
         chosen = ranked.sort(stable=True, dim=-1, descending=True).indices[..., : self.heavy]
@@ -277,10 +268,10 @@ class H2O(StatefulAttention):
     def _weights(self, tokens: Tokens, query: Tensor, key: Tensor, turn: Round) -> Tensor:
         """Compute the softmax over all columns, `[B, Hkv, G N, M]`."""
         heads, length = key.shape[1], query.shape[2]
-        scores = _grouped(query * tokens.scaling, heads) @ key.mT
+        scores = linear.grouped(query * tokens.scaling, heads).flatten(2, 3) @ key.mT
         if self.rotary is not None:
             near = Turn(self.rotary, self.sinks + self.size - 1).of(query, turn.ranks)
-            sinks = _grouped(near * tokens.scaling, heads) @ key[:, :, : self.sinks].mT
+            sinks = linear.grouped(near * tokens.scaling, heads).flatten(2, 3) @ key[:, :, : self.sinks].mT
             scores = torch.cat([sinks, scores[..., self.sinks :]], -1)
         scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, length))
         scores = scores.masked_fill(turn.hidden, float("-inf"))

@@ -148,6 +148,12 @@ class Pushed(NamedTuple):
     after: WindowState
 
 
+def to_16_bits(x: Tensor) -> Tensor:
+    """Round to 16 bits: what tokens are ranked by differs in its last bits by the cuts of a prefill."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2**16).round(), exponent)
+
+
 def spread(index: Tensor, x: Tensor) -> Tensor:
     """Expand an index of tokens, `[B, K]`, to `[B, H, K, D]` of x."""
     return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])

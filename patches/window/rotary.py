@@ -222,3 +222,10 @@ def rotary_of(site: AttentionSite, positions: str) -> Rotary | None:
         if positions == "cache":
             raise
         return None
+
+
+def sinks_turned_by(site: AttentionSite, sinks: int, positions: str) -> tuple[Rotary | None, str]:
+    """Find what moves so many sinks, as `rotary_of`; and what `describe` says where they stay unasked."""
+    rotary = rotary_of(site, positions) if sinks else None
+    stay = sinks and positions == "auto" and rotary is None
+    return rotary, "sinks at the text's positions" if stay else ""

@@ -179,9 +179,7 @@ def _chosen(
         Columns that stay, `[B, Hkv, slots]`, and the others.
     """
     predicted = linear.normalised(*linear.read(_at(phi_k, columns), state))
-    error = (_at(value, columns) - predicted).square().sum(-1)
-    mantissa, exponent = torch.frexp(error)
-    error = torch.ldexp((mantissa * 2**16).round(), exponent)
+    error = ring.to_16_bits((_at(value, columns) - predicted).square().sum(-1))
     counts = holds[:, None].expand(-1, columns.shape[1], -1).gather(2, columns)
     order = error.masked_fill(~counts, -1.0).sort(stable=True, dim=-1, descending=True).indices
     ranked = columns.gather(2, order)

@@ -26,7 +26,7 @@ from .fused import PreparedToken, Share, fused_step, prepare
 from .prefill import prefill
 from .rest import absorb, before_first, of_all_queries, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
-from .rotary import rotary_of
+from .rotary import sinks_turned_by
 from .salient import SalientState
 from .sinks import Turn, for_cpp, for_triton, sink_sums, with_own_sink
 from .unused import with_zero_gradients
@@ -101,10 +101,8 @@ class Window(StatefulAttention):
         if salient < 0:
             raise OptionError(f"salient must be at least 0 tokens, got {salient}")
         self.size, self.sinks, self.mix, self.salient = size, sinks, mix, salient
-        self.rotary = rotary_of(site, positions) if sinks else None
+        self.rotary, self.note = sinks_turned_by(site, sinks, positions)
         self.needs_rope = self.rotary is not None
-        if sinks and positions == "auto" and self.rotary is None:
-            self.note = "sinks at the text's positions"
         self.needs_visible_count = sinks > 0
         self.inner = ""
         self.heads = site.heads

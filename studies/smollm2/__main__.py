@@ -118,21 +118,27 @@ MEASURES: dict[str, str] = _read("measures.yaml")
 
 def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine: Machine) -> list[str]:
     """Return the command that trains a row."""
-    swap, output = row.training == "swap", ["--output-dir", str(work / "runs" / row.slot(tokens))]
-    start = [str(HERE / "swap.py")] if swap else ["-m", f"hf_linattn.{row.training}"]
-    words = ["python", *start, "--model", str(work / "model")]
-    words += [] if swap else [*machine.training, "--resume"]
+    swap = row.training == "swap"
+    words = ["python", *([str(HERE / "swap.py")] if swap else ["-m", f"hf_linattn.{row.training}"])]
+    words += ["--model", str(work / "model"), "--output-dir", str(work / "runs" / row.slot(tokens))]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []
     if swap:
-        return [*words, *output]
-    words += ["--data", str(texts["train"]), "--eval-data", str(texts["novel"])]
+        return words
+    words += [
+        *machine.training,
+        "--resume",
+        "--data",
+        str(texts["train"]),
+        "--eval-data",
+        str(texts["novel"]),
+    ]
     if row.training == "finetune":
         words += ["--max-steps", str(row.share * tokens // (BLOCK * machine.batch)), *FINETUNE]
     else:
         words += ["--tokens", str(row.share * tokens)]
-    return [*words, *shlex.split(row.arguments), *output]
+    return [*words, *shlex.split(row.arguments)]
 
 
 def result(row: Row, tokens: int, work: Path) -> Path:

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import exports, tiny_models
-from helpers.holes import CUTS, HOLES, WIDTH, alone, rows, run
+from helpers import bounded, exports, tiny_models
+from helpers.holes import CUTS, HOLES, alone, rows, run
 from helpers.oracle import as_oracle
 from helpers.properties import close, learned, logits, model_of, oracle_of, patch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
-from hf_linattn import describe, patch_model, unpatch_model, use_branches
+from hf_linattn import patch_model, unpatch_model, use_branches
 from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patches.window import salient
 
@@ -87,29 +87,12 @@ def test_a_pair_that_the_state_contradicts_is_kept():
     assert torch.equal(state.kept_key[:, :, 0], key[:, :, 30])
 
 
-@torch.no_grad()
 def test_memory_is_flat_and_told():
-    model, cache = patched(dtype=torch.float32), DynamicCache()
-    told, sizes = describe(model).state_bytes, set()
-    for first, last in pairwise((0, 1, 30, 31, 130)):
-        model(tiny_models.tokens(1, 130)[:, first:last], past_key_values=cache)
-        sizes.add(sum(layer.nbytes for layer in cache.layers))
-    assert sizes == {told}
+    bounded.check_memory_is_flat_and_told(patched(dtype=torch.float32))
 
 
-@torch.no_grad()
 def test_rows_change_places_and_tokens_are_taken_back():
-    model, ids = patched(), tiny_models.tokens(3, 80)
-    want, cache, order = logits(model, ids), DynamicCache(), torch.tensor([2, 2, 0])
-    model(ids[:, :50], past_key_values=cache)
-    cache.activate_past_recording()
-    for step in range(50, 70):  # a block leaves in between
-        model(ids[:, step : step + 1].roll(1, 0), past_key_values=cache)
-    cache.crop(-18)
-    cache.crop(-2)
-    cache.reorder_cache(order)
-    got = model(ids[order, 50:], past_key_values=cache).logits
-    close(got, want[order, 50:], 1e-9)
+    bounded.check_rows_change_places_and_tokens_are_taken_back(patched())
 
 
 @torch.no_grad()
@@ -141,18 +124,8 @@ def test_branches():
 
 
 def test_static_caches_and_compiled_code():
-    """A block of the first row leaves its window in compiled code."""
     model = patch_model(tiny_models.llama(1), "window+elu1", options={"window": OPTIONS})
-    want = run(model, rows(), CUTS["one shot"])
-    cache = StaticCache(model.config, WIDTH)
-    close(run(model, rows(), CUTS["prefill, decode"], cache)[HOLES == 1], want[HOLES == 1], 1e-9)
-    cache.reset()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    run(model, rows(), (0, 25, 26), cache)
-    found = run(compiled, rows(), range(26, 32), cache)
-    close(found[HOLES[:, 26:31] == 1], want[:, 26:31][HOLES[:, 26:31] == 1], 1e-9)
-    torch._dynamo.reset()
+    bounded.check_static_caches_and_compiled_code(model)
 
 
 def test_exporting_is_refused():
