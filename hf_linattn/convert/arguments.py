@@ -50,9 +50,10 @@ stages:
              learns from both at once.
   finetune   prediction of the text itself, on rows of --finetune-length tokens; off unless it has tokens.
   --tokens are those of all stages, or of those that --stages names; --transfer-tokens and its like say how
-  many one of them gets, 0 leaves it out. Without --lora all weights train where every layer is linear and,
-  but for --preset plain, in models below 100 million parameters; else LoRA of rank 16, beside the patch's own
-  parameters. With LoRA the teacher is the model itself, without patch and LoRA.
+  many one of them gets, 0 leaves it out. Without --lora all weights train where every layer is linear (a
+  window and h2o are softmax) and, but for --preset plain, in models below 100 million parameters; else
+  LoRA of rank 16, beside the patch's own parameters. With LoRA the teacher is the model itself, without
+  patch and LoRA.
 
 objective:
   Causal models predict the next token; encoders with a masked-LM head (--objective auto tells them) the
@@ -272,7 +273,7 @@ class ConvertArguments(TrainingArguments):
 
         Args:
             parameters: of the model.
-            hybrid: whether it keeps softmax, or a window.
+            hybrid: whether a layer keeps softmax, be it over a window or over chosen tokens (`h2o`).
         """
         if self.lora is not None:
             return self.lora

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
-from hf_linattn import is_linear, patch_model
+from hf_linattn import describe, patch_model
 from hf_linattn.cli.files import write_json
 from hf_linattn.convert.arguments import ConvertArguments
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
@@ -43,7 +43,6 @@ from hf_linattn.finetune.run import (
     run_folder,
     train,
 )
-from hf_linattn.patching.contexts import hybrids
 from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
@@ -273,7 +272,8 @@ def _begin(
         torch.manual_seed(arguments.seed)
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     validation.add("swapped", model)
-    hybrid = not is_linear(model) or bool(hybrids(model)) or plan.kept is not None
+    of_text = (row for row in describe(model) if not row.tower or row.bytes_per_token is not None)
+    hybrid = plan.kept is not None or any(row.time != "O(n)" for row in of_text)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {
         "command": command,

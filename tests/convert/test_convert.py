@@ -174,11 +174,13 @@ def test_a_hybrid_trains_lora_with_the_teacher_inside(sharp):
     assert Path("hybrid/distill/adapter/adapter_model.safetensors").exists()
 
 
-def test_lora_is_the_default_where_softmax_stays():
-    argv = [*BASE, "--stages", "distill", "--distill-tokens", "128", "--patch", '{"0": "elu1"}']
-    assert main([*argv, "--output-dir", "part"]) == 0
-    assert read("part/plan.json")["lora"] == 16
-    assert sorted(path.name for path in Path("part").iterdir()) == [
+@pytest.mark.parametrize("patch", ['{"0": "elu1"}', "window", "h2o"])
+def test_lora_is_the_default_where_softmax_stays(patch, tmp_path):
+    argv = [*BASE, "--stages", "distill", "--distill-tokens", "128", "--patch", patch]
+    folder = tmp_path / "converted"
+    assert main([*argv, "--output-dir", str(folder)]) == 0
+    assert read(folder / "plan.json")["lora"] == 16
+    assert sorted(path.name for path in folder.iterdir()) == [
         "distill", "plan.json", "report.html", "validation.json",
     ]  # fmt: skip
 
