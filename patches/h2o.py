@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from hf_linattn.patches.window.ring import counted, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
+
+Number = TypeVar("Number", int, Tensor)
 
 
 class HeavyState(NamedTuple):
@@ -35,6 +38,25 @@ class HeavyState(NamedTuple):
     weight: Tensor
 
 
+class Part(NamedTuple):
+    """Tokens between two evictions, of each row its own.
+
+    Attributes:
+        left: blocks that have left the window before them, `[B]`.
+        start, stop: where they begin and end among the new tokens that are no padding, `[B]`.
+        width: the most tokens that a row has, at least 1.
+        evicts: rows in which a block leaves just before them, `[B]`; None for no row.
+        span: start and stop if they are the same in all rows, and known; None else.
+    """
+
+    left: Tensor
+    start: Tensor
+    stop: Tensor
+    width: int
+    evicts: Tensor | None
+    span: tuple[int, int] | None = None
+
+
 class Round(NamedTuple):
     """Queries between two evictions, of each row its own; all layers of a forward share it.
 
@@ -42,10 +64,10 @@ class Round(NamedTuple):
         places: of the tokens in the call, `[B, N]`.
         live: which of them there are; the others repeat some token.
         span: where they begin and end if they are the same in all rows; None else.
-        ranks: their places among the visible ones.
         column: where their keys go.
         hidden: columns that each does not see, `[B, 1, 1, N, M]`.
-        behind: queries of the round behind each; total: all of them, `[B]`.
+        share: what its attention counts when the round is over, `[B, N]`: 0 where there is no token.
+        fade: what attention got before counts then, `[B]`.
         evicts: rows in which a block leaves before them, `[B]`; None for no row.
         held: heavy hitters there are before that, `[B, 1, heavy]`.
     """
@@ -53,11 +75,10 @@ class Round(NamedTuple):
     places: Tensor
     live: Tensor
     span: tuple[int, int] | None
-    ranks: Tensor
     column: Tensor
     hidden: Tensor
-    behind: Tensor
-    total: Tensor
+    share: Tensor
+    fade: Tensor
     evicts: Tensor | None
     held: Tensor
 
@@ -140,14 +161,27 @@ class H2O(StatefulAttention):
         after, ours = state or self._empty(tokens), state is None or tokens.in_place
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
-        about = tokens.valid, tokens.key.shape[0], self.size, self.heavy, self.sinks
-        rounds = once(tokens.count, "h2o rounds", about, lambda: list(self._rounds(tokens)))
+        first = state is None
+        about = tokens.valid, tokens.key.shape[0], self.size, self.heavy, self.sinks, self.half_life
+        rounds = once(tokens.count, "h2o rounds", about, lambda: list(self._rounds(tokens, first)))
+        queries = self._queries(tokens)
         for turn in rounds:
             after = self._without_evicted(after, turn)
-            output, after = self._attended(tokens, after, turn, in_place=ours and not functional)
+            output, after = self._attended(tokens, queries, after, turn, in_place=ours and not functional)
             outputs.append(output)
             ours = True
         return self._in_order(tokens, rounds, outputs), after
+
+    def _queries(self, tokens: Tokens) -> list[Tensor]:
+        """Return the scaled queries, and as they meet the sinks where they are turned for that."""
+        count = tokens.count
+        assert tokens.query is not None
+        assert count is not None
+        query = upcast(tokens.query) * tokens.scaling
+        if self.rotary is None:
+            return [query]
+        ranks = once(count, "h2o ranks", (), lambda: with_notes(count - 1))
+        return [query, Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)]
 
     def _in_order(self, tokens: Tokens, rounds: list[Round], outputs: list[Tensor]) -> Tensor:
         """Bring what the rounds computed to the places of the tokens; 0 for padding."""
@@ -167,57 +201,85 @@ class H2O(StatefulAttention):
         key, value = (x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (like.key, like.value))
         return HeavyState(key, value, torch.zeros_like(upcast(key[..., 0])))
 
-    def _left(self, ranks: Tensor) -> Tensor:
+    def _left(self, ranks: Number) -> Number:
         """Count the blocks that have left the window of queries of these ranks; not positive for none."""
-        return (ranks - self.sinks + 1 - self.size).div(self.block, rounding_mode="floor")
+        return (ranks - self.sinks + 1 - self.size) // self.block
 
-    def _begin(self, number: Tensor) -> Tensor:
+    def _begin(self, number: Number) -> Number:
         """Return the rank of the first query behind so many evictions."""
         return number * self.block + self.size + self.sinks - 1
 
-    def _rounds(self, tokens: Tokens) -> Iterator[Round]:
-        """Divide the visible tokens of each row by how many blocks have left the window of their queries."""
-        valid, length, compiling = counted(tokens), tokens.length, torch.compiler.is_compiling()
+    def _rounds(self, tokens: Tokens, first: bool) -> Iterator[Round]:
+        """Divide the visible tokens of each row by how many blocks have left the window of their queries.
+
+        Args:
+            tokens: of the call.
+            first: nothing was seen before them.
+        """
         assert tokens.count is not None
-        seen = tokens.count[:, 0].long() - valid[:, 0].long()  # before these tokens
+        valid = counted(tokens)
+        seen, count = tokens.count[:, 0].long() - valid[:, 0].long(), valid.sum(1)
+        if torch.compiler.is_compiling() or (tokens.length == 1 and seen.device.type != "cpu"):
+            parts = self._unknown_parts(tokens.length, seen, count)
+        elif first and tokens.valid is None:  # nothing waits for the device
+            parts = self._known_parts([0] * len(seen), [tokens.length] * len(seen), seen.device)
+        else:
+            known: list[list[int]] = torch.stack([seen, count]).tolist()
+            parts = self._known_parts(known[0], known[1], seen.device)
         order = None if tokens.valid is None else valid.logical_not().long().argsort(dim=1, stable=True)
-        count = valid.sum(1)
-        number, rounds = self._left(seen), -(-length // self.block) + 1
-        if not compiling:  # else no number of the state is known, and all rounds are as long
-            number = number.clamp_min(0)
-            rounds = max(int((self._left(seen + count - 1).clamp_min(0) - number).max()) + 1, 1)
-        for _ in range(rounds):
+        for part in parts:
+            yield self._round(part, tokens, seen, order)
+
+    def _unknown_parts(self, length: int, seen: Tensor, count: Tensor) -> Iterator[Part]:
+        """Divide tokens without a look at the numbers: into as many parts as there can be."""
+        number = self._left(seen)
+        for _ in range(-(-(length - 1) // self.block) + 1):
             begin, end = self._begin(number), self._begin(number + 1)
-            if not compiling:  # the first round is as long as it takes until a block leaves
-                begin = begin.masked_fill(number == 0, 0)
             start, stop = (torch.minimum((x - seen).clamp_min(0), count) for x in (begin, end))
-            width = min(length, self.block) if compiling else max(int((stop - start).max()), 1)
-            places = start[:, None] + torch.arange(width, device=seen.device)
-            live = places < stop[:, None]
-            places = places.clamp_max(length - 1)
-            span = None
-            if not compiling and order is None and bool(live.all()) and bool((start == start[0]).all()):
-                span = int(start[0]), int(stop[0])
-            index = places if order is None else order.gather(1, places)
-            yield self._round(number.clamp_min(0), index, seen[:, None] + places, live, span)
+            evicts = (start < stop) & (number > 0) & (seen + start == begin)
+            yield Part(number.clamp_min(0), start, stop, min(length, self.block), evicts)
             number = number + 1
 
-    def _round(
-        self, left: Tensor, index: Tensor, ranks: Tensor, live: Tensor, span: tuple[int, int] | None
-    ) -> Round:
-        column, gone = torch.arange(self.columns, device=ranks.device), (left * self.block)[:, None]
+    def _known_parts(self, seen: list[int], count: list[int], device: torch.device) -> Iterator[Part]:
+        """Divide tokens into the parts there are; the first is as long as it takes to fill the window."""
+        first = [max(self._left(before), 0) for before in seen]
+        last = [max(self._left(before + new - 1), 0) for before, new in zip(seen, count, strict=True)]
+        for turn in range(max(0, *map(operator.sub, last, first)) + 1):
+            numbers = [number + turn for number in first]
+            starts, stops, leaves = zip(*map(self._places, seen, count, numbers), strict=True)
+            left, start, stop, evicts = (
+                torch.tensor(x, device=device) for x in (numbers, starts, stops, leaves)
+            )
+            span = (starts[0], stops[0]) if len({*starts}) == len({*stops}) == 1 else None
+            width = max(1, *map(operator.sub, stops, starts))
+            yield Part(left, start, stop, width, evicts if any(leaves) else None, span)
+
+    def _places(self, seen: int, count: int, number: int) -> tuple[int, int, bool]:
+        """Tell which of a row's new tokens come behind so many evictions, and whether one is just before."""
+        begin = self._begin(number) if number else 0
+        start, stop = (min(max(x - seen, 0), count) for x in (begin, self._begin(number + 1)))
+        return start, stop, number > 0 and start < stop and seen + start == begin
+
+    def _round(self, part: Part, tokens: Tokens, seen: Tensor, order: Tensor | None) -> Round:
+        places = part.start[:, None] + torch.arange(part.width, device=seen.device)
+        live, places = places < part.stop[:, None], places.clamp_max(tokens.length - 1)
+        ranks, gone = seen[:, None] + places, (part.left * self.block)[:, None]
+        column = torch.arange(self.columns, device=ranks.device)
         sinks = column[: self.sinks] <= ranks[..., None]
         heavy = (column[: self.heavy] < gone)[:, None].expand(-1, ranks.shape[1], -1)
         window = column[: self.columns - self.first] + gone[..., None] <= (ranks - self.sinks)[..., None]
         visible = torch.cat([sinks, heavy, window], -1) & (column < self.columns - 1)
-        begins = live[:, 0] & (left > 0) & (ranks[:, 0] == self._begin(left))
-        evicts = begins if torch.compiler.is_compiling() or bool(begins.any()) else None
         held = (column[: self.heavy] < gone - self.block)[:, None]
         target = torch.where(ranks < self.sinks, ranks, ranks + self.heavy - gone)
         target = torch.where(live, target, self.columns - 1)  # the spare one
-        hidden, total = ~visible[:, None, None], live.sum(1)
-        behind = (total[:, None] - torch.arange(1, live.shape[1] + 1, device=live.device)).clamp_min(0)
-        return Round(index, live, span, with_notes(ranks), target, hidden, behind, total, evicts, held)
+        total = live.sum(1)
+        behind = (total[:, None] - torch.arange(1, part.width + 1, device=live.device)).clamp_min(0)
+        half = 1.0 if self.half_life is None else 0.5 ** (1 / self.half_life)
+        dtype = upcast(tokens.key[:0]).dtype
+        share, fade = half ** behind.to(dtype) * live, half ** total.to(dtype)
+        index = places if order is None else order.gather(1, places)
+        span = part.span if order is None else None
+        return Round(index, live, span, target, ~visible[:, None, None], share, fade, part.evicts, held)
 
     def _without_evicted(self, before: HeavyState, turn: Round) -> HeavyState:
         """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
@@ -238,26 +300,22 @@ class H2O(StatefulAttention):
         return HeavyState(key, value, weight)
 
     def _attended(
-        self, tokens: Tokens, before: HeavyState, turn: Round, in_place: bool
+        self, tokens: Tokens, queries: list[Tensor], before: HeavyState, turn: Round, in_place: bool
     ) -> tuple[Tensor, HeavyState]:
         """Compute the queries of a round, `[B, H, N, Dv]`, and what their keys have got since."""
-        assert tokens.query is not None
-        query, new_key, new_value = (self._of(turn, x) for x in (tokens.query, tokens.key, tokens.value))
         put = Tensor.scatter_ if in_place else Tensor.scatter
         key, value = (
             put(old, 2, spread(turn.column, x), x)
-            for old, x in zip(before[:2], (new_key, new_value), strict=True)
+            for old, x in zip(
+                before[:2], (self._of(turn, x) for x in (tokens.key, tokens.value)), strict=True
+            )
         )
         weight = put(before.weight, 2, turn.column[:, None].expand(-1, key.shape[1], -1), 0.0)
-        weights = self._weights(tokens, upcast(query), upcast(key), turn)
-        found = (weights @ upcast(value)).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
-        share = turn.live.to(weight.dtype)
-        if self.half_life is not None:
-            fade = torch.as_tensor(0.5 ** (1 / self.half_life), dtype=weight.dtype, device=weight.device)
-            share, weight = share * fade**turn.behind, weight * (fade**turn.total)[:, None, None]
-        share = share[:, None].expand(-1, query.shape[1] // key.shape[1], -1).reshape(len(share), 1, 1, -1)
-        got = (share @ weights.detach())[:, :, 0]
-        return found, HeavyState(key, value, weight + got)
+        weights = self._weights(tokens, [self._of(turn, x) for x in queries], upcast(key), turn)
+        found = (weights @ upcast(value)).unflatten(2, (-1, turn.live.shape[1])).flatten(1, 2)
+        share = turn.share[:, None, None].expand(-1, -1, found.shape[1] // key.shape[1], -1).flatten(2)
+        got = (share[:, :, None] @ weights.detach())[:, :, 0]
+        return found, HeavyState(key, value, weight * turn.fade[:, None, None] + got)
 
     def _of(self, turn: Round, x: Tensor) -> Tensor:
         """Take the tokens of a round; zeros where there is none, as padding may be NaN."""
@@ -265,15 +323,14 @@ class H2O(StatefulAttention):
             return x[:, :, turn.span[0] : turn.span[1]]
         return x.gather(2, spread(turn.places, x)).masked_fill(~turn.live[:, None, :, None], 0)
 
-    def _weights(self, tokens: Tokens, query: Tensor, key: Tensor, turn: Round) -> Tensor:
+    def _weights(self, tokens: Tokens, queries: list[Tensor], key: Tensor, turn: Round) -> Tensor:
         """Compute the softmax over all columns, `[B, Hkv, G N, M]`."""
-        heads, length = key.shape[1], query.shape[2]
-        scores = linear.grouped(query * tokens.scaling, heads).flatten(2, 3) @ key.mT
-        if self.rotary is not None:
-            near = Turn(self.rotary, self.sinks + self.size - 1).of(query, turn.ranks)
-            sinks = linear.grouped(near * tokens.scaling, heads).flatten(2, 3) @ key[:, :, : self.sinks].mT
-            scores = torch.cat([sinks, scores[..., self.sinks :]], -1)
-        scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, length))
+        heads = key.shape[1]
+        query, *near = (linear.grouped(x, heads).flatten(2, 3) for x in queries)
+        scores = query @ key.mT
+        if near:
+            scores = torch.cat([near[0] @ key[:, :, : self.sinks].mT, scores[..., self.sinks :]], -1)
+        scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, turn.live.shape[1]))
         scores = scores.masked_fill(turn.hidden, float("-inf"))
         if tokens.sink is not None:
             own = tokens.sink.to(scores.dtype).view(heads, -1, 1, 1).expand(*scores.shape[:4], 1)

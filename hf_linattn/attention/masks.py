@@ -88,7 +88,8 @@ def once(on: Tensor | None, name: str, about: tuple[Any, ...], make: Callable[[]
     about = (*about, None if on.is_inference() else on._version)
     known = notes.get(name)
     if known is None or not all(
-        a is b or (isinstance(a, int | torch.device) and a == b) for a, b in zip(known[0], about, strict=True)
+        a is b or (isinstance(a, int | float | torch.device) and a == b)
+        for a, b in zip(known[0], about, strict=True)
     ):
         known = notes[name] = about, make()
     found: T = known[1]

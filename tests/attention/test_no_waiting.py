@@ -21,6 +21,8 @@ SPECS = {
     "taylor2": {},
     "window+elu1": {"size": 8, "sinks": 2},
     "delta": {},
+    "window": {"size": 8, "sinks": 2},
+    "h2o": {"size": 8, "heavy": 4, "sinks": 2},
 }
 
 
