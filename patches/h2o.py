@@ -57,7 +57,7 @@ class Part(NamedTuple):
     span: tuple[int, int] | None = None
 
 
-class Round(NamedTuple):
+class Step(NamedTuple):
     """Queries between two evictions, of each row its own; all layers of a forward share it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Round(NamedTuple):
         span: where they begin and end if they are the same in all rows; None else.
         column: where their keys go.
         hidden: columns that each does not see, `[B, 1, 1, N, M]`.
-        share: what its attention counts when the round is over, `[B, N]`: 0 where there is no token.
+        share: what its attention counts when the step is over, `[B, N]`: 0 where there is no token.
         fade: what attention got before counts then, `[B]`.
         evicts: rows in which a block leaves before them, `[B]`; None for no row.
         held: heavy hitters there are before that, `[B, 1, heavy]`.
@@ -152,7 +152,7 @@ class H2O(StatefulAttention):
         self.needs_rope = self.rotary is not None
 
     def causal(self, tokens: Tokens, state: HeavyState | None) -> tuple[Tensor, HeavyState]:
-        """Compute round after round: queries between two evictions see the same tokens kept."""
+        """Compute step after step: queries between two evictions see the same tokens kept."""
         if exporting():
             raise UnsupportedCallError(
                 "'h2o' chooses tokens in as many steps as the text has blocks, and a program for all lengths "
@@ -163,14 +163,14 @@ class H2O(StatefulAttention):
         outputs = []
         first = state is None
         about = tokens.valid, tokens.key.shape[0], self.size, self.heavy, self.sinks, self.half_life
-        rounds = once(tokens.count, "h2o rounds", about, lambda: list(self._rounds(tokens, first)))
+        steps = once(tokens.count, "h2o steps", about, lambda: list(self._steps(tokens, first)))
         queries = self._queries(tokens)
-        for turn in rounds:
-            after = self._without_evicted(after, turn)
-            output, after = self._attended(tokens, queries, after, turn, in_place=ours and not functional)
+        for step in steps:
+            after = self._without_evicted(after, step)
+            output, after = self._attended(tokens, queries, after, step, in_place=ours and not functional)
             outputs.append(output)
             ours = True
-        return self._in_order(tokens, rounds, outputs), after
+        return self._in_order(tokens, steps, outputs), after
 
     def _queries(self, tokens: Tokens) -> list[Tensor]:
         """Return the scaled queries, and as they meet the sinks where they are turned for that."""
@@ -183,17 +183,17 @@ class H2O(StatefulAttention):
         ranks = once(count, "h2o ranks", (), lambda: with_notes(count - 1))
         return [query, Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)]
 
-    def _in_order(self, tokens: Tokens, rounds: list[Round], outputs: list[Tensor]) -> Tensor:
-        """Bring what the rounds computed to the places of the tokens; 0 for padding."""
+    def _in_order(self, tokens: Tokens, steps: list[Step], outputs: list[Tensor]) -> Tensor:
+        """Bring what the steps computed to the places of the tokens; 0 for padding."""
         found = torch.cat(outputs, 2)
-        if all(turn.span is not None for turn in rounds):
+        if all(step.span is not None for step in steps):
             return found
-        place = torch.zeros_like(rounds[0].places[:, :1]).expand(-1, tokens.length + 1)
+        place = torch.zeros_like(steps[0].places[:, :1]).expand(-1, tokens.length + 1)
         done = 0  # the last place is nobody's
-        for turn in rounds:
-            spot = torch.arange(done, done + turn.places.shape[1], device=place.device).expand_as(turn.places)
-            place = place.scatter(1, turn.places.masked_fill(~turn.live, tokens.length), spot)
-            done += turn.places.shape[1]
+        for step in steps:
+            spot = torch.arange(done, done + step.places.shape[1], device=place.device).expand_as(step.places)
+            place = place.scatter(1, step.places.masked_fill(~step.live, tokens.length), spot)
+            done += step.places.shape[1]
         return tokens.hide(found.gather(2, spread(place[:, :-1], found)))
 
     def _empty(self, like: Tokens) -> HeavyState:
@@ -209,7 +209,7 @@ class H2O(StatefulAttention):
         """Return the rank of the first query behind so many evictions."""
         return number * self.block + self.size + self.sinks - 1
 
-    def _rounds(self, tokens: Tokens, first: bool) -> Iterator[Round]:
+    def _steps(self, tokens: Tokens, first: bool) -> Iterator[Step]:
         """Divide the visible tokens of each row by how many blocks have left the window of their queries.
 
         Args:
@@ -228,7 +228,7 @@ class H2O(StatefulAttention):
             parts = self._known_parts(known[0], known[1], seen.device)
         order = None if tokens.valid is None else valid.logical_not().long().argsort(dim=1, stable=True)
         for part in parts:
-            yield self._round(part, tokens, seen, order)
+            yield self._step(part, tokens, seen, order)
 
     def _unknown_parts(self, length: int, seen: Tensor, count: Tensor) -> Iterator[Part]:
         """Divide tokens without a look at the numbers: into as many parts as there can be."""
@@ -244,8 +244,8 @@ class H2O(StatefulAttention):
         """Divide tokens into the parts there are; the first is as long as it takes to fill the window."""
         first = [max(self._left(before), 0) for before in seen]
         last = [max(self._left(before + new - 1), 0) for before, new in zip(seen, count, strict=True)]
-        for turn in range(max(0, *map(operator.sub, last, first)) + 1):
-            numbers = [number + turn for number in first]
+        for more in range(max(0, *map(operator.sub, last, first)) + 1):
+            numbers = [number + more for number in first]
             starts, stops, leaves = zip(*map(self._places, seen, count, numbers), strict=True)
             left, start, stop, evicts = (
                 torch.tensor(x, device=device) for x in (numbers, starts, stops, leaves)
@@ -260,7 +260,7 @@ class H2O(StatefulAttention):
         start, stop = (min(max(x - seen, 0), count) for x in (begin, self._begin(number + 1)))
         return start, stop, number > 0 and start < stop and seen + start == begin
 
-    def _round(self, part: Part, tokens: Tokens, seen: Tensor, order: Tensor | None) -> Round:
+    def _step(self, part: Part, tokens: Tokens, seen: Tensor, order: Tensor | None) -> Step:
         places = part.start[:, None] + torch.arange(part.width, device=seen.device)
         live, places = places < part.stop[:, None], places.clamp_max(tokens.length - 1)
         ranks, gone = seen[:, None] + places, (part.left * self.block)[:, None]
@@ -279,59 +279,59 @@ class H2O(StatefulAttention):
         share, fade = half ** behind.to(dtype) * live, half ** total.to(dtype)
         index = places if order is None else order.gather(1, places)
         span = part.span if order is None else None
-        return Round(index, live, span, target, ~visible[:, None, None], share, fade, part.evicts, held)
+        return Step(index, live, span, target, ~visible[:, None, None], share, fade, part.evicts, held)
 
-    def _without_evicted(self, before: HeavyState, turn: Round) -> HeavyState:
+    def _without_evicted(self, before: HeavyState, step: Step) -> HeavyState:
         """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
-        if turn.evicts is None:
+        if step.evicts is None:
             return before
         candidates = to_16_bits(before.weight[..., self.sinks : self.first + self.block])
-        kept = candidates[..., : self.heavy].masked_fill(~turn.held, -1.0)
+        kept = candidates[..., : self.heavy].masked_fill(~step.held, -1.0)
         ranked = torch.cat([kept, candidates[..., self.heavy :]], -1)
         chosen = ranked.sort(stable=True, dim=-1, descending=True).indices[..., : self.heavy]
         column = torch.arange(self.columns, device=chosen.device)
         rest = (column[self.first :] + self.block).clamp_max(self.columns - 1)
         sinks, rest = (x.expand(*chosen.shape[:2], -1) for x in (column[: self.sinks], rest))
         index = torch.cat([sinks, chosen + self.sinks, rest], -1)
-        index = torch.where(turn.evicts[:, None, None], index, column)
+        index = torch.where(step.evicts[:, None, None], index, column)
         rows = torch.arange(index.shape[0] * index.shape[1], device=index.device) * self.columns
         rows = (index.flatten(0, 1) + rows[:, None]).flatten()  # much faster than to gather
         key, value, weight = (x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before)
         return HeavyState(key, value, weight)
 
     def _attended(
-        self, tokens: Tokens, queries: list[Tensor], before: HeavyState, turn: Round, in_place: bool
+        self, tokens: Tokens, queries: list[Tensor], before: HeavyState, step: Step, in_place: bool
     ) -> tuple[Tensor, HeavyState]:
-        """Compute the queries of a round, `[B, H, N, Dv]`, and what their keys have got since."""
+        """Compute the queries of a step, `[B, H, N, Dv]`, and what their keys have got since."""
         put = Tensor.scatter_ if in_place else Tensor.scatter
         key, value = (
-            put(old, 2, spread(turn.column, x), x)
+            put(old, 2, spread(step.column, x), x)
             for old, x in zip(
-                before[:2], (self._of(turn, x) for x in (tokens.key, tokens.value)), strict=True
+                before[:2], (self._of(step, x) for x in (tokens.key, tokens.value)), strict=True
             )
         )
-        weight = put(before.weight, 2, turn.column[:, None].expand(-1, key.shape[1], -1), 0.0)
-        weights = self._weights(tokens, [self._of(turn, x) for x in queries], upcast(key), turn)
-        found = (weights @ upcast(value)).unflatten(2, (-1, turn.live.shape[1])).flatten(1, 2)
-        share = turn.share[:, None, None].expand(-1, -1, found.shape[1] // key.shape[1], -1).flatten(2)
+        weight = put(before.weight, 2, step.column[:, None].expand(-1, key.shape[1], -1), 0.0)
+        weights = self._weights(tokens, [self._of(step, x) for x in queries], upcast(key), step)
+        found = (weights @ upcast(value)).unflatten(2, (-1, step.live.shape[1])).flatten(1, 2)
+        share = step.share[:, None, None].expand(-1, -1, found.shape[1] // key.shape[1], -1).flatten(2)
         got = (share[:, :, None] @ weights.detach())[:, :, 0]
-        return found, HeavyState(key, value, weight * turn.fade[:, None, None] + got)
+        return found, HeavyState(key, value, weight * step.fade[:, None, None] + got)
 
-    def _of(self, turn: Round, x: Tensor) -> Tensor:
-        """Take the tokens of a round; zeros where there is none, as padding may be NaN."""
-        if turn.span is not None:
-            return x[:, :, turn.span[0] : turn.span[1]]
-        return x.gather(2, spread(turn.places, x)).masked_fill(~turn.live[:, None, :, None], 0)
+    def _of(self, step: Step, x: Tensor) -> Tensor:
+        """Take the tokens of a step; zeros where there is none, as padding may be NaN."""
+        if step.span is not None:
+            return x[:, :, step.span[0] : step.span[1]]
+        return x.gather(2, spread(step.places, x)).masked_fill(~step.live[:, None, :, None], 0)
 
-    def _weights(self, tokens: Tokens, queries: list[Tensor], key: Tensor, turn: Round) -> Tensor:
+    def _weights(self, tokens: Tokens, queries: list[Tensor], key: Tensor, step: Step) -> Tensor:
         """Compute the softmax over all columns, `[B, Hkv, G N, M]`."""
         heads = key.shape[1]
         query, *near = (linear.grouped(x, heads).flatten(2, 3) for x in queries)
         scores = query @ key.mT
         if near:
             scores = torch.cat([near[0] @ key[:, :, : self.sinks].mT, scores[..., self.sinks :]], -1)
-        scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, turn.live.shape[1]))
-        scores = scores.masked_fill(turn.hidden, float("-inf"))
+        scores = capped(scores, tokens.softcap, None).unflatten(2, (-1, step.live.shape[1]))
+        scores = scores.masked_fill(step.hidden, float("-inf"))
         if tokens.sink is not None:
             own = tokens.sink.to(scores.dtype).view(heads, -1, 1, 1).expand(*scores.shape[:4], 1)
             scores = torch.cat([scores, own], -1)
