@@ -3,11 +3,13 @@
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from helpers import warm
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
@@ -33,8 +35,20 @@ def seeded():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Where kernels in C++ are compiled, once for all tests of a process."""
-    return tmp_path_factory.mktemp("cache")
+    """A cache of this process with kernels in C++, which are compiled once for all that run side by side."""
+    from hf_linattn.ops.cpp import build
+
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    shared, own = base / "compiled", tmp_path_factory.mktemp("cache")
+    with FileLock(base / "compiled.lock"):
+        if not shared.exists() and any(map(shutil.which, build.COMPILERS)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(shared))
+                build.compiled.__wrapped__()
+    if shared.exists():
+        shutil.copytree(shared, own, dirs_exist_ok=True)
+    return own
 
 
 @pytest.fixture

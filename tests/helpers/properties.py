@@ -79,23 +79,26 @@ PAIRS = [
     if serves(family, case) and (family in VARIANTS or ", " not in case)
 ]
 CAUSAL = [(family, case) for family, case in PAIRS if family not in ENCODERS]
-WHOLE = ("llama", "bert")
-"""Families with all cases in every run."""
-FIRST = ("mqa, odd head_dim", "gemma3")
-"""Families with the first case of each patch; others have `REPRESENTATIVES`, and the rest with `-m full`."""
+WHOLE = "llama"
+"""The family with all cases in every run; others have those that it has not, and `REPRESENTATIVES`."""
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
+FIRST = [case for case in CASES if ", " not in case]
+SHARES = {"bert": FIRST, "mqa, odd head_dim": FIRST[::3], "gemma3": FIRST[1::3]}
+"""What families that differ most from it have besides; all else is run by `-m full`."""
 
 
-def marked(pairs, first=FIRST):
-    """The pairs as pytest parameters; those that only `-m full` runs are marked. `first` is like `FIRST`."""
+def marked(pairs, shares=SHARES):
+    """The pairs as pytest parameters; those that only `-m full` runs are marked. `shares` is like `SHARES`."""
     return [
-        pytest.param(family, case, marks=() if _always(family, case, first) else pytest.mark.full)
+        pytest.param(family, case, marks=() if always(family, case, shares) else pytest.mark.full)
         for family, case in pairs
     ]
 
 
-def _always(family, case, first):
-    return family in WHOLE or case in REPRESENTATIVES or (family in first and ", " not in case)
+def always(family, case, shares=SHARES):
+    """Whether every run has the pair."""
+    alone = family == WHOLE or (family in VARIANTS and not serves(WHOLE, case))
+    return alone or case in REPRESENTATIVES or case in shares.get(family, ())
 
 
 CUTS = (0, 7, 71, 72, 100)
@@ -173,17 +176,19 @@ TOLERANCE = 1e-6
 
 
 @torch.no_grad()
-def check_forward(family, case, lengths=(1, 2, 63, 64, 65, 130)):
+def check_forward(family, case, lengths=None):
+    """By default all lengths around a chunk in one family, and one of each kind in the others."""
     model = model_of(family)
-    for length in lengths:
-        ids, mask = tiny_models.left_padded(tiny_models.tokens(2, length), length // 4)
+    lengths = lengths or ((1, 2, 63, 64, 65, 130) if family == WHOLE else (1, 65, 130))
+    batches = [tiny_models.left_padded(tiny_models.tokens(2, length), length // 4) for length in lengths]
+    wants = []
+    for ids, mask in batches:
         with oracle_of(model, case) as seen:
-            want = logits(model, ids, mask)
+            wants.append(logits(model, ids, mask))
         assert seen.calls
-        patch(model, case)
-        got = logits(model, ids, mask)
-        unpatch_model(model)
-        close(got[mask.bool()], want[mask.bool()], TOLERANCE)
+    patch(model, case)
+    for (ids, mask), want in zip(batches, wants, strict=True):
+        close(logits(model, ids, mask)[mask.bool()], want[mask.bool()], TOLERANCE)
 
 
 def gradients(model, ids, mask, weights):
@@ -267,7 +272,9 @@ def check_rows(family, case):
 
 
 @torch.no_grad()
-def check_decode(family, case, cuts=(0, 40, *range(41, 71), 100)):
+def check_decode(family, case, cuts=None):
+    """By default token by token over the end of a chunk and all windows, in other families some of it."""
+    cuts = cuts or (0, 40, *(range(41, 71) if family == WHOLE else (*range(41, 46), *range(62, 67))), 100)
     model = patch(model_of(family), case)
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 100), 5)
     positions = tiny_models.positions(mask)

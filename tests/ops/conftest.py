@@ -16,9 +16,9 @@ def begin():
     patch_once()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreted():
-    """Calls a check in a process whose triton interprets; what it raises is raised here."""
+    """Calls a check in a process whose triton interprets, the same for all tests; what it raises is raised."""
     context = multiprocessing.get_context(HOW)
     if HOW == "forkserver":  # nothing else uses it: it starts here, with the variable, and imports once
         context.set_forkserver_preload(["transformers.modeling_utils"])

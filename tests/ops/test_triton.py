@@ -59,7 +59,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+REST = (
+    *("plain", "float16", "decay", "decay, segments", "features that decay", "documents", "decay, float16"),
+    *("relu and eps", "features, numerators", "queries far below zero", "bfloat16"),
+)
+"""Everything in these is in a case beside others too: with `-m full`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.full if x in REST else ()) for x in CASES]
+)
 def test_forward_and_backward_match_the_definition(interpreted, name):
     interpreted(checks.check, CASES[name])
 
@@ -94,13 +103,16 @@ def test_property(interpreted, check):
 @pytest.mark.parametrize(
     ("spec", "dtype", "tolerance", "packed", "options"),
     [
-        ("relu", "float32", 1e-4, False, None),
-        ("gated", "float32", 1e-4, True, None),
+        pytest.param("relu", "float32", 1e-4, False, None, marks=pytest.mark.full),
+        pytest.param("gated", "float32", 1e-4, True, None, marks=pytest.mark.full),
         ("window+gated", "float32", 1e-4, False, {"size": 5, "sinks": 3}),
-        ("window+hedgehog", "float32", 1e-4, False, {"size": 7, "mix": "learned"}),
-        ("window", "bfloat16", 0.05, False, {"size": 6, "sinks": 2}),
+        pytest.param(
+            *("window+hedgehog", "float32", 1e-4, False, {"size": 7, "mix": "learned"}),
+            marks=pytest.mark.full,
+        ),
+        pytest.param("window", "bfloat16", 0.05, False, {"size": 6, "sinks": 2}, marks=pytest.mark.full),
         ("hedgehog", "bfloat16", 0.05, False, None),
-        ("decay", "bfloat16", 0.05, False, None),
+        pytest.param("decay", "bfloat16", 0.05, False, None, marks=pytest.mark.full),
         ("performer", "float16", 0.02, True, None),
     ],
 )
@@ -108,7 +120,7 @@ def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, 
     interpreted(checks.check_a_model, spec, dtype, tolerance, packed, options)
 
 
-def test_triton_is_not_imported_before_it_is_needed():
+def test_triton_is_not_imported_before_it_is_needed(warm_start):
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import hf_linattn\n"

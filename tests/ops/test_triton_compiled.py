@@ -10,6 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 from helpers.paths import ROOT
+from helpers.selection import rest_full
 
 from hf_linattn.ops.triton import audit, launch, machine_code, targets, window_rest
 from hf_linattn.ops.triton.targets import Shape
@@ -40,8 +41,8 @@ COMPILED = [
     *((name, False) for name in CASES if name != WITH_WINDOWS[1]),
     *((name, True) for name in WITH_WINDOWS),
 ]
-ALWAYS = ((WITH_WINDOWS[0], False), (WITH_WINDOWS[1], True))
-"""The others are compiled with `-m full`."""
+ALWAYS = ((WITH_WINDOWS[1], True),)
+"""All kernels, in the case with most of what they can; the others are compiled with `-m full`."""
 
 
 def kernels():
@@ -65,7 +66,7 @@ def compiler(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "windows"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full) for case in COMPILED],
+    rest_full(COMPILED, ALWAYS),
 )
 def test_kernels_fit_the_device(compiler, name, windows):
     found = compiler(*CASES[name], calls=targets.CALLS if windows else targets.LINEAR)

@@ -56,13 +56,12 @@ def check(spec, folder):
             assert said[way].removeprefix("no: ") in str(found[way])
 
 
+@full
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [("window+gated", {}), pytest.param("window+elu1", {"sinks": 0, "size": 9}, marks=full)],
+    [("window+gated", {}), ("window+elu1", {"sinks": 0, "size": 9})],
 )
-@pytest.mark.parametrize(
-    "family", [exports.gpt2, pytest.param(llama, marks=full), pytest.param(exports.encoder, marks=full)]
-)
+@pytest.mark.parametrize("family", [exports.gpt2, llama, exports.encoder])
 def test_one_program_serves_every_batch_and_length(spec, options, family):
     if family is exports.encoder and "gated" in spec:
         pytest.skip("gates forget, an encoder does not")

@@ -12,8 +12,11 @@ from helpers.cases import CASES
 from helpers.properties import (
     CAUSAL,
     CUTS,
+    FAMILIES,
     PAIRS,
-    VARIANTS,
+    REPRESENTATIVES,
+    WHOLE,
+    always,
     check_decode,
     check_forward,
     check_gradient,
@@ -26,6 +29,7 @@ from helpers.properties import (
     check_unpatch,
     marked,
     model_of,
+    serves,
 )
 
 from hf_linattn import available_patches, patch_model
@@ -50,6 +54,12 @@ def test_every_patch_is_here():
     assert set(available_patches()) == {name for case in CASES.values() for name in case.spec.split("+")}
 
 
+def test_every_run_has_every_case_and_every_family():
+    found = [pair for pair in PAIRS if always(*pair)]
+    assert {case for _, case in found} == set(CASES)
+    assert {family for family, _ in found} == set(FAMILIES)
+
+
 @pytest.mark.parametrize(("family", "case"), marked(PAIRS))
 class TestEveryFamily:
     def test_forward_is_the_oracle(self, family, case):
@@ -64,11 +74,12 @@ class TestEveryFamily:
         check_padding(family, case, side)
 
     def test_half_precision(self, family, case):
-        for dtype in (torch.bfloat16, torch.float16)[: 2 if family in VARIANTS else 1]:
+        both = family == WHOLE or case in REPRESENTATIVES or not serves(WHOLE, case)
+        for dtype in (torch.bfloat16, torch.float16)[: 2 if both else 1]:
             check_half_precision(family, case, dtype)
 
 
-@pytest.mark.parametrize(("family", "case"), marked(PAIRS, first=()))
+@pytest.mark.parametrize(("family", "case"), marked(PAIRS, shares={}))
 class TestThePatchAlone:
     """What depends on the patch and hardly on the model."""
 
