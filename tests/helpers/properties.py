@@ -88,7 +88,7 @@ SHARES = {"bert": FIRST, "mqa, odd head_dim": FIRST[::3], "gemma3": FIRST[1::3]}
 
 
 def marked(pairs, shares=SHARES):
-    """The pairs as pytest parameters; those that only `-m full` runs are marked. `shares` is like `SHARES`."""
+    """The pairs as pytest parameters; those that only `-m full` runs are marked; `shares` as `SHARES`."""
     return [
         pytest.param(family, case, marks=() if always(family, case, shares) else pytest.mark.full)
         for family, case in pairs

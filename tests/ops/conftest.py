@@ -18,7 +18,7 @@ def begin():
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """Calls a check in a process whose triton interprets, the same for all tests; what it raises is raised."""
+    """Calls a check in a process whose triton interprets, one for all tests; raises what it raises."""
     context = multiprocessing.get_context(HOW)
     if HOW == "forkserver":  # nothing else uses it: it starts here, with the variable, and imports once
         context.set_forkserver_preload(["transformers.modeling_utils"])
