@@ -34,19 +34,38 @@ def seeded():
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
+def made_once(tmp_path_factory):
+    """A folder by its name, filled by the first of the processes of pytest-xdist that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def find(name, fill):
+        shared, done = base / f"once-{name}", base / f"once-{name}.done"
+        with FileLock(base / f"once-{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(shared, ignore_errors=True)  # of one that failed
+                shared.mkdir()
+                fill(shared)
+                done.touch()
+        return shared
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def folder(made_once, tmp_path_factory):
     """A cache of this process with kernels in C++, which are compiled once for all that run side by side."""
     from hf_linattn.ops.cpp import build
 
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    shared, own = base / "compiled", tmp_path_factory.mktemp("cache")
-    with FileLock(base / "compiled.lock"):
-        if not shared.exists() and any(map(shutil.which, build.COMPILERS)):
+    own = tmp_path_factory.mktemp("cache")
+    if any(map(shutil.which, build.COMPILERS)):
+
+        def compile_them(shared):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("XDG_CACHE_HOME", str(shared))
                 build.compiled.__wrapped__()
-    if shared.exists():
+
+        shared = made_once("compiled", compile_them)
         shutil.copytree(shared, own, dirs_exist_ok=True)
     return own
 

@@ -114,9 +114,18 @@ def perplexity(*words):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory, warm_python):
-    found = Jobs(tmp_path_factory.mktemp("parallel"), warm_python)
-    make_workplace(found.folder)
+def jobs(made_once, warm_python):
+    """All of them, run once also where tests of this file are spread over several processes."""
+
+    def fill(folder):
+        make_workplace(folder)
+        jobs_in(folder, warm_python).run()
+
+    return jobs_in(made_once("parallel", fill), warm_python)
+
+
+def jobs_in(folder, python):
+    found = Jobs(folder, python)
     cases = {name: {"patch": patch, "options": options} for name, (patch, options) in CASES.items()}
     families = [{"patch": "window+gated", "options": {"size": 6}, "family": name} for name in FAMILIES]
     families = [{**case, "sliding": "global"} for case in families]
@@ -141,7 +150,7 @@ def jobs(tmp_path_factory, warm_python):
     found.add("resumed run", 1, "command", finetune(*stopped))
     found.add("curve", 1, "command", perplexity("--output-dir", "curve"))
     found.add("split curve", 2, "command", perplexity("--context-parallel", "--output-dir", "split-curve"))
-    return found.run()
+    return found
 
 
 def names(mapping):
