@@ -78,6 +78,15 @@ def compiled(folder, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def interpreted():
+    """Calls a check in a process whose triton interprets, one for all tests."""
+    from helpers.triton_processes import interpreter
+
+    with interpreter() as call:
+        yield call
+
+
+@pytest.fixture(scope="session")
 def warm_python(tmp_path_factory):
     """A `python` whose imports are done, see helpers/warm.py; the real one where forking is not safe."""
     folder = tmp_path_factory.mktemp("warm")

@@ -4,9 +4,11 @@ Forward with a state and several segments, backward and one step, with the tiles
 """
 
 import json
+import os
+import pickle
 import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import subprocess
+import sys
 
 import pytest
 from helpers.paths import ROOT
@@ -54,14 +56,28 @@ def kernels():
     return found
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory):
+COMPILE = """
+import pickle, sys
+from hf_linattn.ops.triton import targets
+case, calls = pickle.load(sys.stdin.buffer)
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(targets.report(*case, calls=calls), file)
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path, warm_start, monkeypatch):
     """Compiles a case in a process where triton compiles, whatever the environment says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "0")
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            yield lambda *case, **how: pool.submit(targets.report, *case, **how).result()
+    if "TRITON_INTERPRET" in os.environ:
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+    def report(*case, calls):
+        command = [sys.executable, "-c", COMPILE, str(tmp_path / "report")]
+        subprocess.run(command, input=pickle.dumps((case, calls)), check=True)
+        return pickle.loads((tmp_path / "report").read_bytes())
+
+    return report
 
 
 @pytest.mark.parametrize(
