@@ -83,20 +83,26 @@ WHOLE = "llama"
 """The family with all cases in every run; others have those that it has not, and `REPRESENTATIVES`."""
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
 FIRST = [case for case in CASES if ", " not in case]
+OTHER_OPTIONS = [case for case in CASES if ", " in case]
 SHARES = {"bert": FIRST, "mqa, odd head_dim": FIRST[::3], "gemma3": FIRST[1::3]}
 """What families that differ most from it have besides; all else is run by `-m full`."""
 
 
-def marked(pairs, shares=SHARES):
-    """The pairs as pytest parameters; those that only `-m full` runs are marked; `shares` as `SHARES`."""
+def marked(pairs, shares=SHARES, half=None):
+    """The pairs as pytest parameters; those that only `-m full` runs are marked. See `always`."""
     return [
-        pytest.param(family, case, marks=() if always(family, case, shares) else pytest.mark.full)
+        pytest.param(family, case, marks=() if always(family, case, shares, half) else pytest.mark.full)
         for family, case in pairs
     ]
 
 
-def always(family, case, shares=SHARES):
-    """Whether every run has the pair."""
+def always(family, case, shares=SHARES, half=None):
+    """Whether every run has the pair.
+
+    `shares` as `SHARES`; with `half` 0 or 1 every second of the cases with other options is left out.
+    """
+    if half is not None and case in OTHER_OPTIONS[half::2]:
+        return False
     alone = family == WHOLE or (family in VARIANTS and not serves(WHOLE, case))
     return alone or case in REPRESENTATIVES or case in shares.get(family, ())
 

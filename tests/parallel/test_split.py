@@ -149,6 +149,7 @@ def jobs_in(folder, python):
     found.add("stopped run", 2, "command", {**finetune(*stopped, *split), "kill": 4})
     found.add("resumed run", 1, "command", finetune(*stopped))
     found.add("curve", 1, "command", perplexity("--output-dir", "curve"))
+    found.add("shared curve", 2, "command", perplexity("--output-dir", "shared-curve"))
     found.add("split curve", 2, "command", perplexity("--context-parallel", "--output-dir", "split-curve"))
     return found
 
@@ -306,6 +307,19 @@ def test_perplexity_is_that_of_one_process(jobs):
     sent = two["run"]["bytes_exchanged"]
     assert len(sent) == len(two["rows"])
     assert f"{next(iter(sent.values())):,}" in jobs.results("split curve")[0]["stdout"]
+
+
+def test_windows_that_two_processes_share_out_have_the_perplexity_of_one_process(jobs):
+    one, two = (
+        json.loads((jobs.folder / each / "results.json").read_text()) for each in ("curve", "shared-curve")
+    )
+    for rank in range(2):
+        assert jobs.results("shared curve", rank)[0]["status"] == 0
+    assert two["run"]["processes"] == 2
+    for key in ("rows", "data", "arguments", "models", "versions"):
+        assert two[key] == one[key]
+    assert "byte_ppl" in jobs.results("shared curve")[0]["stdout"]
+    assert "byte_ppl" not in jobs.results("shared curve", 1)[0]["stdout"]
 
 
 @pytest.mark.parametrize(
