@@ -13,6 +13,7 @@ from helpers.properties import (
     CAUSAL,
     CUTS,
     FAMILIES,
+    FIRST,
     PAIRS,
     REPRESENTATIVES,
     WHOLE,
@@ -74,7 +75,7 @@ class TestEveryFamily:
         check_padding(family, case, side)
 
     def test_half_precision(self, family, case):
-        both = family == WHOLE or case in REPRESENTATIVES or not serves(WHOLE, case)
+        both = case in (FIRST if family == WHOLE else REPRESENTATIVES) or not serves(WHOLE, case)
         for dtype in (torch.bfloat16, torch.float16)[: 2 if both else 1]:
             check_half_precision(family, case, dtype)
 
