@@ -107,6 +107,11 @@ def always(family, case, shares=SHARES, half=None):
     return alone or case in REPRESENTATIVES or case in shares.get(family, ())
 
 
+def is_shared(family, case):
+    """Whether every run has the pair beside the same case of the family that has all."""
+    return family != WHOLE and always(family, case) and serves(WHOLE, case)
+
+
 CUTS = (0, 7, 71, 72, 100)
 
 
@@ -183,9 +188,9 @@ TOLERANCE = 1e-6
 
 @torch.no_grad()
 def check_forward(family, case, lengths=None):
-    """By default all lengths around a chunk in one family, and one of each kind in the others."""
+    """By default all lengths around a chunk; one of each kind where another family has all in every run."""
     model = model_of(family)
-    lengths = lengths or ((1, 2, 63, 64, 65, 130) if family == WHOLE else (1, 65, 130))
+    lengths = lengths or ((1, 65, 130) if is_shared(family, case) else (1, 2, 63, 64, 65, 130))
     batches = [tiny_models.left_padded(tiny_models.tokens(2, length), length // 4) for length in lengths]
     wants = []
     for ids, mask in batches:
@@ -279,8 +284,9 @@ def check_rows(family, case):
 
 @torch.no_grad()
 def check_decode(family, case, cuts=None):
-    """By default token by token over the end of a chunk and all windows, in other families some of it."""
-    cuts = cuts or (0, 40, *(range(41, 71) if family == WHOLE else (*range(41, 46), *range(62, 67))), 100)
+    """By default token by token over the end of a chunk and all windows, or over some of it, as above."""
+    some = (*range(41, 46), *range(62, 67))
+    cuts = cuts or (0, 40, *(some if is_shared(family, case) else range(41, 71)), 100)
     model = patch(model_of(family), case)
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 100), 5)
     positions = tiny_models.positions(mask)

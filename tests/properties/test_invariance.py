@@ -16,6 +16,7 @@ from helpers.properties import (
     FIRST,
     PAIRS,
     REPRESENTATIVES,
+    VARIANTS,
     WHOLE,
     always,
     check_decode,
@@ -74,10 +75,21 @@ class TestEveryFamily:
     def test_padding_changes_nothing(self, family, case, side):
         check_padding(family, case, side)
 
-    def test_half_precision(self, family, case):
-        both = case in (FIRST if family == WHOLE else REPRESENTATIVES) or not serves(WHOLE, case)
-        for dtype in (torch.bfloat16, torch.float16)[: 2 if both else 1]:
-            check_half_precision(family, case, dtype)
+
+def halves():
+    """Pairs with bfloat16, and with float16 in fewer families; of other options float16 with `-m full`."""
+    for family, case in PAIRS:
+        known = always(family, case, {})
+        often = case in (FIRST if family == WHOLE else REPRESENTATIVES) or not serves(WHOLE, case)
+        yield pytest.param(family, case, torch.bfloat16, marks=() if known else pytest.mark.full)
+        if family in VARIANTS:
+            marks = () if known and often else pytest.mark.full
+            yield pytest.param(family, case, torch.float16, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "case", "dtype"), list(halves()), ids=str)
+def test_half_precision(family, case, dtype):
+    check_half_precision(family, case, dtype)
 
 
 @pytest.mark.parametrize(("family", "case"), marked(PAIRS, {}))
