@@ -5,8 +5,8 @@ OUT ?= demo-out
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-# one thread per process: the tests and the demo run processes side by side
-QUIET := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# one thread per process: the tests and the demo run processes side by side; they compile to byte code once
+QUIET := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 DEMO := $(if $(MODEL),--model '$(MODEL)') $(if $(DATA),--data '$(DATA)') $(if $(EVAL_DATA),--eval-data '$(EVAL_DATA)') \
 	$(if $(PATCH),--patch '$(PATCH)') $(if $(OPTIONS),--options '$(OPTIONS)')

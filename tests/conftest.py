@@ -3,11 +3,13 @@
 import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from helpers import warm
 
 for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
@@ -32,9 +34,40 @@ def seeded():
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Where kernels in C++ are compiled, once for all tests of a process."""
-    return tmp_path_factory.mktemp("cache")
+def made_once(tmp_path_factory):
+    """A folder by its name, filled by the first of the processes of pytest-xdist that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def find(name, fill):
+        shared, done = base / f"once-{name}", base / f"once-{name}.done"
+        with FileLock(base / f"once-{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(shared, ignore_errors=True)  # of one that failed
+                shared.mkdir()
+                fill(shared)
+                done.touch()
+        return shared
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def folder(made_once, tmp_path_factory):
+    """A cache of this process with kernels in C++, which are compiled once for all that run side by side."""
+    from hf_linattn.ops.cpp import build
+
+    own = tmp_path_factory.mktemp("cache")
+    if any(map(shutil.which, build.COMPILERS)):
+
+        def compile_them(shared):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("XDG_CACHE_HOME", str(shared))
+                build.compiled.__wrapped__()
+
+        shared = made_once("compiled", compile_them)
+        shutil.copytree(shared, own, dirs_exist_ok=True)
+    return own
 
 
 @pytest.fixture
@@ -42,6 +75,15 @@ def compiled(folder, monkeypatch):
     """Kernels in C++ are asked for."""
     monkeypatch.setenv("HF_LINATTN_CPP", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Calls a check in a process whose triton interprets, one for all tests."""
+    from helpers.triton_processes import interpreter
+
+    with interpreter() as call:
+        yield call
 
 
 @pytest.fixture(scope="session")

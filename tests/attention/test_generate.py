@@ -1,7 +1,10 @@
 """generate() in all its modes gives the tokens that full forwards without any cache give."""
 
+import itertools
+
 import pytest
 import torch
+from helpers.selection import rest_full
 from helpers.tiny_models import ENCODER_DECODER_SIZES, build, grow, left_padded, llama, tokens
 from transformers import CompileConfig, StaticCache
 from transformers.cache_utils import DynamicLayer
@@ -26,6 +29,10 @@ PLANS = {
     "window+elu1, salient": ("window+elu1", {"size": 8, "sinks": 2, "salient": 6}),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS)
+EACH_STATE = ("elu1", "softmax1+logn", "sdpa, elu1", "gated", "window+hedgehog", "softmax1+fox")
+EACH_STATE += ("window+elu1, salient",)
+"""One plan for every kind of state, with and without keys beside it."""
+each_state = pytest.mark.parametrize("plan", rest_full(PLANS, EACH_STATE))
 
 
 def patched_llama(plan, **config):
@@ -71,13 +78,13 @@ def test_greedy_is_the_argmax_of_full_forwards(plan, prompt):
     assert torch.equal(alone[:, 29:], want[:1, 40:]), "a padded row differs from the same row alone"
 
 
-@every_plan
+@each_state
 def test_prefill_in_chunks(plan, prompt):
     model = patched_llama(plan)
     assert torch.equal(generate(model, *prompt, prefill_chunk_size=7), grown(model, *prompt))
 
 
-@every_plan
+@each_state
 def test_sampling_draws_the_same_tokens_with_and_without_cache(plan, prompt):
     model = patched_llama(plan)
     drawn = []
@@ -89,7 +96,7 @@ def test_sampling_draws_the_same_tokens_with_and_without_cache(plan, prompt):
     assert not torch.equal(drawn[0], generate(model, *prompt, do_sample=True, top_k=20))
 
 
-@every_plan
+@each_state
 def test_beams_are_those_without_cache(plan, prompt):
     model = patched_llama(plan)
     want = generate(model, *prompt, num_beams=3, use_cache=False)
@@ -106,7 +113,7 @@ def test_beams_without_reordering_are_noticed(prompt, monkeypatch):
     assert not torch.equal(generate(model, *prompt, num_beams=3), want)
 
 
-@every_plan
+@each_state
 def test_static_cache(plan, prompt):
     model = patched_llama(plan)
     want = grown(model, *prompt)
@@ -114,7 +121,7 @@ def test_static_cache(plan, prompt):
     assert torch.equal(generate(model, *prompt, cache_implementation="static", prefill_chunk_size=9), want)
 
 
-@every_plan
+@each_state
 def test_second_turn_with_the_cache_of_the_first(plan):
     model = patched_llama(plan)
     ids = tokens(1, 30)
@@ -142,7 +149,7 @@ def crops(monkeypatch):
     return taken
 
 
-@every_plan
+@each_state
 def test_prompt_lookup_takes_candidates_back(plan, crops):
     model = patched_llama(plan)
     ids = grow(model, tokens(1, 24), 24)  # its own text, so that some candidates are accepted
@@ -152,7 +159,7 @@ def test_prompt_lookup_takes_candidates_back(plan, crops):
     assert sum(n > 0 for n in crops) > 2
 
 
-@every_plan
+@each_state
 def test_assisted_decoding_takes_candidates_back(plan, crops):
     model, draft = patched_llama(plan), patched_llama(plan)
     with torch.no_grad():
@@ -203,7 +210,10 @@ class Counter:
         return run
 
 
-@pytest.mark.parametrize("plan", ["elu1", "softmax1+logn", "sdpa, elu1", "softmax1+fox"])
+@pytest.mark.parametrize(
+    "plan",
+    rest_full(["elu1", "softmax1+logn", "sdpa, elu1", "softmax1+fox"], ["sdpa, elu1", "softmax1+fox"]),
+)
 def test_compiled_static_cache(plan, prompt):
     torch._dynamo.reset()
     model, counter = patched_llama(plan), Counter()
@@ -235,9 +245,9 @@ def test_streamer_receives_every_token():
 
 
 def test_memory_does_not_grow_with_the_tokens():
-    model = patched_llama("elu1", layers=1, dtype=torch.float32, max_position_embeddings=8192)
+    model = patched_llama("elu1", layers=1, dtype=torch.float32, max_position_embeddings=2048)
     sizes = {}
-    for length in (64, 4096):
+    for length in (64, 1024):
         prompt = tokens(1, length // 2)
         out = generate(model, prompt, max_new_tokens=length // 2, return_dict_in_generate=True)
         assert out.sequences.shape[1] == length
@@ -248,7 +258,7 @@ def test_memory_does_not_grow_with_the_tokens():
         sizes[length] = [layer.nbytes for layer in layers]
         reachable = [x for layer in layers for x in _tensors(vars(layer))]
         assert sum(x.untyped_storage().nbytes() for x in reachable) == sum(sizes[length])
-    assert sizes[64] == sizes[4096] == [2 * 8 * 9 * 4]  # 2 key heads, S [8, 8] and z [8], float32
+    assert sizes[64] == sizes[1024] == [2 * 8 * 9 * 4]  # 2 key heads, S [8, 8] and z [8], float32
 
 
 def _tensors(value):
@@ -263,9 +273,21 @@ def _tensors(value):
     )
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("plan", ["elu1", "softmax1", "logn", "softmax1+logn", "elu1, sdpa"])
-@pytest.mark.parametrize("family", ["BartForConditionalGeneration", "MarianMTModel"])
+BART, MARIAN = "BartForConditionalGeneration", "MarianMTModel"
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "beams"),
+    rest_full(
+        itertools.product(
+            (BART, MARIAN), ("elu1", "softmax1", "logn", "softmax1+logn", "elu1, sdpa"), (1, 3)
+        ),
+        [
+            *((BART, "elu1", 1), (BART, "elu1, sdpa", 3), (BART, "softmax1", 3)),
+            *((MARIAN, "elu1", 3), (MARIAN, "logn", 1), (MARIAN, "softmax1+logn", 3)),
+        ],
+    ),
+)
 def test_encoder_decoder_is_cached_exactly(family, plan, beams):
     model = build(family, **ENCODER_DECODER_SIZES)
     spec = {"*decoder*self_attn": "elu1"} if plan.endswith("sdpa") else plan

@@ -1,10 +1,12 @@
 """Models with sliding windows: kept, or dropped by sliding="global", with and without a cache."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
 import torch
 from helpers.oracle import as_oracle
+from helpers.selection import rest_full
 from helpers.tiny_models import SIZES, build, distance, grow, left_padded, positions, tokens
 from transformers import DynamicCache, Llama4TextConfig, StaticCache
 from transformers.masking_utils import chunked_causal_mask_function
@@ -105,8 +107,10 @@ def test_compiled_code_does_not_take_chunks_for_documents():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", SLIDING)
-@pytest.mark.parametrize("patch", ["elu1", "softmax1+logn"])
+GENERATED = list(itertools.product(("elu1", "softmax1+logn"), SLIDING))
+
+
+@pytest.mark.parametrize(("patch", "name"), rest_full(GENERATED, GENERATED[:6:2] + GENERATED[7::2]))
 def test_generate(patch, name):
     if cannot_apply(patch, name):
         pytest.skip("elu1 keeps no window, and every layer has one")

@@ -12,6 +12,8 @@ from hf_linattn.cli.arguments import argparse_type, json_object, positive_int, p
 from hf_linattn.cli.files import read_json, write_json
 from hf_linattn.errors import DataError, OptionError
 
+START = sys.executable
+
 
 @pytest.mark.parametrize(
     ("command", "want"),
@@ -94,3 +96,14 @@ for process, data_bars, bars, errors_only in cases:
     assert (logging.get_verbosity() == logging.ERROR) == errors_only, process
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.usefixtures("warm_start")
+def test_processes_begin_with_their_imports_behind_a_library_that_sets_variables_too(monkeypatch):
+    """As lm_eval does; else each process of a test would import for some seconds."""
+    if sys.executable == START:
+        pytest.skip("processes are not forked here")
+    monkeypatch.setenv("HF_XET_HIGH_PERFORMANCE", "0")
+    code = "import sys; print('datasets' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -124,6 +124,8 @@ def test_killed_in_every_stage_it_ends_with_the_same_bytes(converted):
     assert read("killed/validation.json") == read(converted / "validation.json")
 
 
+# tests/training/test_fsdp.py converts in two processes in every run
+@pytest.mark.full
 @pytest.mark.usefixtures("warm_start")
 def test_two_processes_give_the_result_of_one(converted):
     in_two_processes(

@@ -6,6 +6,7 @@ import sys
 import pytest
 from helpers.fixtures_demo import save_model
 from helpers.paths import EXAMPLES
+from helpers.selection import rest_full
 
 PROMISES = {
     "patch_and_generate.py": "bit-identical: True",
@@ -26,7 +27,11 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == PROMISES.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize("name", sorted(PROMISES))
+# its parts, training and measuring, have tests of their own
+LONG = "linear_and_sparse.py"
+
+
+@pytest.mark.parametrize("name", rest_full(sorted(PROMISES), PROMISES.keys() - {LONG}))
 @pytest.mark.usefixtures("warm_start")
 def test_example_runs(name, model):
     steps = ["2"] if name == "linear_and_sparse.py" else []

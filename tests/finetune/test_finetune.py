@@ -54,6 +54,7 @@ def test_files_of_a_finished_run(finished):
     assert list(finished.glob("*.partial")) == []
 
 
+@pytest.mark.full
 def test_the_python_api_and_the_help_load_no_training_loop():
     script = """
 import runpy, sys

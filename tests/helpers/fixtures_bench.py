@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -29,10 +30,13 @@ def refused(arguments, reason, capsys):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("bench") / "out"
-    assert bench.main(arguments(out, "--patches", "elu1,softmax1")) == 0
-    return out
+def finished(made_once, tmp_path_factory):
+    """A copy: tests of a module may change it."""
+
+    def fill(folder):
+        assert bench.main(arguments(folder / "out", "--patches", "elu1,softmax1")) == 0
+
+    return shutil.copytree(made_once("bench", fill) / "out", tmp_path_factory.mktemp("bench") / "out")
 
 
 @pytest.fixture(autouse=True)

@@ -79,23 +79,37 @@ PAIRS = [
     if serves(family, case) and (family in VARIANTS or ", " not in case)
 ]
 CAUSAL = [(family, case) for family, case in PAIRS if family not in ENCODERS]
-WHOLE = ("llama", "bert")
-"""Families with all cases in every run."""
-FIRST = ("mqa, odd head_dim", "gemma3")
-"""Families with the first case of each patch; others have `REPRESENTATIVES`, and the rest with `-m full`."""
+WHOLE = "llama"
+"""The family with all cases in every run; others have those that it has not, and `REPRESENTATIVES`."""
 REPRESENTATIVES = ("elu1", "softmax1+logn", "window+elu1", "alibi")
+FIRST = [case for case in CASES if ", " not in case]
+OTHER_OPTIONS = [case for case in CASES if ", " in case]
+SHARES = {"bert": FIRST, "mqa, odd head_dim": FIRST[::3], "gemma3": FIRST[1::3]}
+"""What families that differ most from it have besides; all else is run by `-m full`."""
 
 
-def marked(pairs, first=FIRST):
-    """The pairs as pytest parameters; those that only `-m full` runs are marked. `first` is like `FIRST`."""
+def marked(pairs, shares=SHARES, half=None):
+    """The pairs as pytest parameters; those that only `-m full` runs are marked. See `always`."""
     return [
-        pytest.param(family, case, marks=() if _always(family, case, first) else pytest.mark.full)
+        pytest.param(family, case, marks=() if always(family, case, shares, half) else pytest.mark.full)
         for family, case in pairs
     ]
 
 
-def _always(family, case, first):
-    return family in WHOLE or case in REPRESENTATIVES or (family in first and ", " not in case)
+def always(family, case, shares=SHARES, half=None):
+    """Whether every run has the pair.
+
+    `shares` as `SHARES`; with `half` 0 or 1 every second of the cases with other options is left out.
+    """
+    if half is not None and case in OTHER_OPTIONS[half::2]:
+        return False
+    alone = family == WHOLE or (family in VARIANTS and not serves(WHOLE, case))
+    return alone or case in REPRESENTATIVES or case in shares.get(family, ())
+
+
+def is_shared(family, case):
+    """Whether every run has the pair beside the same case of the family that has all."""
+    return family != WHOLE and always(family, case) and serves(WHOLE, case)
 
 
 CUTS = (0, 7, 71, 72, 100)
@@ -173,17 +187,19 @@ TOLERANCE = 1e-6
 
 
 @torch.no_grad()
-def check_forward(family, case, lengths=(1, 2, 63, 64, 65, 130)):
+def check_forward(family, case, lengths=None):
+    """By default all lengths around a chunk; one of each kind where another family has all in every run."""
     model = model_of(family)
-    for length in lengths:
-        ids, mask = tiny_models.left_padded(tiny_models.tokens(2, length), length // 4)
+    lengths = lengths or ((1, 65, 130) if is_shared(family, case) else (1, 2, 63, 64, 65, 130))
+    batches = [tiny_models.left_padded(tiny_models.tokens(2, length), length // 4) for length in lengths]
+    wants = []
+    for ids, mask in batches:
         with oracle_of(model, case) as seen:
-            want = logits(model, ids, mask)
+            wants.append(logits(model, ids, mask))
         assert seen.calls
-        patch(model, case)
-        got = logits(model, ids, mask)
-        unpatch_model(model)
-        close(got[mask.bool()], want[mask.bool()], TOLERANCE)
+    patch(model, case)
+    for (ids, mask), want in zip(batches, wants, strict=True):
+        close(logits(model, ids, mask)[mask.bool()], want[mask.bool()], TOLERANCE)
 
 
 def gradients(model, ids, mask, weights):
@@ -267,7 +283,10 @@ def check_rows(family, case):
 
 
 @torch.no_grad()
-def check_decode(family, case, cuts=(0, 40, *range(41, 71), 100)):
+def check_decode(family, case, cuts=None):
+    """By default token by token over the end of a chunk and all windows, or over some of it, as above."""
+    some = (*range(41, 46), *range(62, 67))
+    cuts = cuts or (0, 40, *(some if is_shared(family, case) else range(41, 71)), 100)
     model = patch(model_of(family), case)
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 100), 5)
     positions = tiny_models.positions(mask)

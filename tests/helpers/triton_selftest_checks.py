@@ -113,7 +113,8 @@ def check_lies_are_found(path):
                 assert not Checks(launch, LENGTH).takes(key)  # the next process
             assert what in json.loads(folder.files[0].read_text())[key.name]
             assert checks.summary()[0].startswith(f"{key.name}: torch: they disagree")
-            assert checks.takes(key_of(kind="none")) == (what == "never")
+            if what in ("output", "d_query"):  # another form is checked by itself
+                assert not checks.takes(key_of(kind="none"))
 
 
 def check_bf16_lies_are_found(path):

@@ -228,15 +228,14 @@ FORMS = (
 )
 
 
-def check_true_kernels_pass():
-    """The check takes the kernels, whatever is computed."""
-    for form in FORMS:
-        assert token_selftest.disagreement(key_of(form, Dv=24), window_token) is None
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        form = WindowForm(True, True) if dtype == torch.bfloat16 else WindowForm()
-        assert window_selftest.disagreement(key_of(form, dtype, grouped=False), window, 40) is None
-    for form in FORMS[1:2]:
-        assert token_selftest.disagreement(key_of(form, torch.bfloat16), window_token) is None
+def check_true_kernels_pass(dtype, forms):
+    """The check takes the kernels of a window, and those of a token, whatever is computed."""
+    dtype = getattr(torch, dtype)
+    form = WindowForm(True, True) if dtype == torch.bfloat16 else WindowForm()
+    assert window_selftest.disagreement(key_of(form, dtype, grouped=False), window, 40) is None
+    for form in forms:
+        Dv = 24 if dtype == torch.float32 else 16
+        assert token_selftest.disagreement(key_of(form, dtype, Dv=Dv), window_token) is None
 
 
 class Lying:

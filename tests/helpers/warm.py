@@ -31,7 +31,7 @@ READ_BY_IMPORTS = (
     *("CUDA_", "HF_", "HOME", "LD_", "MKL_", "MPL", "PYTHON", "TORCH_", "TRANSFORMERS_"),
     "TRITON_INTERPRET",  # torch itself sets others as it compiles
 )
-OTHERS = ("HF_LINATTN_", "PYTHON_EXEC", "PYTHONPATH")  # not by the imports
+OTHERS = ("HF_LINATTN_", "HF_XET_", "PYTHON_EXEC", "PYTHONPATH")  # not by them; lm_eval sets one of HF_XET_
 READY = "ready"
 
 SCRIPT = """#!{python} -SE

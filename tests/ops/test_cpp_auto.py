@@ -269,7 +269,9 @@ assert dispatch.kernels()["cpu"] == "cpp, compiled for this processor"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_processes_side_by_side_and_forked_from_them_share_a_folder_that_they_cannot_write(compiled_before):
+def test_processes_side_by_side_and_forked_from_them_share_a_folder_that_they_cannot_write(
+    compiled_before, warm_start
+):
     """A forked process has one thread of OpenMP: it would wait for the others for ever."""
     folder = compiled_before.parent
     folder.chmod(0o555)

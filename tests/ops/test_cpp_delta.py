@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.definitions import repeated
 from helpers.random_inputs import relative_error
+from helpers.selection import chessboard
 
 from hf_linattn.ops import delta_rule
 from hf_linattn.ops.cpp import build, takes
@@ -90,8 +91,7 @@ def config_of(parts):
     return DeltaConfig(decay, 2.0, 16.0)
 
 
-@pytest.mark.parametrize("parts", WITH)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "parts"), chessboard(SHAPES, WITH))
 class TestKernels:
     def test_they_are_the_recurrence(self, shape, parts):
         for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
@@ -128,9 +128,9 @@ def both_gradients(inputs, parts, scale):
 
 
 @pytest.mark.parametrize(
-    "parts", ["", "decay, state", "decay, documents", "state, padding", "channel, state"]
+    ("shape", "parts"),
+    chessboard(SHAPES, ["", "decay, state", "decay, documents", "state, padding", "channel, state"]),
 )
-@pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_in_bfloat16_are_off_by_a_few_roundings(shape, parts):
     inputs, scale = inputs_of(SHAPES[shape], parts, torch.bfloat16), torch.rand(SHAPES[shape][1]) + 0.5
     for got, want in zip(*both_gradients(inputs, parts, scale), strict=True):

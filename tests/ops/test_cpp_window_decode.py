@@ -10,6 +10,7 @@ from helpers import definitions, tiny_models
 from helpers.linear_inputs import definition as sums_of
 from helpers.linear_inputs import random_inputs
 from helpers.random_inputs import relative_error
+from helpers.selection import rest_full
 from transformers import StaticCache
 
 from hf_linattn import patch_model
@@ -332,7 +333,7 @@ def counted(monkeypatch):
     return called
 
 
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("padding", rest_full([0, 3], [3]))
 @pytest.mark.parametrize("spec", SPECS)
 def test_models_decode_as_they_do_in_float64(spec, padding, compiled, monkeypatch):
     ids, mask = tiny_models.left_padded(tiny_models.tokens(2, 30), padding)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from helpers import triton_checks as checks
+from helpers.selection import rest_full
 from helpers.triton_checks import Case
 
 from hf_linattn.ops.triton import launch
@@ -59,7 +60,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+REST = (
+    *("plain", "float16", "decay", "decay, segments", "features that decay", "documents", "decay, float16"),
+    *("relu and eps", "features, numerators", "queries far below zero", "bfloat16"),
+)
+"""Everything in these is in a case beside others too: with `-m full`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.full if x in REST else ()) for x in CASES]
+)
 def test_forward_and_backward_match_the_definition(interpreted, name):
     interpreted(checks.check, CASES[name])
 
@@ -93,22 +103,29 @@ def test_property(interpreted, check):
 
 @pytest.mark.parametrize(
     ("spec", "dtype", "tolerance", "packed", "options"),
-    [
-        ("relu", "float32", 1e-4, False, None),
-        ("gated", "float32", 1e-4, True, None),
-        ("window+gated", "float32", 1e-4, False, {"size": 5, "sinks": 3}),
-        ("window+hedgehog", "float32", 1e-4, False, {"size": 7, "mix": "learned"}),
-        ("window", "bfloat16", 0.05, False, {"size": 6, "sinks": 2}),
-        ("hedgehog", "bfloat16", 0.05, False, None),
-        ("decay", "bfloat16", 0.05, False, None),
-        ("performer", "float16", 0.02, True, None),
-    ],
+    rest_full(
+        [
+            ("relu", "float32", 1e-4, False, None),
+            ("gated", "float32", 1e-4, True, None),
+            ("window+gated", "float32", 1e-4, False, {"size": 5, "sinks": 3}),
+            ("window+hedgehog", "float32", 1e-4, False, {"size": 7, "mix": "learned"}),
+            ("window", "bfloat16", 0.05, False, {"size": 6, "sinks": 2}),
+            ("hedgehog", "bfloat16", 0.05, False, None),
+            ("decay", "bfloat16", 0.05, False, None),
+            ("performer", "float16", 0.02, True, None),
+        ],
+        [
+            ("window+gated", "float32", 1e-4, False, {"size": 5, "sinks": 3}),
+            ("hedgehog", "bfloat16", 0.05, False, None),
+            ("performer", "float16", 0.02, True, None),
+        ],
+    ),
 )
 def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed, options):
     interpreted(checks.check_a_model, spec, dtype, tolerance, packed, options)
 
 
-def test_triton_is_not_imported_before_it_is_needed():
+def test_triton_is_not_imported_before_it_is_needed(warm_start):
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import hf_linattn\n"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     "form",
     [
         ("float32", "elu1", True, True, True, True),
-        ("bfloat16", "none", True, True),
+        pytest.param(("bfloat16", "none", True, True), marks=pytest.mark.full),
         ("float16", "relu", False, False),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 import pytest
 from helpers import triton_rest_checks as rest
 from helpers import triton_window_checks as checks
-from helpers.triton_window_checks import Case
+from helpers.triton_window_checks import FORMS, Case
 
 from hf_linattn.ops.triton import launch
 
@@ -41,12 +41,24 @@ def test_forward_and_backward_match_the_definition(interpreted, name):
         checks.check_same_bits,
         checks.check_the_operator,
         checks.check_no_tokens,
-        checks.check_true_kernels_pass,
     ],
     ids=lambda check: check.__name__,
 )
 def test_property(interpreted, check):
     interpreted(check)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "forms"),
+    [
+        pytest.param("float32", FORMS, marks=pytest.mark.full),
+        ("bfloat16", FORMS[1:2]),
+        ("float16", ()),
+    ],
+    ids=("float32", "bfloat16", "float16"),
+)
+def test_the_check_takes_them(interpreted, dtype, forms):
+    interpreted(checks.check_true_kernels_pass, dtype, forms)
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,18 @@ def perplexity(*words):
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory, warm_python):
-    found = Jobs(tmp_path_factory.mktemp("parallel"), warm_python)
-    make_workplace(found.folder)
+def jobs(made_once, warm_python):
+    """All of them, run once also where tests of this file are spread over several processes."""
+
+    def fill(folder):
+        make_workplace(folder)
+        jobs_in(folder, warm_python).run()
+
+    return jobs_in(made_once("parallel", fill), warm_python)
+
+
+def jobs_in(folder, python):
+    found = Jobs(folder, python)
     cases = {name: {"patch": patch, "options": options} for name, (patch, options) in CASES.items()}
     families = [{"patch": "window+gated", "options": {"size": 6}, "family": name} for name in FAMILIES]
     families = [{**case, "sliding": "global"} for case in families]
@@ -140,8 +149,9 @@ def jobs(tmp_path_factory, warm_python):
     found.add("stopped run", 2, "command", {**finetune(*stopped, *split), "kill": 4})
     found.add("resumed run", 1, "command", finetune(*stopped))
     found.add("curve", 1, "command", perplexity("--output-dir", "curve"))
+    found.add("shared curve", 2, "command", perplexity("--output-dir", "shared-curve"))
     found.add("split curve", 2, "command", perplexity("--context-parallel", "--output-dir", "split-curve"))
-    return found.run()
+    return found
 
 
 def names(mapping):
@@ -297,6 +307,19 @@ def test_perplexity_is_that_of_one_process(jobs):
     sent = two["run"]["bytes_exchanged"]
     assert len(sent) == len(two["rows"])
     assert f"{next(iter(sent.values())):,}" in jobs.results("split curve")[0]["stdout"]
+
+
+def test_windows_that_two_processes_share_out_have_the_perplexity_of_one_process(jobs):
+    one, two = (
+        json.loads((jobs.folder / each / "results.json").read_text()) for each in ("curve", "shared-curve")
+    )
+    for rank in range(2):
+        assert jobs.results("shared curve", rank)[0]["status"] == 0
+    assert two["run"]["processes"] == 2
+    for key in ("rows", "data", "arguments", "models", "versions"):
+        assert two[key] == one[key]
+    assert "byte_ppl" in jobs.results("shared curve")[0]["stdout"]
+    assert "byte_ppl" not in jobs.results("shared curve", 1)[0]["stdout"]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def served(model, requests):
 @pytest.mark.parametrize(
     ("family", "spec", "options", "sliding", "count"),
     [
-        (llama, "softmax1+logn", {}, "keep", 8),
+        pytest.param(llama, "softmax1+logn", {}, "keep", 8, marks=pytest.mark.full),
         pytest.param(llama, "strided", {"stride": 4}, "keep", 8, marks=pytest.mark.full),
         pytest.param(llama, "elu1+logn", {}, "keep", 8, marks=pytest.mark.full),
         (llama, "window+gated", {"size": 8, "sinks": 2}, "keep", 32),
@@ -83,7 +83,7 @@ def served(model, requests):
         pytest.param(
             llama, {"0": "window", "1": "alibi+topk"}, {"size": 8, "k": 5}, "keep", 8, marks=pytest.mark.full
         ),
-        (qwen3, "flow", {}, "keep", 8),
+        pytest.param(qwen3, "flow", {}, "keep", 8, marks=pytest.mark.full),
         (gpt2, {"0": "elu1"}, {}, "keep", 8),
         pytest.param(gemma3, "logn", {}, "keep", 8, marks=pytest.mark.full),
         pytest.param(gemma3, "local", {"size": 8}, "global", 8, marks=pytest.mark.full),

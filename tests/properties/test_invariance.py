@@ -12,8 +12,13 @@ from helpers.cases import CASES
 from helpers.properties import (
     CAUSAL,
     CUTS,
+    FAMILIES,
+    FIRST,
     PAIRS,
+    REPRESENTATIVES,
     VARIANTS,
+    WHOLE,
+    always,
     check_decode,
     check_forward,
     check_gradient,
@@ -26,6 +31,7 @@ from helpers.properties import (
     check_unpatch,
     marked,
     model_of,
+    serves,
 )
 
 from hf_linattn import available_patches, patch_model
@@ -50,6 +56,12 @@ def test_every_patch_is_here():
     assert set(available_patches()) == {name for case in CASES.values() for name in case.spec.split("+")}
 
 
+def test_every_run_has_every_case_and_every_family():
+    found = [pair for pair in PAIRS if always(*pair)]
+    assert {case for _, case in found} == set(CASES)
+    assert {family for family, _ in found} == set(FAMILIES)
+
+
 @pytest.mark.parametrize(("family", "case"), marked(PAIRS))
 class TestEveryFamily:
     def test_forward_is_the_oracle(self, family, case):
@@ -63,12 +75,29 @@ class TestEveryFamily:
     def test_padding_changes_nothing(self, family, case, side):
         check_padding(family, case, side)
 
-    def test_half_precision(self, family, case):
-        for dtype in (torch.bfloat16, torch.float16)[: 2 if family in VARIANTS else 1]:
-            check_half_precision(family, case, dtype)
+
+def halves():
+    """Pairs with bfloat16, and with float16 in fewer families; of other options float16 with `-m full`."""
+    for family, case in PAIRS:
+        known = always(family, case, {})
+        often = case in (FIRST if family == WHOLE else REPRESENTATIVES) or not serves(WHOLE, case)
+        yield pytest.param(family, case, torch.bfloat16, marks=() if known else pytest.mark.full)
+        if family in VARIANTS:
+            marks = () if known and often else pytest.mark.full
+            yield pytest.param(family, case, torch.float16, marks=marks)
 
 
-@pytest.mark.parametrize(("family", "case"), marked(PAIRS, first=()))
+@pytest.mark.parametrize(("family", "case", "dtype"), list(halves()), ids=str)
+def test_half_precision(family, case, dtype):
+    check_half_precision(family, case, dtype)
+
+
+@pytest.mark.parametrize(("family", "case"), marked(PAIRS, {}))
+def test_save_and_load(family, case, tmp_path):
+    check_save(family, case, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "case"), marked(PAIRS, {}, half=0))
 class TestThePatchAlone:
     """What depends on the patch and hardly on the model."""
 
@@ -78,11 +107,8 @@ class TestThePatchAlone:
     def test_unpatch_leaves_no_trace(self, family, case):
         check_unpatch(family, case)
 
-    def test_save_and_load(self, family, case, tmp_path):
-        check_save(family, case, tmp_path)
 
-
-@pytest.mark.parametrize(("family", "case"), marked(CAUSAL))
+@pytest.mark.parametrize(("family", "case"), marked(CAUSAL, half=1))
 class TestCausalFamilies:
     def test_packed_documents_are_separate(self, family, case):
         check_packing(family, case)
@@ -90,14 +116,18 @@ class TestCausalFamilies:
     def test_nothing_leaks_from_the_future(self, family, case):
         check_no_leak(family, case)
 
-    def test_decoding_is_the_forward(self, family, case):
-        check_decode(family, case)
 
-    def test_chunked_prefill_is_the_forward(self, family, case):
-        check_decode(family, case, CUTS)
+@pytest.mark.parametrize(("family", "case"), marked(CAUSAL))
+def test_decoding_is_the_forward(family, case):
+    check_decode(family, case)
 
 
-@pytest.mark.parametrize(("family", "case"), marked(pair for pair in PAIRS if pair[0] != "gemma3"))
+@pytest.mark.parametrize(("family", "case"), marked(CAUSAL, half=0))
+def test_chunked_prefill_is_the_forward(family, case):
+    check_decode(family, case, CUTS)
+
+
+@pytest.mark.parametrize(("family", "case"), marked((pair for pair in PAIRS if pair[0] != "gemma3"), half=1))
 def test_padding_inside_a_row_changes_nothing(family, case):
     """gemma3's own windows count columns, as in the unpatched model."""
     check_padding(family, case, "middle")

@@ -1,5 +1,4 @@
 """The stages of gpu_check.py on the CPU with tiny sizes, Triton interpreting; the reference that they use."""
-# ruff: noqa: F811  a fixture is imported, and then named as an argument
 
 import time
 
@@ -7,7 +6,6 @@ import pytest
 import torch
 from helpers import definitions, gpu_kit
 from helpers.fixtures_perplexity import make_folder
-from ops.conftest import interpreted  # noqa: F401
 
 from hf_linattn.ops.triton import launch
 

@@ -61,6 +61,8 @@ def test_training_that_only_hurts_leaves_the_model_as_it_was(workplace):
     assert found["eval_loss"] == found["eval_loss_before"]
 
 
+# tests/finetune/test_failures.py kills a run at every kind of write that it has in every run
+@pytest.mark.full
 def test_killed_at_every_kind_of_write(workplace, monkeypatch):
     argv = [*PATIENT, "--patience", "3", "--checkpoint-every", "2", "--resume", "--output-dir"]
     assert main([*argv, "calm"]) == 0

@@ -114,6 +114,7 @@ def test_dtype_of_the_attention_alone():
     ]
 
 
+@pytest.mark.usefixtures("warm_start")
 def test_it_runs_where_training_is_not_installed(tmp_path):
     code = (
         "import sys\n"

@@ -69,6 +69,8 @@ def test_command_metric_and_function_agree(folder, data, model, tokenizer, tmp_p
     assert (tmp_path / "perplexity.png").read_bytes()[:4] == b"\x89PNG"
 
 
+# tests/parallel/test_split.py compares the same without a launcher in every run
+@pytest.mark.full
 @pytest.mark.usefixtures("warm_start")
 def test_two_processes_give_the_same_file(folder, data, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -177,6 +177,7 @@ def test_infinite_loss_is_refused(folder, tokenizer):
         scoring.measure(model, tokenizer, TEXTS, [64], stride=32, max_tokens=64)
 
 
+@pytest.mark.full
 @needs_data
 def test_published_figures_of_books():
     """Emma, first 65,536 tokens, windows side by side; README of the data folder."""

@@ -1,5 +1,6 @@
 """Processes of their own for triton, which must learn before its first import whether it interprets."""
 
+import contextlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -16,9 +17,9 @@ def begin():
     patch_once()
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    """Calls a check in a process whose triton interprets; what it raises is raised here."""
+@contextlib.contextmanager
+def interpreter():
+    """Calls a check in a process whose triton interprets; raises what it raises."""
     context = multiprocessing.get_context(HOW)
     if HOW == "forkserver":  # nothing else uses it: it starts here, with the variable, and imports once
         context.set_forkserver_preload(["transformers.modeling_utils"])
