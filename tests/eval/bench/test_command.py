@@ -2,6 +2,7 @@
 # ruff: noqa: F401, F811  fixtures are imported, and then named as arguments
 
 import csv
+import functools
 import json
 import sys
 from itertools import product
@@ -198,6 +199,7 @@ def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
     monkeypatch.setattr(takes, "linear", lambda *inputs: used.append(asked() == "1"))
     monkeypatch.setattr(build, "library", lambda: None)  # none is compiled here
     monkeypatch.setattr(build, "chosen", [])  # nor was in another test
+    monkeypatch.setattr(build, "compiled", functools.cache(build.compiled.__wrapped__))
     extra = ["--cpp"] if by == "option" else []
     assert bench.main(arguments(tmp_path, "--kinds", "prefill", *extra, lengths="16")) == 0
     assert used
