@@ -26,12 +26,15 @@ examples:
       --data wikitext:wikitext-103-raw-v1 --tokens 20000000 --output-dir out
 
 presets: what is done where you give nothing else; whatever you give wins
-  hybrid   a window of 64 tokens and 4 sinks, and a gated state for what lies before (window+gated, hedgehog's
-           map); a tenth of the tokens for stage transfer, the rest for distill with the text's own loss, in
-           steps of 2 rows (--batch-size 2 --adam-beta2 0.999 --patch-rate 10 --ce-weight 1 --eval-every 200)
+  hybrid   a window of 64 to 256 tokens (a thirty-second of the context) and 4 sinks, and a gated state for
+           what lies before (window+gated, hedgehog's map); a tenth of the tokens for stage transfer, the rest
+           for distill with the text's own loss, in steps of 2 rows (--batch-size 2 --adam-beta2 0.999
+           --patch-rate 10 --ce-weight 1 --eval-every 200)
   linear   a gated state alone (taylor2's map, a learned layer in front of it); the same recipe
   recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
            most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
+  h2o      softmax over such a window, 4 sinks, and half as many tokens behind it, those that got most
+           attention; no stage transfer, else the same recipe. Nearest to the control, but slower
   plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
            rest for distill, steps of 8 rows
   With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that

@@ -60,6 +60,7 @@ class Preset:
         patch: None for the patch that is the default of conversions.
         options: of the patch.
         chooses_layers: whether some layers stay softmax, those that the model needs most.
+        encoders: whether it converts them too, with the patch that is the default of conversions.
     """
 
     shares: Mapping[str, float]
@@ -67,17 +68,20 @@ class Preset:
     patch: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses_layers: bool = False
+    encoders: bool = True
 
     def options_for(self, config: PreTrainedConfig) -> dict[str, Any]:
         """Return the patch's options for a model.
 
         A window is a thirty-second of the context, 64 to 256 tokens: then it and the state take a twentieth
-        of what a full context of softmax does (docs/smollm2.md).
+        of what a full context of softmax does (docs/smollm2.md). Tokens kept beside it are half as many.
         """
         options = dict(self.options)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         if "size" in options and context is not None:
             options["size"] = min(max(context // 32, options["size"]), 256)
+        if "heavy" in options:
+            options["heavy"] = options["size"] // 2
         return options
 
     def tokens(self, stage: str, total: int, named: list[str] | None) -> int:
@@ -107,6 +111,13 @@ PRESETS = {
     "hybrid": Preset(**_HYBRID),
     "linear": Preset(**{**_HYBRID, "patch": "gated", "options": _LINEAR}),
     "recall": Preset(**_HYBRID, chooses_layers=True),
+    "h2o": Preset(
+        {"transfer": 0.0, "distill": 1.0, "finetune": 0.0},  # it has no parameters of its own
+        SMALL_STEPS,
+        "h2o",
+        {"size": 64, "heavy": 32, "sinks": 4},
+        encoders=False,
+    ),
     "plain": Preset({"transfer": 0.2, "distill": 0.8, "finetune": 0.0}, PLAIN),
 }
 

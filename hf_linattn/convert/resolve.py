@@ -156,7 +156,8 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
     A patched model, as its config tells, keeps what it has.
 
     Raises:
-        OptionError: a new patch for a patched model, or a learned layer in front of what takes none.
+        OptionError: a new patch for a patched model, a preset for causal models and an encoder, or a learned
+            layer in front of what takes none.
     """
     if hasattr(config, NAME):
         if arguments.patch is not None or arguments.learn_front or arguments.options:
@@ -169,6 +170,11 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
     if patch is None:
         preset = arguments.chosen_preset
         encoder = choose_objective("auto", config) == "mlm"  # a state that forgets has one direction
+        if encoder and not preset.encoders:
+            raise OptionError(
+                f"--preset {arguments.preset} is for causal models, and --model {arguments.model} is an "
+                "encoder: leave --preset out"
+            )
         patch = default_patch("conversion") if preset.patch is None or encoder else preset.patch
         options = merge_options(patch, {} if encoder else preset.options_for(config), options) or None
     if not arguments.learn_front:

@@ -79,6 +79,20 @@ def test_windows_grow_with_the_context(config, size):
         assert PRESETS[name].options_for(config) == {**PRESETS["hybrid"].options, "size": size}
     assert PRESETS["linear"].options_for(config) == PRESETS["linear"].options
 
+    tokens_kept = {"size": size, "heavy": size // 2, "sinks": 4}
+    assert PRESETS["h2o"].options_for(config) == tokens_kept
+
+
+def test_tokens_that_got_most_attention_need_no_transfer():
+    plan = resolve(told(preset="h2o"))
+    assert [(stage.name, stage.tokens) for stage in plan.stages] == [("distill", 1_000_000)]
+    assert (plan.arguments.patch, plan.arguments.options) == (
+        "h2o",
+        {"h2o": {"size": 64, "heavy": 32, "sinks": 4}},
+    )
+    with pytest.raises(OptionError, match="is an encoder: leave --preset out"):
+        resolve_patch(told(preset="h2o"), AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]))
+
 
 def test_the_window_stays_where_it_cannot_be_dropped():
     both = {"compile": True, "gradient_checkpointing": True}

@@ -19,7 +19,7 @@ PLANS = {
     "window+delta": {**SMALL, "feature_map": "hedgehog"},
     "gated": {"feature_map": "hedgehog", "front": True},
 }
-NEW = 20
+NEW = 8
 
 
 @pytest.fixture(params=["torch", "cpp"])
