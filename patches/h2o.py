@@ -244,15 +244,14 @@ class H2O(StatefulAttention):
         """Divide tokens into the parts there are; the first is as long as it takes to fill the window."""
         first = [max(self._left(before), 0) for before in seen]
         last = [max(self._left(before + new - 1), 0) for before, new in zip(seen, count, strict=True)]
-        for more in range(max(0, *map(operator.sub, last, first)) + 1):
-            numbers = [number + more for number in first]
-            starts, stops, leaves = zip(*map(self._places, seen, count, numbers), strict=True)
-            left, start, stop, evicts = (
-                torch.tensor(x, device=device) for x in (numbers, starts, stops, leaves)
-            )
+        steps = range(max(0, *map(operator.sub, last, first)) + 1)
+        numbers = [[number + step for number in first] for step in steps]
+        of_rows = [list(zip(*map(self._places, seen, count, row), strict=True)) for row in numbers]
+        lefts, table = (torch.tensor(x, device=device) for x in (numbers, of_rows))  # copied at once
+        for (starts, stops, leaves), left, (start, stop, evicts) in zip(of_rows, lefts, table, strict=True):
             span = (starts[0], stops[0]) if len({*starts}) == len({*stops}) == 1 else None
             width = max(1, *map(operator.sub, stops, starts))
-            yield Part(left, start, stop, width, evicts if any(leaves) else None, span)
+            yield Part(left, start, stop, width, evicts.bool() if any(leaves) else None, span)
 
     def _places(self, seen: int, count: int, number: int) -> tuple[int, int, bool]:
         """Tell which of a row's new tokens come behind so many evictions, and whether one is just before."""

@@ -272,8 +272,8 @@ def _begin(
         torch.manual_seed(arguments.seed)
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     validation.add("swapped", model)
-    of_text = (row for row in describe(model) if not row.tower or row.bytes_per_token is not None)
-    hybrid = plan.kept is not None or any(row.time != "O(n)" for row in of_text)
+    rows = describe(model)
+    hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {
         "command": command,

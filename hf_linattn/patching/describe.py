@@ -52,6 +52,11 @@ class ModuleDescription:
     tower: bool = False
     note: str = ""
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether it reads images or sounds at once, and has neither keys nor a state to keep."""
+        return self.tower and self.bytes_per_token is None and self.state_bytes is None
+
 
 @dataclass(frozen=True)
 class Description:
@@ -96,7 +101,7 @@ class Description:
 
 
 def _cells(row: ModuleDescription) -> tuple[str, ...]:
-    if row.tower and row.bytes_per_token is None and row.state_bytes is None:
+    if row.keeps_nothing:
         state = "none"
     elif row.linear:
         state = "?" if row.state_bytes is None else f"{row.state_bytes:,} B"
@@ -213,7 +218,4 @@ def is_linear(model: nn.Module) -> bool:
         >>> is_linear(model), is_linear(patch_model(model, "elu1"))
         (False, True)
     """
-    return all(
-        row.linear or row.window is not None or (row.tower and row.bytes_per_token is None)
-        for row in describe(model)
-    )
+    return all(row.linear or row.window is not None or row.keeps_nothing for row in describe(model))

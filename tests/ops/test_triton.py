@@ -67,9 +67,7 @@ REST = (
 """Everything in these is in a case beside others too: with `-m full`."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.full if x in REST else ()) for x in CASES]
-)
+@pytest.mark.parametrize("name", rest_full(CASES, [name for name in CASES if name not in REST]))
 def test_forward_and_backward_match_the_definition(interpreted, name):
     interpreted(checks.check, CASES[name])
 
