@@ -28,7 +28,13 @@ from hf_linattn.convert.outputs import (
 )
 from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
-from hf_linattn.convert.stages import load, load_original, stage_arguments, stage_recipe
+from hf_linattn.convert.stages import (
+    load,
+    load_original,
+    nothing_to_transfer,
+    stage_arguments,
+    stage_recipe,
+)
 from hf_linattn.convert.teacher_cache import Rows, fill_cache, vocabulary_digest, weights_digest
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.card import write_card
@@ -270,7 +276,12 @@ def _begin(
         model = load(arguments.model, arguments.dtype, plan.objective)
     else:
         torch.manual_seed(arguments.seed)
+        before = {*map(id, model.parameters())}
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
+        added = any(id(parameter) not in before for parameter in model.parameters())
+        transfers = any(stage.name == "transfer" for stage in plan.stages)
+        if transfers and not added and not arguments.train_projections:  # before anything is written
+            raise nothing_to_transfer(arguments.patch)
     validation.add("swapped", model)
     rows = describe(model)
     hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)

@@ -36,6 +36,15 @@ PROJECTIONS_RATE = 0.1
 """Learning rate of copied projections, as a part of the maps'."""
 
 
+def nothing_to_transfer(patch: str | dict[str, Any]) -> TrainingError:
+    """Make the error for a patch that has no parameters of its own."""
+    return TrainingError(
+        f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
+        "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
+        "stage out (--stages distill)"
+    )
+
+
 class Transfer(TrainingRecipe):
     """Stage `transfer`: see `hf_linattn.convert.attention_transfer`."""
 
@@ -65,12 +74,7 @@ class Transfer(TrainingRecipe):
         ).to(device)
         row = torch.from_numpy(token_ids(run.blocks[:1])).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
-            patch = run.arguments.patch or f"that of {run.arguments.model}"
-            raise TrainingError(
-                f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
-                "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
-                "stage out (--stages distill)"
-            )
+            raise nothing_to_transfer(run.arguments.patch or f"that of {run.arguments.model}")
         self.losses = lambda module, batch: module(objective.input_ids(batch))
         self.prepare = objective.prepare
         self.module, self.row = transfer, row

@@ -3,6 +3,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,12 @@ def test_one_clear_line(argv, message, capsys):
     assert error.startswith("error: ")
     assert message in error
     shutil.rmtree("refused", ignore_errors=True)
+
+
+def test_nothing_to_transfer_leaves_no_files():
+    argv = [*BASE, "--transfer-tokens", "128", "--output-dir", "untouched", "--patch", "elu1"]
+    assert main(argv) == 1
+    assert list(Path("untouched").rglob("*")) == []
 
 
 def test_a_tokenizer_that_does_not_fit(capsys):
