@@ -18,7 +18,7 @@ from typing import Any
 import gpu_check
 
 Row = dict[str, Any]
-COMPILING = 0.5
+COMPILING = 0.33
 """Part of a stage's time that compiling in advance may take; the rest is compiled where it is needed."""
 
 
@@ -59,12 +59,13 @@ class Case:
     Attributes:
         case: what it is, in words and numbers; no other case of the stage has the same.
         run: does it; returns fields of the row. "error" among them, or an exception, is a failure.
-        compiles: function of a module, and arguments, that compile its kernels in a process without a device.
+        compiles: calls that compile its kernels in processes without a device: functions of a module, and
+            their arguments.
     """
 
     case: Row
     run: Callable[[], Row]
-    compiles: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+    compiles: tuple[tuple[Callable[..., None], tuple[Any, ...]], ...] = ()
 
 
 class Skip(Exception):
@@ -157,7 +158,7 @@ def do(name: str, context: Context, *, now: Path | None = None, retry: bool = Fa
 
 def _compile(path: Path, context: Context, cases: list[Case]) -> None:
     """Compile what is left to do in parallel, at every start: the machine may be another one."""
-    calls = [each.compiles for each in cases if each.compiles is not None]
+    calls = [call for each in cases for call in each.compiles]
     if not calls or context.dry:
         return
     from . import precompile
