@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ PARTS = 48
 """Into which the configurations of one call are cut: some five each."""
 WARMING, TIMING = 5, 20
 """Milliseconds that the autotuner spends on a configuration, in place of triton's 25 and 100."""
-
 _memory: list[int] = []
 
 
@@ -73,10 +72,8 @@ def compiling(part: int, parts: int = PARTS) -> Iterator[None]:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         for config in self.prune_configs(kwargs):
             if next(count) % parts == part:
-                try:
+                with suppress(Exception):  # the autotuner leaves such a configuration out, or fails itself
                     self.fn.warmup(*args, **kwargs, **config.all_kwargs())
-                except Exception as error:  # the autotuner leaves such a configuration out, or fails itself
-                    print(f"{self.base_fn.__name__}, {config}: {type(error).__name__}", flush=True)
 
     Autotuner.run = run
     try:

@@ -40,8 +40,9 @@ class Shape(NamedTuple):
 SHAPES = (
     Shape(1, 32, 32, 8192, 128),
     Shape(8, 16, 16, 2048, 64),
-    Shape(1, 32, 8, 8192, 128),
     Shape(1, 32, 32, 2048, 128),
+    Shape(1, 9, 3, 8192, 64),
+    Shape(1, 32, 8, 8192, 128),
     Shape(1, 8, 8, 8192, 64),
     Shape(1, 96, 96, 8192, 128),
     Shape(4, 16, 16, 2048, 128),
@@ -49,12 +50,18 @@ SHAPES = (
     Shape(1, 32, 32, 65536, 128),
     Shape(1, 16, 16, 4096, 256),
 )
-FIRST = (SHAPES[0], SHAPES[1], SHAPES[3])
-"""Shapes that come before all others; the first one, fla with it, before decoding."""
-TUNED = (SHAPES[0], SHAPES[1], SHAPES[9])
+"""The fourth has the heads of the small one of stage `models`, which finds kernels compiled then."""
+FIRST = SHAPES[:3]
+"""Those that come before all others; the first one, fla with it, before decoding."""
+TUNED = (SHAPES[0], SHAPES[1], SHAPES[-1])
 """Shapes at which fla's configurations are compiled in advance: the first of each width, by which most are
 chosen."""
-DECODES = (Shape(1, 32, 8, 8192, 128), Shape(32, 32, 8, 8192, 128), Shape(8, 16, 16, 2048, 64))
+DECODES = (
+    Shape(1, 32, 8, 8192, 128),
+    Shape(32, 32, 8, 8192, 128),
+    Shape(8, 16, 16, 2048, 64),
+    Shape(1, 9, 3, 8192, 64),
+)
 TOKENS = 2
 """Of them, that come before other shapes than the first."""
 TINY = Shape(1, 2, 1, 24, 16)
@@ -66,11 +73,7 @@ def cases(context: Context) -> list[Case]:
     machine = Case({"case": "machine"}, partial(timing.machine, context.device))
     shapes, first, decodes = (SHAPES, FIRST, DECODES) if not context.dry else ((TINY,), (TINY,), (TINY,))
     rows = {(name, shape): _case(context, name, shape) for shape in shapes for name in FORMS}
-    tokens = [
-        Case({"case": name, "token": True, **shape._asdict()}, partial(_token, context, name, shape))
-        for shape in decodes
-        for name in DECODING
-    ]
+    tokens = [_token_case(context, name, shape) for shape in decodes for name in DECODING]
     most = TOKENS * len(DECODING)
 
     def take(wanted: Callable[[str, Shape], bool]) -> list[Case]:
@@ -95,6 +98,12 @@ def _case(context: Context, name: str, shape: Shape) -> Case:
     elif name == THEIRS[0] and shape in TUNED:
         compiles = tuple((compile_theirs, (shape, part)) for part in range(autotuned.PARTS))
     return Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape), compiles)
+
+
+def _token_case(context: Context, name: str, shape: Shape) -> Case:
+    compiles = ((compile_token, (name, shape)),) if name in OUR_TOKENS else ()
+    case = {"case": name, "token": True, **shape._asdict()}
+    return Case(case, partial(_token, context, name, shape), compiles)
 
 
 def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +145,12 @@ def compile_theirs(shape: Shape, part: int) -> None:
     """Compile a part of what fla's autotuner tries; what both forms need, the one with a normaliser has."""
     with autotuned.compiling(part):
         compile_row(THEIRS[1], shape)
+
+
+def compile_token(name: str, shape: Shape) -> None:
+    """Compile what a token of our kernels launches, likewise."""
+    with torch.no_grad():
+        DECODING[name](Context(False, "meta", Path(), Path()), shape)[0]()
 
 
 def _token(context: Context, name: str, shape: Shape) -> Row:
@@ -305,3 +320,4 @@ DECODING: dict[str, Callable[[Context, Shape], tuple[Callable[[], Any], int]]] =
     "window+gated, torch operations": partial(_module_token, "0", "window+gated"),
 }
 """Name -> its call of one token, and the bytes that it must move."""
+OUR_TOKENS = ("ours", "window, ours", "window+gated, ours")
