@@ -40,7 +40,7 @@ def prepare(device: str) -> None:
 def milliseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
     """Return the median and the least over some samples of one call each.
 
-    There are at least `LEAST` samples behind two calls that are not timed, and `FEW` where the second of these
+    There are at least `LEAST` samples behind two calls that are not timed, and `FEW` where the second of them
     took longer than `LONG` seconds: the first one may compile.
     """
     if device != "cuda":  # of a dry run
