@@ -104,7 +104,7 @@ def cases(context: Context) -> list[Case]:
     for form in forms:
         names = dict(zip(("dtype", "widths", "group", "form"), form, strict=True))
         case = {"case": "form", **names, "widths": list(names["widths"]), "form": list(names["form"])}
-        found.append(Case(case, partial(form_row, context, *form), (compile_form, form)))
+        found.append(Case(case, partial(form_row, context, *form), ((compile_form, form),)))
     for size in _sizes(context):
         compiles = ((compile_size, (size,)),) if size.length <= SUMMED else ()
         found.append(Case(size.as_case(), partial(size_row, context, size), compiles))
