@@ -53,12 +53,17 @@ def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch)
     monkeypatch.setattr(precompile, "_target", lambda: target)
     token = correct.Size("bfloat16", 32, 32, 1, 1, False, True)
     calls = [(correct.compile_size, (size,)) for size in (token, token._replace(dtype="int8"))]
+    choosing, kernels = (gpu_kit.module(f"gpu_stages.{name}") for name in ("choosing", "kernels"))
+    module = kernels.compile_token, ("window, in a module", kernels.Shape(1, 2, 1, 320, 32))
+    calls.append((choosing.compile_check, (*module, 1)))
     context = gpu_kit.module("gpu_stages.work").Context(
         False, "cuda", tmp_path, tmp_path, time.monotonic() + 600
     )
     row = precompile.run(context, calls, 1.0)
-    assert (row["calls"], row["done"], row["processes"], row["failed"]) == (2, 2, 1, 1)
+    assert (row["calls"], row["done"], row["processes"], row["failed"]) == (3, 3, 1, 1)
     assert list((tmp_path / "cache").rglob("step.cubin"))
+    assert list((tmp_path / "cache").rglob("window_step.cubin"))
+    assert not list((tmp_path / "cache").rglob("window_outputs.cubin"))  # which the module alone needs
 
 
 @needs_triton
@@ -111,7 +116,8 @@ def test_main_cases_come_first(tmp_path, monkeypatch):
     assert set(names[tiles - 20 : tiles]) == set(kernels.THEIRS)
     # what is compiled in advance stands in the order in which it is needed: fla behind ours
     calls = [call for case in kernels.cases(context) for call in case.compiles]
-    assert [call[0].__name__ for call in calls[:3]] == ["compile_row", "compile_row", "compile_theirs"]
+    names = [call[0].__name__ for call in calls[:5]]
+    assert names == [*["compile_row"] * 3, "compile_check", "compile_theirs"]
 
     found = [case.case for case in models.cases(context)]
     assert len({str(case) for case in found}) == len(found)

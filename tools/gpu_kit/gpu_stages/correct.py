@@ -174,9 +174,14 @@ def disagreement(key: selftest.Key, dry: bool) -> str | None:
 
 def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> None:
     """Compile what `form_row` launches, in a process without a device."""
+    compile_key(key_of(dtype, widths, group, form, "meta"))
+
+
+def compile_key(key: Any) -> None:
+    """Compile one of the package's checks, likewise."""
     same = mock.patch.object(token_selftest, "same", return_value=True)
     with mock.patch.object(selftest, "compare", return_value=None), same:
-        disagreement(key_of(dtype, widths, group, form, "meta"), dry=False)
+        disagreement(key, dry=False)
 
 
 def inputs_of(size: Size, device: str) -> Inputs:

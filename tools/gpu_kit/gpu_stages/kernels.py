@@ -21,7 +21,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs, OpConfig
 
-from . import autotuned, tiles, timing, windows
+from . import autotuned, choosing, tiles, timing, windows
 from .work import Case, Context, Row, Skip, kernels, needs_triton
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,6 +95,8 @@ def _case(context: Context, name: str, shape: Shape) -> Case:
     compiles: tuple[Any, ...] = ()
     if name in OURS:
         compiles = ((compile_row, (name, shape)),)
+    elif name in MODULES:
+        compiles = _module_calls(compile_row, name, shape)
     elif name == THEIRS[0] and shape in TUNED:
         compiles = tuple((compile_theirs, (shape, part)) for part in range(autotuned.PARTS))
     return Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape), compiles)
@@ -102,8 +104,16 @@ def _case(context: Context, name: str, shape: Shape) -> Case:
 
 def _token_case(context: Context, name: str, shape: Shape) -> Case:
     compiles = ((compile_token, (name, shape)),) if name in OUR_TOKENS else ()
+    if name in MODULES:
+        compiles = _module_calls(compile_token, name, shape)
     case = {"case": name, "token": True, **shape._asdict()}
     return Case(case, partial(_token, context, name, shape), compiles)
+
+
+def _module_calls(call: Callable[..., None], name: str, shape: Shape) -> tuple[Any, ...]:
+    """List what a module needs: its kernels, and the checks that come before them."""
+    trials = [(choosing.compile_check, (call, (name, shape), number)) for number in range(MODULES[name])]
+    return ((call, (name, shape)), *trials)
 
 
 def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,9 +146,12 @@ def _row(context: Context, name: str, shape: Shape) -> Row:
 def compile_row(name: str, shape: Shape) -> None:
     """Compile what a row of our kernels launches, in a process without a device."""
     context = Context(False, "meta", Path(), Path())
-    call, inputs = FORMS[name](context, shape), _inputs(context, shape, shape.length)
-    output = call(*inputs)
-    torch.autograd.grad(output, inputs, torch.empty_like(output))
+    with choosing.kernels() if name in MODULES else nullcontext():
+        call, inputs = FORMS[name](context, shape), _inputs(context, shape, shape.length)
+        with torch.no_grad():
+            call(*inputs)
+        output = call(*inputs)
+        torch.autograd.grad(output, inputs, torch.empty_like(output))
 
 
 def compile_theirs(shape: Shape, part: int) -> None:
@@ -149,7 +162,7 @@ def compile_theirs(shape: Shape, part: int) -> None:
 
 def compile_token(name: str, shape: Shape) -> None:
     """Compile what a token of our kernels launches, likewise."""
-    with torch.no_grad():
+    with torch.no_grad(), choosing.kernels() if name in MODULES else nullcontext():
         DECODING[name](Context(False, "meta", Path(), Path()), shape)[0]()
 
 
@@ -168,7 +181,7 @@ def _ours(kind: str, normalise: bool, context: Context, shape: Shape) -> Call:
 
 def _module(wish: str, patch: str, context: Context, shape: Shape) -> Call:
     """Make a patched module, as it stands in a model; with kernels or by torch operations."""
-    if wish == "1" and context.device != "cuda":
+    if wish == "1" and context.device == "cpu":
         raise Skip("modules on a CPU do not use triton")
     model = build_bare(_config(context, shape, "train"), patch, _options(context, patch))
 
@@ -270,7 +283,7 @@ def _window_token(gated: bool, context: Context, shape: Shape) -> tuple[Callable
 
 def _module_token(wish: str, patch: str, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
     """Make a patched module decode, with what its cache does."""
-    if wish == "1" and context.device != "cuda":
+    if wish == "1" and context.device == "cpu":
         raise Skip("modules on a CPU do not use triton")
     config = _config(context, shape, "decode")
     with kernels(wish):
@@ -321,3 +334,5 @@ DECODING: dict[str, Callable[[Context, Shape], tuple[Callable[[], Any], int]]] =
 }
 """Name -> its call of one token, and the bytes that it must move."""
 OUR_TOKENS = ("ours", "window, ours", "window+gated, ours")
+MODULES = {"ours, in a module": 1, "window, in a module": 2, "window+gated, in a module": 3}
+"""Modules that take our kernels, and how many checks of the package come before a call, at most."""

@@ -18,7 +18,7 @@ from typing import Any
 import gpu_check
 
 Row = dict[str, Any]
-COMPILING = 0.3
+COMPILING = 0.33
 """Part of a stage's time that compiling in advance may take; the rest is compiled where it is needed."""
 
 
