@@ -263,6 +263,26 @@ def test_no_case_is_begun_that_would_not_end_in_time(stage):
     assert stage.calls == []
 
 
+def test_what_takes_too_long_is_left_and_others_go_on(stage, monkeypatch):
+    def slowly():
+        now[0] += 10
+        return {}
+
+    def case(name, length):
+        deed = (lambda: stage.calls.append(name) or {}) if name == "quick" else slowly
+        return work.Case({"case": name, "length": length}, deed)
+
+    now = [0.0]
+    monkeypatch.setattr(work.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(work, "_clean", lambda context: None)
+    stage.cases[:] = [case("slow", 1), case("slow", 2), case("quick", 1)]
+    context = work.Context(False, "cpu", stage.context.folder, stage.context.kit, 25.0)
+    assert work.do("fake", context) == gpu_check.UNFINISHED
+    assert stage.calls == ["quick"]
+    rows = [row["case"] for row in gpu_check.read(stage.path).values()]
+    assert rows == [{"case": "slow", "length": 1}, {"case": "quick", "length": 1}]
+
+
 def test_a_device_that_does_not_answer_is_opened_anew(stage, monkeypatch):
     monkeypatch.setattr(work, "_alive", lambda context: False)
     assert work.do("fake", stage.context) == gpu_check.RESTART
@@ -315,6 +335,14 @@ ABOUT = {
 }
 SHAPE = {"batch": 1, "heads": 32, "kv_heads": 8, "length": 8192, "width": 128}
 DONE, LOST = {"ok": True}, {"ok": False}
+
+
+def model(patch, kernels, kind, length, fields):
+    """A row of stage `models`."""
+    case = {"model": "1B", "patch": patch, "kernels": kernels, "kind": kind, "length": length}
+    return {"case": case, **DONE, **fields}
+
+
 ROWS = {
     "correct": [
         {"case": {"case": "form", "dtype": "bfloat16"}, **DONE},
@@ -338,11 +366,12 @@ ROWS = {
         },
     ],
     "models": [
-        {
-            "case": {"model": "1B", "patch": "elu1", "kernels": "on", "kind": kind, "length": 8192},
-            **({**DONE, "tokens_per_second": 12345.0} if kind == "prefill" else {**LOST, "error": "memory"}),
-        }
-        for kind in ("prefill", "train")
+        model("softmax", "none", "prefill", 8192, {"ms": 40.0}),
+        model("softmax", "none", "decode", 8192, {"ms": 20.0, "ms_graph": 3.0}),
+        model("elu1", "on", "decode", 8192, {"ms": 25.0, "ms_graph": 2.0}),
+        model("elu1", "on", "prefill", 8192, {"ms": 10.0}),
+        model("elu1", "on", "prefill", 1024, {"ms": 9.0}),
+        {**model("elu1", "on", "train", 8192, {}), **LOST, "error": "memory"},
     ],
     "length": [
         {
@@ -382,9 +411,12 @@ def test_figures_stand_between_markers_and_the_rest_of_the_page_stays(run_folder
         "`python gpu_check.py correct kernels models length train --output-dir OUT` on one NVIDIA H100",
         "| bfloat16 | 1 | 1 | 2.0e-03 | 1 of 1 | 0 |",
         "| ours | 0.1 | 0.4 | 0.2 / 0.4 | 0 |",
-        "| 1 x 32/8 x 8,192 x 128 | ours | 0.002 | 0.002 | 2 |",
+        "| 1 x 32/8 x 8,192 x 128 | ours | 0.002 | 0.002 | 50% |",
         "outputs 1.25",
-        "| elu1, kernels | 12,345 | failed |",
+        "| 1B, ms | prefill 1,024 | prefill 8,192 | a token behind 8,192 | likewise, graph, 8,192 "
+        "| training step 8,192 |",
+        "| softmax | - | 40 | 20 | 3 | - |",
+        "| elu1, kernels | 9 | 10 (4.00) | 25 (0.80) | 2 (1.50) | failed |",
         "| elu1, bfloat16 | 65,536 | 100 | 100 | 1.0e-05 | 3.00 |",
         "| elu1 | 3.000 to 2.000 | 3.000 to 2.100 | 1.0e-02 |",
         "**Failed**, 2 cases:",

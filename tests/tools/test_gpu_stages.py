@@ -1,6 +1,9 @@
 """The stages of gpu_check.py on the CPU with tiny sizes, Triton interpreting; the reference that they use."""
 
+import functools
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,15 +48,101 @@ def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch)
         monkeypatch.setenv(name, str(text))
     monkeypatch.setenv("PYTHONPATH", str(gpu_kit.FOLDER))
     monkeypatch.setattr(precompile.os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(precompile, "_target", lambda: (GPUTarget("cuda", 90, 32), Device((9, 0), 132)))
+    facts = gpu_kit.module("gpu_stages.autotuned").Facts("NVIDIA H100", (9, 0), {"max_shared_mem": 232448})
+    target = GPUTarget("cuda", 90, 32), Device((9, 0), 132), facts
+    monkeypatch.setattr(precompile, "_target", lambda: target)
     token = correct.Size("bfloat16", 32, 32, 1, 1, False, True)
     calls = [(correct.compile_size, (size,)) for size in (token, token._replace(dtype="int8"))]
+    choosing, kernels = (gpu_kit.module(f"gpu_stages.{name}") for name in ("choosing", "kernels"))
+    module = kernels.compile_token, ("window, in a module", kernels.Shape(1, 2, 1, 320, 32))
+    calls.append((choosing.compile_check, (*module, 1)))
     context = gpu_kit.module("gpu_stages.work").Context(
         False, "cuda", tmp_path, tmp_path, time.monotonic() + 600
     )
     row = precompile.run(context, calls, 1.0)
-    assert (row["calls"], row["done"], row["processes"], row["failed"]) == (2, 2, 1, 1)
+    assert (row["calls"], row["done"], row["processes"], row["failed"]) == (3, 3, 1, 1)
     assert list((tmp_path / "cache").rglob("step.cubin"))
+    assert list((tmp_path / "cache").rglob("window_step.cubin"))
+    assert not list((tmp_path / "cache").rglob("window_outputs.cubin"))  # which the module alone needs
+
+
+@needs_triton
+def test_autotuners_compile_each_configuration_in_one_part(monkeypatch):
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    autotuned, seen = gpu_kit.module("gpu_stages.autotuned"), []
+    helpers = SimpleNamespace(check_shared_mem=functools.cache(lambda: None), get_all_max_shared_mem=None)
+    helpers.check_shared_mem.__module__ = "hardware_of_fla"
+    for name in ("fla.utils", "hardware_of_fla"):
+        monkeypatch.setitem(sys.modules, name, helpers)
+    for name in ("get_device_name", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    autotuned.pretend(autotuned.Facts("NVIDIA H100", (9, 0), {"max_shared_mem": 232448}))
+
+    def warmup(x, **keywords):
+        seen.append((x, keywords["width"], keywords["num_warps"]))
+        raise RuntimeError("ptxas refuses")
+
+    kernel = SimpleNamespace(fn=lambda x: None, warmup=warmup)
+    configs = [triton.Config({}, num_warps=warps) for warps in (1, 2, 4)]
+    tuner, run = Autotuner(kernel, ["x", "width"], configs, ["width"], None, None), Autotuner.run
+    for part in range(2):
+        with autotuned.compiling(part, 2):
+            for x in (3, 5):
+                tuner.run(x, width=8, grid=(1,), warmup=False)
+    assert seen == [(3, 8, 1), (3, 8, 4), (5, 8, 2), (3, 8, 2), (5, 8, 1), (5, 8, 4)]
+    assert Autotuner.run is run
+    assert torch.cuda.get_device_capability(0) == (9, 0)
+    assert helpers.get_all_max_shared_mem()[None] == 232448
+
+
+@needs_triton
+def test_main_cases_come_first(tmp_path, monkeypatch):
+    kernels, models = (gpu_kit.module(f"gpu_stages.{name}") for name in ("kernels", "models"))
+    monkeypatch.setattr(kernels.timing, "prepare", lambda device: None)
+    context = gpu_kit.module("gpu_stages.work").Context(False, "cuda", tmp_path, tmp_path)
+    found = [case.case for case in kernels.cases(context)]
+    assert len({str(case) for case in found}) == len(found)
+    assert len(found) == 1 + len(kernels.FORMS) * 11 + len(kernels.DECODING) * 4 + len(kernels.tiles.PROBLEMS)
+    names = [case["case"] for case in found]
+    forms, decoding = len(kernels.FORMS), len(kernels.DECODING)
+    assert names[: 1 + forms + 2 * decoding] == ["machine", *kernels.FORMS, *[*kernels.DECODING] * 2]
+    assert [case["length"] for case in found[1 + forms + 2 * decoding :]][: 2 * (forms - 2)] == [
+        *[2048] * 2 * (forms - 2)
+    ]
+    tiles = names.index("tiles")
+    assert set(names[tiles:]) == {"tiles"}
+    assert set(names[tiles - 20 : tiles]) == set(kernels.THEIRS)
+    # what is compiled in advance stands in the order in which it is needed: fla behind ours
+    calls = [call for case in kernels.cases(context) for call in case.compiles]
+    names = [call[0].__name__ for call in calls[:5]]
+    assert names == [*["compile_row"] * 3, "compile_check", "compile_theirs"]
+
+    found = [case.case for case in models.cases(context)]
+    assert len({str(case) for case in found}) == len(found)
+    main = [("softmax", "none"), ("elu1", "on"), ("window+gated", "on")]
+    assert [(case["patch"], case["kernels"]) for case in found[:9:3]] == main
+    assert [case["length"] for case in found[:27]] == [1024] * 9 + [8192] * 9 + [32768] * 9
+    assert [case["patch"] for case in found[27:34]] == ["h2o"] * 7
+    assert [case["model"] for case in found[:53]] == ["135M"] * 52 + ["1B"]
+    assert [case["length"] for case in found if (case["patch"], case["kind"]) == ("h2o", "train")] == [
+        1024
+    ] * 2
+
+
+def test_models_are_kept_while_they_are_needed(tmp_path):
+    models = gpu_kit.module("gpu_stages.models")
+    context = gpu_kit.module("gpu_stages.work").Context(True, "cpu", tmp_path, tmp_path)
+    models._held.clear()
+    first = models._model(context, "tiny", "softmax")
+    for patch in ("elu1", "gated"):
+        models._model(context, "tiny", patch)
+    assert models._model(context, "tiny", "softmax") is first
+    models._model(context, "tiny", "window")
+    assert len(models._held) == models.HELD
+    assert models._model(context, "tiny", "softmax") is not first
+    models._held.clear()
 
 
 def test_patches(tmp_path):
@@ -84,7 +173,8 @@ def test_a_patch_that_differs_is_a_row(tmp_path, monkeypatch):
 
 def test_models(tmp_path):
     rows = gpu_kit.dry_run("models", tmp_path)
-    assert len(rows) == 6
+    assert len(rows) == 9
+    assert {row["case"]["patch"] for row in rows} == {"softmax", "elu1", "h2o"}
     assert all(row["ok"] and row["tokens_per_second"] > 0 for row in rows), rows
 
 

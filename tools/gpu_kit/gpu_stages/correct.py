@@ -104,9 +104,9 @@ def cases(context: Context) -> list[Case]:
     for form in forms:
         names = dict(zip(("dtype", "widths", "group", "form"), form, strict=True))
         case = {"case": "form", **names, "widths": list(names["widths"]), "form": list(names["form"])}
-        found.append(Case(case, partial(form_row, context, *form), (compile_form, form)))
+        found.append(Case(case, partial(form_row, context, *form), ((compile_form, form),)))
     for size in _sizes(context):
-        compiles = (compile_size, (size,)) if size.length <= SUMMED else None
+        compiles = ((compile_size, (size,)),) if size.length <= SUMMED else ()
         found.append(Case(size.as_case(), partial(size_row, context, size), compiles))
     return sorted(found, key=_late)
 
@@ -174,9 +174,14 @@ def disagreement(key: selftest.Key, dry: bool) -> str | None:
 
 def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> None:
     """Compile what `form_row` launches, in a process without a device."""
+    compile_key(key_of(dtype, widths, group, form, "meta"))
+
+
+def compile_key(key: Any) -> None:
+    """Compile one of the package's checks, likewise."""
     same = mock.patch.object(token_selftest, "same", return_value=True)
     with mock.patch.object(selftest, "compare", return_value=None), same:
-        disagreement(key_of(dtype, widths, group, form, "meta"), dry=False)
+        disagreement(key, dry=False)
 
 
 def inputs_of(size: Size, device: str) -> Inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.types import Inputs, OpConfig
 
-from . import tiles, timing, windows
+from . import autotuned, choosing, tiles, timing, windows
 from .work import Case, Context, Row, Skip, kernels, needs_triton
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,8 +40,9 @@ class Shape(NamedTuple):
 SHAPES = (
     Shape(1, 32, 32, 8192, 128),
     Shape(8, 16, 16, 2048, 64),
-    Shape(1, 32, 8, 8192, 128),
     Shape(1, 32, 32, 2048, 128),
+    Shape(1, 9, 3, 8192, 64),
+    Shape(1, 32, 8, 8192, 128),
     Shape(1, 8, 8, 8192, 64),
     Shape(1, 96, 96, 8192, 128),
     Shape(4, 16, 16, 2048, 128),
@@ -50,29 +50,70 @@ SHAPES = (
     Shape(1, 32, 32, 65536, 128),
     Shape(1, 16, 16, 4096, 256),
 )
-MAIN = 3
-"""Shapes that come before decoding, the others after it; fla, which tries tiles for minutes, after those."""
-DECODES = (Shape(1, 32, 8, 8192, 128), Shape(32, 32, 8, 8192, 128), Shape(8, 16, 16, 2048, 64))
+"""The fourth has the heads of the small one of stage `models`, which finds kernels compiled then."""
+FIRST = SHAPES[:3]
+"""Those that come before all others; the first one, fla with it, before decoding."""
+TUNED = (SHAPES[0], SHAPES[1], SHAPES[-1])
+"""Shapes at which fla's configurations are compiled in advance: the first of each width, by which most are
+chosen."""
+DECODES = (
+    Shape(1, 32, 8, 8192, 128),
+    Shape(32, 32, 8, 8192, 128),
+    Shape(8, 16, 16, 2048, 64),
+    Shape(1, 9, 3, 8192, 64),
+)
+TOKENS = 2
+"""Of them, that come before other shapes than the first."""
 TINY = Shape(1, 2, 1, 24, 16)
 
 
 def cases(context: Context) -> list[Case]:
-    """List what the machine can do, every form at every shape, then tiles."""
+    """List what the machine can do, then the main shape, a token, other shapes, fla there, and tiles."""
     timing.prepare(context.device)
     machine = Case({"case": "machine"}, partial(timing.machine, context.device))
-    shapes, decodes = ((TINY,), (TINY,)) if context.dry else (SHAPES, DECODES)
-    rows, slow, tokens = [], [], []
-    for shape in shapes:
-        for name in FORMS:
-            compiles = (compile_row, (name, shape)) if name in OURS else None
-            case = Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape), compiles)
-            (slow if name.startswith("fla") else rows).append(case)
-    for shape in decodes:
-        for name in DECODING:
-            case = {"case": name, "token": True, **shape._asdict()}
-            tokens.append(Case(case, partial(_token, context, name, shape)))
-    first = MAIN * len(rows) // len(shapes)
-    return [machine, *rows[:first], *tokens, *rows[first:], *slow, *tiles.cases(context)]
+    shapes, first, decodes = (SHAPES, FIRST, DECODES) if not context.dry else ((TINY,), (TINY,), (TINY,))
+    rows = {(name, shape): _case(context, name, shape) for shape in shapes for name in FORMS}
+    tokens = [_token_case(context, name, shape) for shape in decodes for name in DECODING]
+    most = TOKENS * len(DECODING)
+
+    def take(wanted: Callable[[str, Shape], bool]) -> list[Case]:
+        return [rows.pop(key) for key in list(rows) if wanted(*key)]
+
+    return [
+        machine,
+        *take(lambda name, shape: shape == first[0]),
+        *tokens[:most],
+        *take(lambda name, shape: shape in first and name not in THEIRS),
+        *tokens[most:],
+        *take(lambda name, shape: name not in THEIRS),
+        *take(lambda name, shape: True),
+        *tiles.cases(context),
+    ]
+
+
+def _case(context: Context, name: str, shape: Shape) -> Case:
+    compiles: tuple[Any, ...] = ()
+    if name in OURS:
+        compiles = ((compile_row, (name, shape)),)
+    elif name in MODULES:
+        compiles = _module_calls(compile_row, name, shape)
+    elif name == THEIRS[0] and shape in TUNED:
+        compiles = tuple((compile_theirs, (shape, part)) for part in range(autotuned.PARTS))
+    return Case({"case": name, **shape._asdict()}, partial(_row, context, name, shape), compiles)
+
+
+def _token_case(context: Context, name: str, shape: Shape) -> Case:
+    compiles = ((compile_token, (name, shape)),) if name in OUR_TOKENS else ()
+    if name in MODULES:
+        compiles = _module_calls(compile_token, name, shape)
+    case = {"case": name, "token": True, **shape._asdict()}
+    return Case(case, partial(_token, context, name, shape), compiles)
+
+
+def _module_calls(call: Callable[..., None], name: str, shape: Shape) -> tuple[Any, ...]:
+    """List what a module needs: its kernels, and the checks that come before them."""
+    trials = [(choosing.compile_check, (call, (name, shape), number)) for number in range(MODULES[name])]
+    return ((call, (name, shape)), *trials)
 
 
 def _inputs(context: Context, shape: Shape, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,9 +146,24 @@ def _row(context: Context, name: str, shape: Shape) -> Row:
 def compile_row(name: str, shape: Shape) -> None:
     """Compile what a row of our kernels launches, in a process without a device."""
     context = Context(False, "meta", Path(), Path())
-    call, inputs = FORMS[name](context, shape), _inputs(context, shape, shape.length)
-    output = call(*inputs)
-    torch.autograd.grad(output, inputs, torch.empty_like(output))
+    with choosing.kernels() if name in MODULES else nullcontext():
+        call, inputs = FORMS[name](context, shape), _inputs(context, shape, shape.length)
+        with torch.no_grad():
+            call(*inputs)
+        output = call(*inputs)
+        torch.autograd.grad(output, inputs, torch.empty_like(output))
+
+
+def compile_theirs(shape: Shape, part: int) -> None:
+    """Compile a part of what fla's autotuner tries; what both forms need, the one with a normaliser has."""
+    with autotuned.compiling(part):
+        compile_row(THEIRS[1], shape)
+
+
+def compile_token(name: str, shape: Shape) -> None:
+    """Compile what a token of our kernels launches, likewise."""
+    with torch.no_grad(), choosing.kernels() if name in MODULES else nullcontext():
+        DECODING[name](Context(False, "meta", Path(), Path()), shape)[0]()
 
 
 def _token(context: Context, name: str, shape: Shape) -> Row:
@@ -125,7 +181,7 @@ def _ours(kind: str, normalise: bool, context: Context, shape: Shape) -> Call:
 
 def _module(wish: str, patch: str, context: Context, shape: Shape) -> Call:
     """Make a patched module, as it stands in a model; with kernels or by torch operations."""
-    if wish == "1" and context.device != "cuda":
+    if wish == "1" and context.device == "cpu":
         raise Skip("modules on a CPU do not use triton")
     model = build_bare(_config(context, shape, "train"), patch, _options(context, patch))
 
@@ -161,19 +217,22 @@ def _softmax(backend: Any, context: Context, shape: Shape) -> Call:
     return call
 
 
-@functools.cache
-def _fla(name: str) -> Any:
+def _fla(context: Context, name: str) -> Any:
+    """Find a function of fla; its autotuner then takes less time."""
+    if context.device not in ("cuda", "meta"):
+        raise Skip("fla's kernels run on CUDA only")
     try:
-        return getattr(importlib.import_module("fla.ops.linear_attn"), name)
+        found = getattr(importlib.import_module("fla.ops.linear_attn"), name)
     except ImportError as error:
         raise Skip(f"fla is not there: {error}") from error
+    if context.device == "cuda":
+        autotuned.briefly()
+    return found
 
 
 def _theirs(maps: bool, context: Context, shape: Shape) -> Call:
     """Make fla's kernels: raw, or with elu1 and its normaliser as its users call them."""
-    if context.device != "cuda":
-        raise Skip("fla's kernels run on CUDA only")
-    chunked = _fla("chunk_linear_attn")
+    chunked = _fla(context, "chunk_linear_attn")
     times = shape.heads // shape.kv_heads
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,6 +265,7 @@ FORMS: dict[str, Callable[[Context, Shape], Call]] = {
 """Name -> its function of queries, keys and values, all `[B, H or Hkv, N, D]`."""
 OURS = ("ours", "ours, raw", "window, ours", "window, sinks and sums, ours")
 """Those that are our kernels and nothing else."""
+THEIRS = ("fla, raw", "fla, elu1 and normaliser")
 
 
 def _ours_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
@@ -223,7 +283,7 @@ def _window_token(gated: bool, context: Context, shape: Shape) -> tuple[Callable
 
 def _module_token(wish: str, patch: str, context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
     """Make a patched module decode, with what its cache does."""
-    if wish == "1" and context.device != "cuda":
+    if wish == "1" and context.device == "cpu":
         raise Skip("modules on a CPU do not use triton")
     config = _config(context, shape, "decode")
     with kernels(wish):
@@ -247,9 +307,7 @@ def _softmax_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], i
 
 
 def _their_token(context: Context, shape: Shape) -> tuple[Callable[[], Any], int]:
-    if context.device != "cuda":
-        raise Skip("fla's kernels run on CUDA only")
-    recurrent, times = _fla("fused_recurrent_linear_attn"), shape.heads // shape.kv_heads
+    recurrent, times = _fla(context, "fused_recurrent_linear_attn"), shape.heads // shape.kv_heads
     q, k, v = (x.detach() for x in _inputs(context, shape, 1))
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -275,3 +333,6 @@ DECODING: dict[str, Callable[[Context, Shape], tuple[Callable[[], Any], int]]] =
     "window+gated, torch operations": partial(_module_token, "0", "window+gated"),
 }
 """Name -> its call of one token, and the bytes that it must move."""
+OUR_TOKENS = ("ours", "window, ours", "window+gated, ours")
+MODULES = {"ours, in a module": 1, "window, in a module": 2, "window+gated, in a module": 3}
+"""Modules that take our kernels, and how many checks of the package come before a call, at most."""

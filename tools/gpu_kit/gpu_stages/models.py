@@ -47,6 +47,7 @@ FORMS = (
     ("softmax", ""),
     ("elu1", "1"),
     ("window+gated", "1"),
+    ("h2o", ""),
     ("elu1", "0"),
     ("window+gated", "0"),
     ("window", "1"),
@@ -58,28 +59,51 @@ FORMS = (
 """Patch, and whether kernels are insisted on or off."""
 CHECKPOINTED = 8192
 """Tokens from which on training computes activations again in the backward."""
+MAIN, SECOND = 3, 6
+"""Forms whose rows come first, of every size; and those that come second, of the small one."""
+HELD = 3
+"""Models that stay on the device."""
 _held: dict[tuple[str, str], Any] = {}
 
 
 def cases(context: Context) -> list[Case]:
-    """List the models, the small one first."""
-    names = ("tiny",) if context.dry else tuple(SIZES)
-    forms = (("softmax", ""), ("elu1", "0")) if context.dry else FORMS
+    """List the main forms of the small model by length, what they are beside, the large one, the rest."""
+    if context.dry:
+        return _cases(context, "tiny", (("softmax", ""), ("elu1", "0"), ("h2o", "")), (16,))
+    small, large = SIZES
+    found = _cases(context, small, FORMS[:MAIN], LENGTHS)
+    for form in FORMS[MAIN:SECOND]:
+        found += _cases(context, small, (form,), LENGTHS)
+    found += _cases(context, large, FORMS[:MAIN], LENGTHS)
+    for form in FORMS[SECOND:]:
+        found += _cases(context, small, (form,), LENGTHS)
+    for form in FORMS[MAIN:]:
+        found += _cases(context, large, (form,), LENGTHS)
+    return found
+
+
+def _cases(
+    context: Context, name: str, forms: tuple[tuple[str, str], ...], lengths: tuple[int, ...]
+) -> list[Case]:
+    """List these forms of a model at one length after the other."""
     found = []
-    for name in names:
+    for length in lengths:
         for patch, wish in forms:
-            for length in (16,) if context.dry else LENGTHS:
-                for kind in KINDS:
-                    how = {"1": "on", "0": "off", "": "none"}[wish]
-                    case = {"model": name, "patch": patch, "kernels": how, "kind": kind, "length": length}
-                    found.append(Case(case, partial(_row, context, name, patch, wish, kind, length)))
+            for kind in KINDS:
+                if patch == "h2o" and kind == "train" and length > LENGTHS[0]:
+                    continue  # a step for every block of tokens, forward and backward: minutes
+                how = {"1": "on", "0": "off", "": "none"}[wish]
+                case = {"model": name, "patch": patch, "kernels": how, "kind": kind, "length": length}
+                found.append(Case(case, partial(_row, context, name, patch, wish, kind, length)))
     return found
 
 
 def _model(context: Context, name: str, patch: str) -> Any:
-    """Make a model, the same for cases that follow each other."""
+    """Make a model, or find it among the last ones of its size."""
     if (name, patch) not in _held:
-        _held.clear()
+        for key in list(_held):
+            if key[0] != name or len(_held) >= HELD:
+                del _held[key]
         torch.manual_seed(0)
         sizes = TINY if name == "tiny" else SIZES[name]
         config = LlamaConfig(**sizes, max_position_embeddings=2**17, attn_implementation="sdpa")

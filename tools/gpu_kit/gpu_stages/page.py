@@ -11,6 +11,13 @@ import gpu_check
 Row = dict[str, Any]
 BEGIN = "<!-- gpu_check: what follows is written by gpu_check.py --docs -->"
 END = "<!-- gpu_check: end -->"
+KINDS = {
+    "prefill": "prefill",
+    "decode": "a token behind",
+    "decode graph": "likewise, graph,",
+    "train": "training step",
+}
+"""What stage `models` times, as heads of columns."""
 
 
 def write(page: Path, folder: Path) -> None:
@@ -146,9 +153,10 @@ def _kernels(rows: list[Row]) -> list[str]:
         for row in tokens:
             took = row.get("token_graph", row["token"])
             least = row["bytes"] / machine["tb_s"] / 1e9 if machine else None
-            cells = [_number(took), _number(row["token"]), "-" if least is None else _number(took / least)]
+            share = "-" if least is None else f"{least / took:.0%}"
+            cells = [_number(took), _number(row["token"]), share]
             body.append([_shape(row["case"]), row["case"]["case"], *cells])
-        heads = ["one token", "form", "ms", "eager, ms", "times what its bytes take"]
+        heads = ["one token", "form", "ms", "eager, ms", "its bytes, of the copy's TB/s"]
         parts.append(table(heads, body))
     tiles = [row for row in rows if row["case"]["case"] == "tiles" and "best" in row]
     if tiles:
@@ -171,25 +179,38 @@ def _shape(case: Row) -> str:
 
 
 def _models(rows: list[Row]) -> list[str]:
+    """Of each model: milliseconds by patch, kind and length, and how many times as fast as softmax."""
     parts = []
     for model in dict.fromkeys(row["case"]["model"] for row in rows):
-        own = [row for row in rows if row["case"]["model"] == model]
-        columns = list(dict.fromkeys((row["case"]["kind"], row["case"]["length"]) for row in own))
-        columns.sort(key=lambda column: ("prefill", "decode", "train").index(column[0]))
+        found: dict[tuple[str, str], dict[tuple[str, int], float | None]] = {}
+        for row in (row for row in rows if row["case"]["model"] == model):
+            case = row["case"]
+            of_form = found.setdefault((case["patch"], case["kernels"]), {})
+            if not row["ok"] or "ms" in row:
+                of_form[case["kind"], case["length"]] = row["ms"] if row["ok"] else None
+            if "ms_graph" in row:
+                of_form[case["kind"] + " graph", case["length"]] = row["ms_graph"]
+        names = list(KINDS)
+        columns = sorted({column for of_form in found.values() for column in of_form})
+        columns.sort(key=lambda column: names.index(column[0]))
+        softmax = found.get(("softmax", "none"), {})
         body = []
-        for patch, how in dict.fromkeys((row["case"]["patch"], row["case"]["kernels"]) for row in own):
-            found = {
-                (row["case"]["kind"], row["case"]["length"]): _number(row["tokens_per_second"])
-                if row["ok"]
-                else "failed"
-                for row in own
-                if (row["case"]["patch"], row["case"]["kernels"]) == (patch, how)
-            }
+        for (patch, how), of_form in found.items():
             name = {"on": f"{patch}, kernels", "off": f"{patch}, torch operations"}.get(how, patch)
-            body.append([name, *(found.get(column, "-") for column in columns)])
-        heads = [f"{model}, tokens/s", *(f"{kind} {length:,}" for kind, length in columns)]
+            beside = {} if of_form is softmax else softmax
+            body.append([name, *(_beside(of_form, beside, column) for column in columns)])
+        heads = [f"{model}, ms", *(f"{KINDS[kind]} {length:,}" for kind, length in columns)]
         parts.append(table(heads, body))
-    return parts
+    return [*parts, "In brackets: times as fast as softmax."]
+
+
+def _beside(found: dict[Any, float | None], softmax: dict[Any, float | None], column: Any) -> str:
+    if column not in found:
+        return "-"
+    ms, other = found[column], softmax.get(column)
+    if ms is None:
+        return "failed"
+    return _number(ms) if other is None else f"{_number(ms)} ({other / ms:.2f})"
 
 
 def _length(rows: list[Row]) -> list[str]:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from . import autotuned
 from .work import Context
 
 
@@ -26,7 +28,7 @@ def run(
 
     Args:
         context: of the stage.
-        calls: functions of a module, with arguments that can be pickled.
+        calls: functions of a module, with arguments that can be pickled; the first ones are begun first.
         share: part of the time left that this may take.
 
     Returns:
@@ -61,21 +63,22 @@ def run(
     }
 
 
-def _target() -> tuple[Any, Any]:
-    """Say what triton compiles for here, and what tiles are chosen by."""
+def _target() -> tuple[Any, Any, autotuned.Facts]:
+    """Say what triton compiles for here, what tiles are chosen by, and what fla asks."""
     from triton.runtime import driver
 
     from hf_linattn.ops.triton import problem
 
     device = problem.device_of(torch.device("cuda", torch.cuda.current_device()))
-    return driver.active.get_current_target(), device
+    return driver.active.get_current_target(), device, autotuned.facts()
 
 
 class _NoDevice:
     """A driver that knows only what it compiles for."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, properties: dict[str, Any]) -> None:
         self.target = target
+        self.utils = SimpleNamespace(get_device_properties=lambda index: properties)
 
     def get_current_device(self) -> int:
         return 0
@@ -87,7 +90,7 @@ class _NoDevice:
         return self.target
 
 
-def _begin(target: Any, device: Any, path: list[str]) -> None:
+def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) -> None:
     """Let this process compile for a device that it does not open."""
     sys.path[:] = path
     torch.set_num_threads(1)
@@ -98,6 +101,7 @@ def _begin(target: Any, device: Any, path: list[str]) -> None:
     def launch(self: Any, kernel: Any, grid: Any, tile: Any, **arguments: Any) -> None:
         kernel.warmup(**arguments, grid=grid, num_warps=tile.warps, num_stages=tile.stages)
 
-    driver.set_active(_NoDevice(target))
+    driver.set_active(_NoDevice(target, about.properties))
+    autotuned.pretend(about)
     problem.device_of = lambda _: device
     problem.Problem.launch = launch

@@ -17,6 +17,8 @@ from .work import Row
 
 LEAST, MOST, SECONDS = 5, 30, 0.3
 """Samples: at least, at most, and what they may take together."""
+LONG, FEW = 1.0, 2
+"""Seconds of one call, from which on it gets this many samples."""
 BUSY = 100_000
 """Clock cycles, some 60 microseconds."""
 _flush: dict[str, Any] = {}
@@ -36,7 +38,11 @@ def prepare(device: str) -> None:
 
 
 def milliseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Return the median and the least over some samples of one call each."""
+    """Return the median and the least over some samples of one call each.
+
+    There are at least `LEAST` samples behind two calls that are not timed, and `FEW` where the second of them
+    took longer than `LONG` seconds: the first one may compile.
+    """
     if device != "cuda":  # of a dry run
         start = time.perf_counter()
         call()
@@ -44,11 +50,13 @@ def milliseconds(call: Callable[[], Any], device: str) -> tuple[float, float]:
         return found, found
     prepare(device)
     for _ in range(2):
+        start = time.monotonic()
         call()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+    least = LEAST if time.monotonic() - start < LONG else FEW
     samples: list[float] = []
     end = time.monotonic() + SECONDS
-    while len(samples) < LEAST or (len(samples) < MOST and time.monotonic() < end):
+    while len(samples) < least or (len(samples) < MOST and time.monotonic() < end):
         begin, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         _flush["buffer"].zero_()
         torch.cuda._sleep(BUSY)

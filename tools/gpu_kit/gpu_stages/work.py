@@ -18,7 +18,7 @@ from typing import Any
 import gpu_check
 
 Row = dict[str, Any]
-COMPILING = 0.5
+COMPILING = 0.33
 """Part of a stage's time that compiling in advance may take; the rest is compiled where it is needed."""
 
 
@@ -59,12 +59,13 @@ class Case:
     Attributes:
         case: what it is, in words and numbers; no other case of the stage has the same.
         run: does it; returns fields of the row. "error" among them, or an exception, is a failure.
-        compiles: function of a module, and arguments, that compile its kernels in a process without a device.
+        compiles: calls that compile its kernels in processes without a device: functions of a module, and
+            their arguments.
     """
 
     case: Row
     run: Callable[[], Row]
-    compiles: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+    compiles: tuple[tuple[Callable[..., None], tuple[Any, ...]], ...] = ()
 
 
 class Skip(Exception):
@@ -134,12 +135,14 @@ def do(name: str, context: Context, *, now: Path | None = None, retry: bool = Fa
     done = {key for key, row in gpu_check.read(path).items() if row["ok"] or not retry}
     cases = [each for each in module.cases(context) if _key(each.case) not in done]
     _compile(path, context, cases)
-    longest: dict[str, float] = {}
+    longest: dict[tuple[Any, ...], float] = {}
+    status = 0
     for index, each in enumerate(cases):
-        kind = str(each.case.get("case"))
-        # a case that takes longer than any before is ended from outside, and comes first the next time
+        kind = tuple(each.case.get(name) for name in ("case", "model", "patch", "kernels"))
+        # a case that takes longer than any before is ended from outside; others may still end in time
         if context.remaining() < 1.3 * longest.get(kind, 0) + 5 and not context.dry:
-            return gpu_check.UNFINISHED
+            status = gpu_check.UNFINISHED
+            continue
         if now is not None:
             now.write_text(json.dumps({"case": each.case, "began": time.time()}))
         start = time.monotonic()
@@ -152,12 +155,12 @@ def do(name: str, context: Context, *, now: Path | None = None, retry: bool = Fa
         if now is not None:
             now.unlink()
         _clean(context)
-    return 0
+    return status
 
 
 def _compile(path: Path, context: Context, cases: list[Case]) -> None:
     """Compile what is left to do in parallel, at every start: the machine may be another one."""
-    calls = [each.compiles for each in cases if each.compiles is not None]
+    calls = [call for each in cases for call in each.compiles]
     if not calls or context.dry:
         return
     from . import precompile
