@@ -85,7 +85,7 @@ class Preset:
         return options
 
     def tokens(self, stage: str, total: int, named: list[str] | None) -> int:
-        """Give a stage its share of the tokens of all; those of a named stage without one are distill's.
+        """Give a stage its share of the tokens of all; a named stage without one counts as the longest.
 
         Args:
             stage: the stage.
@@ -94,7 +94,7 @@ class Preset:
         """
         if named is None:
             return round(total * self.shares[stage])
-        shares = {name: self.shares[name] or self.shares["distill"] for name in named}
+        shares = {name: self.shares[name] or max(self.shares.values()) for name in named}
         return round(total * shares.get(stage, 0) / sum(shares.values()))
 
 
@@ -112,7 +112,8 @@ PRESETS = {
     "linear": Preset(**{**_HYBRID, "patch": "gated", "options": _LINEAR}),
     "recall": Preset(**_HYBRID, chooses_layers=True),
     "h2o": Preset(
-        {"transfer": 0.0, "distill": 1.0, "finetune": 0.0},  # it has no parameters of its own
+        # just put in it says what the model said: what is left to learn is the text
+        {"transfer": 0.0, "distill": 0.0, "finetune": 1.0},
         SMALL_STEPS,
         "h2o",
         {"size": 64, "heavy": 32, "sinks": 4},

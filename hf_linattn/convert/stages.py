@@ -208,6 +208,8 @@ def stage_arguments(
     first = stage is plan.stages[0]
     lora = 0 if stage.name == "transfer" else lora
     rows = arguments.batch_size * arguments.grad_accum * processes
+    distilled = any(other.name == "distill" for other in plan.stages)
+    rate_of = stage.name if distilled or stage.name == "transfer" else "distill"
     shared = {item.name: getattr(arguments, item.name) for item in fields(TrainingArguments)}
     own = {
         "model": stage.source,
@@ -225,7 +227,7 @@ def stage_arguments(
     return FinetuneArguments(
         **{**shared, **own},
         max_steps=math.ceil(stage.tokens / (stage.length * rows)),
-        lr=learning_rate_for(stage.name, parameters, lora, arguments.ce_weight)
+        lr=learning_rate_for(rate_of, parameters, lora, arguments.ce_weight)
         if stage.rate is None
         else stage.rate,
         lora=lora,

@@ -144,7 +144,8 @@ def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine:
 def result(row: Row, tokens: int, work: Path) -> Path:
     """Return the folder of the model that is measured."""
     folder = work / "runs" / row.slot(tokens)
-    last = "finetune" if "finetune" in row.arguments else "distill"
+    by_text = "finetune" in row.arguments or row.arguments == "--preset h2o"
+    last = "finetune" if by_text else "distill"
     return {"none": work / "model", "finetune": folder, "swap": folder}.get(row.training, folder / last)
 
 
