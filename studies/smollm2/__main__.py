@@ -95,10 +95,12 @@ class Row:
     options: Json = field(default_factory=dict)
     arguments: str = ""
     share: int = 1
+    of: str | None = None
 
     def slot(self, tokens: int) -> str:
         """Return the name of its folders."""
-        return self.name if self.training in ("none", "swap") else f"{self.name}-{self.share * tokens}"
+        untrained = self.training == "none" or (self.training == "swap" and self.of is None)
+        return self.name if untrained else f"{self.name}-{self.share * tokens}"
 
     @property
     def asked(self) -> list[str]:
@@ -120,7 +122,8 @@ def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine:
     """Return the command that trains a row."""
     swap = row.training == "swap"
     words = ["python", *([str(HERE / "swap.py")] if swap else ["-m", f"hf_linattn.{row.training}"])]
-    words += ["--model", str(work / "model"), "--output-dir", str(work / "runs" / row.slot(tokens))]
+    model = result(ROWS[row.of], tokens, work) if row.of else work / "model"
+    words += ["--model", str(model), "--output-dir", str(work / "runs" / row.slot(tokens))]
     if row.patch is not None:
         words += ["--patch", row.patch if isinstance(row.patch, str) else json.dumps(row.patch)]
     words += ["--options", json.dumps(row.options)] if row.options else []
@@ -182,6 +185,8 @@ def jobs(args: argparse.Namespace, texts: dict[str, Path]) -> Iterator[Job]:
         slot, model = row.slot(args.tokens), result(row, args.tokens, work)
         wanted = [name for name in row.asked if not args.measures or name in args.measures]
         after: tuple[str, ...] = ()
+        if row.of is not None and row.of in (args.rows or ROWS):
+            after = (f"train {ROWS[row.of].slot(args.tokens)}",)
         if row.training != "none":
             swap = row.training == "swap"
             steps = 1 if swap else row.share * args.tokens / (BLOCK * machine.batch)
