@@ -15,6 +15,9 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.triton import heavy as triton_heavy
+from hf_linattn.ops.triton.heavy_selftest import HeavyForm
+from hf_linattn.ops.window_attention import one_kernel_takes_heavy
 from hf_linattn.patches.window.ring import counted, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
@@ -158,6 +161,8 @@ class H2O(StatefulAttention):
                 "'h2o' chooses tokens in as many steps as the text has blocks, and a program for all lengths "
                 "has no such number: leave it out of the plan, or export 'window'"
             )
+        if self._kernel_takes(tokens, state):
+            return self._by_kernel(tokens, state)
         after, ours = state or self._empty(tokens), state is None or tokens.in_place
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
@@ -174,14 +179,53 @@ class H2O(StatefulAttention):
 
     def _queries(self, tokens: Tokens) -> list[Tensor]:
         """Return the scaled queries, and as they meet the sinks where they are turned for that."""
-        count = tokens.count
         assert tokens.query is not None
-        assert count is not None
         query = upcast(tokens.query) * tokens.scaling
+        near = self._near(query, tokens)
+        return [query] if near is None else [query, near]
+
+    def _near(self, query: Tensor, tokens: Tokens) -> Tensor | None:
+        """Turn queries to where they meet the sinks; None for as they are."""
+        count = tokens.count
+        assert count is not None
         if self.rotary is None:
-            return [query]
+            return None
         ranks = once(count, "h2o ranks", (), lambda: with_notes(count - 1))
-        return [query, Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)]
+        return Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)
+
+    def _kernel_takes(self, tokens: Tokens, state: HeavyState | None) -> bool:
+        """Tell whether a kernel computes all steps at once: of many tokens, on a GPU, without gradients."""
+        query, key, value = tokens.query, tokens.key, tokens.value
+        if query is None or tokens.length == 1 or not tokens.is_plain:
+            return False
+        if state is not None and not state.key.dtype == state.value.dtype == key.dtype:
+            return False
+        return one_kernel_takes_heavy(query, key, value, HeavyForm(self.rotary is not None))
+
+    def _by_kernel(self, tokens: Tokens, state: HeavyState | None) -> tuple[Tensor, HeavyState]:
+        """Compute outputs and the state after in one kernel; the steps are known on the device."""
+        query, count = tokens.query, tokens.count
+        assert query is not None
+        assert count is not None
+        near = self._near(upcast(query), tokens)
+        near = None if near is None else near.to(query.dtype)
+        about = tokens.valid, tokens.key.shape[0]
+        places = once(count, "h2o places", about, lambda: self._places_on_device(tokens))
+        sizes = triton_heavy.Columns(self.size, self.heavy, self.sinks, self.block, self.half_life)
+        before = None if state is None else triton_heavy.Kept(*state)
+        output, after = triton_heavy.forward(
+            query, near, tokens.key, tokens.value, places, before, sizes, tokens.scaling
+        )
+        return output, HeavyState(*after)
+
+    def _places_on_device(self, tokens: Tokens) -> triton_heavy.Places:
+        """Count what each row has seen before and sees now, and put visible tokens first."""
+        assert tokens.count is not None
+        valid = counted(tokens)
+        seen, order = tokens.count[:, 0].long() - valid[:, 0].long(), None
+        if tokens.valid is not None:
+            order = valid.logical_not().long().argsort(dim=1, stable=True).int()
+        return triton_heavy.Places(seen.int(), valid.sum(1).int(), order)
 
     def _in_order(self, tokens: Tokens, steps: list[Step], outputs: list[Tensor]) -> Tensor:
         """Bring what the steps computed to the places of the tokens; 0 for padding."""

@@ -30,7 +30,8 @@ from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.softmax import capped, scores_of
 from hf_linattn.ops.softmax_sink import BACKWARD, FORWARD, dense, fits
 from hf_linattn.ops.tracing import by_torch_alone
-from hf_linattn.ops.triton import check, window_operator, window_rest
+from hf_linattn.ops.triton import check, heavy, launch, window_operator, window_rest
+from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
@@ -93,6 +94,24 @@ def kernels_take_token(query: Tensor, key: Tensor, value: Tensor, form: TokenFor
     if not query.is_cuda or sinks > MOST_SINKS or by_torch_alone():
         return False
     return check.takes_window(query, key, value, form)
+
+
+def one_kernel_takes_heavy(query: Tensor, key: Tensor, value: Tensor, form: HeavyForm) -> bool:
+    """Tell whether a Triton kernel computes many tokens of a window with heavy hitters, without gradients.
+
+    Args:
+        query: `[B, H, N, D]`, in the dtype of the model.
+        key: `[B, Hkv, N, D]`, likewise.
+        value: `[B, Hkv, N, Dv]`, likewise.
+        form: what is computed.
+
+    Raises:
+        UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or by_torch_alone():
+        return False
+    there = query.is_cuda or launch.available(query.device)
+    return there and heavy.fits(query, key, value) and check.takes_window(query, key, value, form)
 
 
 def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import dispatch
-from hf_linattn.ops.triton import check, launch, problem
+from hf_linattn.ops.triton import check, launch, problem, verdict_files
 from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.selftest import Form
 
@@ -212,7 +212,7 @@ def check_two_at_once(path):
         assert set(json.loads(folder.files[0].read_text())) == {key.name, key_of(Dv=24).name}
         names = [f"n{index}" for index in range(20)]
         file = folder.files[0]
-        writers = [threading.Thread(target=check._write, args=(file, name, None)) for name in names]
+        writers = [threading.Thread(target=verdict_files.write, args=(file, name, None)) for name in names]
         for thread in writers:
             thread.start()
         for thread in writers:

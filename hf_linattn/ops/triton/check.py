@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import json
-import os
 import subprocess
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,17 +23,21 @@ from torch import Tensor
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import switches
 from hf_linattn.ops.triton import (
+    heavy,
+    heavy_selftest,
     launch,
     measured_tiles,
     problem,
     selftest,
     token_selftest,
+    verdict_files,
     window,
     window_rest,
     window_rest_selftest,
     window_selftest,
     window_token,
 )
+from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.triton.selftest import Form, Key
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
@@ -52,6 +53,7 @@ SAFE_ROWS = problem.MOST_PROGRAMS // problem.WIDEST
 """Batch times heads below which no grid is too long."""
 REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
 T = TypeVar("T")
+WindowForms: TypeAlias = WindowForm | TokenForm | RestForm | HeavyForm
 
 
 class Verdict(NamedTuple):
@@ -98,6 +100,7 @@ class Checks:
         windows: has the functions of `window`.
         tokens: has the function of `window_token`.
         rests: has the function of `window_rest`.
+        heavies: has the function of `heavy`.
 
     Class attributes:
         form: who computes where the kernels do, in a word.
@@ -118,9 +121,10 @@ class Checks:
         windows: Any = window,
         tokens: Any = window_token,
         rests: Any = window_rest,
+        heavies: Any = heavy,
     ) -> None:
         self.kernels, self.length, self.windows, self.tokens = kernels, length, windows, tokens
-        self.rests = rests
+        self.rests, self.heavies = rests, heavies
         self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
@@ -170,6 +174,8 @@ class Checks:
         if isinstance(key.form, TokenForm):
             return token_selftest.disagreement(key, self.tokens)
         short = min(self.length, window_selftest.LENGTH)
+        if isinstance(key.form, HeavyForm):
+            return heavy_selftest.disagreement(key, self.heavies, min(short, heavy_selftest.LENGTH))
         if isinstance(key.form, RestForm):
             return window_rest_selftest.disagreement(key, self.rests, short)
         if isinstance(key.form, WindowForm):
@@ -197,7 +203,7 @@ class Checks:
         """Look a verdict up, on the disk too."""
         with self._lock:
             if key not in self.verdicts:
-                told = _read(self.file(key.device)).get(key.name, "")
+                told = verdict_files.read(self.file(key.device)).get(key.name, "")
                 if told != "":
                     self.verdicts[key] = Verdict(told, device_name(key.device), self.form)
             return self.verdicts.get(key)
@@ -210,7 +216,7 @@ class Checks:
             why, lasting = self._run(key)
             verdict = self.verdicts[key] = Verdict(why, device_name(key.device), self.form)
             if lasting:
-                _write(self.file(key.device), key.name, why)
+                verdict_files.write(self.file(key.device), key.name, why)
         if why is not None:
             warnings.warn(
                 f"{self.kernels_of} ({key.name}) on {verdict.device}: {why}. Torch "
@@ -348,36 +354,6 @@ def verdicts_file(device: torch.device, *kernels: str) -> Path | None:
     return folder / f"triton-{digest}.json"
 
 
-def _read(path: Path | None) -> dict[str, str | None]:
-    """Read verdicts, name -> what is wrong; nothing from a file that is missing or broken."""
-    try:
-        found = json.loads(path.read_text()) if path is not None else {}
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {str(name): why for name, why in found.items() if why is None or (isinstance(why, str) and why)}
-
-
-def _write(path: Path | None, name: str, why: str | None) -> None:
-    """Add a verdict to those that any process has written; not where the folder cannot be written."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # whole or not at all: another process may read it now
-        handle, new = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(_read(path) | {name: why}, file, indent=1)
-            Path(new).replace(path)
-        except BaseException:
-            Path(new).unlink(missing_ok=True)
-            raise
-    except OSError:  # the next process checks again
-        return
-
-
 CHECKS = Checks()
 """Of the kernels that are used."""
 ALL = [CHECKS]
@@ -407,7 +383,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
     return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
 
 
-def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForm | TokenForm | RestForm) -> bool:
+def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -> bool:
     """Tell whether the Triton kernels compute a window, or a token or more behind one; see `Checks.takes`.
 
     Args:

@@ -1,0 +1,178 @@
+"""A window with heavy hitters on GPUs, many tokens in one launch of `heavy_kernels`; without gradients.
+
+Programs are as many as there are rows and key heads: each walks its text from one choice of tokens to the
+next. What a step reads is known on the device, so nothing waits for it, with padding neither.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.triton.problem import Problem, last_contiguous, strides
+from hf_linattn.ops.triton.tiles import Tile, padded
+from hf_linattn.ops.triton.window import LOG2E
+
+WIDEST = 128
+"""Heads: wider ones leave no registers beside a softmax of all query heads of a key head."""
+LARGEST_GROUP = 64
+"""Query heads of a key head."""
+
+
+class Places(NamedTuple):
+    """Where the visible tokens of a call stand.
+
+    Attributes:
+        seen: visible tokens before the call, int32 `[B]`.
+        count: visible tokens in it, int32 `[B]`.
+        order: places of the visible ones, in order, then others, int32 `[B, N]`; None where all are visible.
+    """
+
+    seen: Tensor
+    count: Tensor
+    order: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """What a cache with heavy hitters keeps, and how attention once got fades.
+
+    Attributes:
+        size: tokens in the window when a block has left.
+        heavy: heavy hitters.
+        sinks: first tokens.
+        block: tokens that leave at once.
+        half_life: tokens after which attention counts half; None for always in full.
+    """
+
+    size: int
+    heavy: int
+    sinks: int
+    block: int
+    half_life: float | None
+
+    @property
+    def total(self) -> int:
+        """Count the columns, the spare one too."""
+        return self.sinks + self.heavy + self.size + self.block
+
+
+class Kept(NamedTuple):
+    """A cache: sinks, heavy hitters and window, oldest first, then columns that hold nothing.
+
+    Attributes:
+        key: `[B, Hkv, columns, D]`.
+        value: `[B, Hkv, columns, Dv]`.
+        weight: what each has got, float32 `[B, Hkv, columns]`.
+    """
+
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell whether the kernel is made for heads like these."""
+    group = query.shape[1] // key.shape[1]
+    return max(query.shape[-1], value.shape[-1]) <= WIDEST and group <= LARGEST_GROUP
+
+
+def tile_of(width: int, members: int, operand: str) -> Tile:
+    """Choose the tokens and columns of a step, by the padded width and group: rows are tokens times members.
+
+    No tokens of more than one choice are computed together, and a block is 32 by default.
+    """
+    rows, columns = {"bf16": (128, 64), "fp16": (128, 64)}.get(operand, (32, 32))
+    if width > 64 and operand in ("bf16", "fp16"):
+        rows = 64
+    return Tile(max(1, min(32, rows // members)), columns, 8 if rows * width > 4096 else 4, 1)
+
+
+def forward(
+    query: Tensor,
+    near: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    places: Places,
+    before: Kept | None,
+    columns: Columns,
+    scaling: float,
+) -> tuple[Tensor, Kept]:
+    """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
+
+    Args:
+        query: `[B, H, N, D]`, float32, bfloat16 or float16.
+        near: as it meets the sinks, likewise; None for as it is.
+        key: `[B, Hkv, N, D]`, of the same dtype.
+        value: `[B, Hkv, N, Dv]`, likewise.
+        places: of the tokens that are no padding, which may hold anything.
+        before: the cache; None for nothing. Stays as it is.
+        columns: its sizes.
+        scaling: of the scores.
+
+    Returns:
+        Output `[B, H, N, Dv]` in the dtype of the values, 0 for padding, a view of `[B, N, H, Dv]`; and the
+        cache after.
+
+    Raises:
+        UnsupportedCallError: for other dtypes and wider heads.
+    """
+    from hf_linattn.ops.triton import heavy_kernels
+
+    call = Problem(query, key, value, None, "none", True)
+    operand = call.maps["OPERAND"]
+    rows = 1 << (call.group - 1).bit_length()
+    tile = tile_of(max(padded(call.D), padded(call.Dv)), rows, operand)
+    tokens = max(tile.chunk, -(-16 // rows))
+    new = torch.empty if places.order is None else torch.zeros
+    shape = call.batch, call.length, call.heads, call.Dv
+    output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)
+    held = call.batch, call.kv_heads, columns.total
+    after = Kept(
+        call.new(*held, call.D, dtype=key.dtype),
+        call.new(*held, call.Dv, dtype=value.dtype),
+        call.new(*held),
+    )
+    near = None if near is None else last_contiguous(near)
+    old = (None, None, None) if before is None else tuple(x.contiguous() for x in before)
+    call.launch(
+        heavy_kernels.window_and_heavy,
+        (call.batch_heads,),
+        tile,
+        Q=call.query,
+        NEAR=near,
+        K=call.key,
+        V=call.value,
+        ORDER=places.order,
+        SEEN=places.seen,
+        COUNT=places.count,
+        OLD_K=old[0],
+        OLD_V=old[1],
+        OLD_WEIGHT=old[2],
+        SOURCE=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
+        WEIGHT=call.new(*held[:2], 2, columns.total),
+        OUT=output,
+        NEW_K=after.key,
+        NEW_V=after.value,
+        NEW_WEIGHT=after.weight,
+        **strides(q=call.query, near=near, k=call.key, v=call.value, out=output),
+        kv_heads=call.kv_heads,
+        length=call.length,
+        size=columns.size,
+        heavy=columns.heavy,
+        sinks=columns.sinks,
+        block=columns.block,
+        scale=scaling * LOG2E,
+        rate=0.0 if columns.half_life is None else 1 / columns.half_life,
+        D=call.D,
+        DV=call.Dv,
+        BLOCK_D=padded(call.D),
+        BLOCK_V=padded(call.Dv),
+        GROUP=call.group,
+        MEMBERS=rows,
+        TOKENS=tokens,
+        COLUMNS=tile.block,
+        OPERAND=operand,
+    )
+    return output, after

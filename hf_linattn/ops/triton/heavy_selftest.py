@@ -1,0 +1,238 @@
+"""A small problem that the kernel of a window with heavy hitters must solve as float64 does.
+
+Which tokens stay is a choice, and a rounded number could turn it. So the numbers are those of the first draw
+in which all that are ranked together lie further apart than scores of exact products are wrong: then the
+choice is float64's, in any dtype. Keys and values that stay must be the same bits, outputs and weights within
+the bound of `window_selftest`; weights are sums in float32 whatever products are made in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.triton import selftest, token_selftest
+from hf_linattn.ops.triton.heavy import Columns, Kept, Places
+from hf_linattn.ops.triton.selftest import Key
+
+LENGTH = 140
+"""Tokens: what is kept and what is ranked are more than a tile of 64 columns, the one before and the other
+after heavy hitters fill their columns."""
+HALF_LIFE = 30.0
+APART = 1e-4
+"""Relative distance of weights that are ranked; the rounding to 16 bits moves each by 2^-17."""
+DRAWS = 200
+
+
+class HeavyForm(NamedTuple):
+    """What is computed of a window with heavy hitters, apart from numbers.
+
+    Attributes:
+        turned: sinks meet queries of their own.
+    """
+
+    turned: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        """Name it."""
+        return ["window and heavy hitters", *(["turned sinks"] if self.turned else [])]
+
+
+class Numbers(NamedTuple):
+    """A whole text, `[B, H or Hkv, N, D]`, and which of its tokens are visible, `[B, N]`."""
+
+    query: Tensor
+    near: Tensor | None
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+    scaling: float
+
+
+class Exact(NamedTuple):
+    """What float64 says.
+
+    Attributes:
+        output: `[B, H, N, Dv]`, 0 for padding.
+        size: the same of values without signs.
+        kept: the cache after the last token.
+        apart: the least relative distance of weights that were ranked together.
+        largest: largest sum of the sizes of products in a score.
+    """
+
+    output: Tensor
+    size: Tensor
+    kept: Kept
+    apart: float
+    largest: float
+
+
+def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
+    """Run the kernel and compare; return what differs, None where all agrees.
+
+    Args:
+        trial: what to compute, and where.
+        kernels: has the function of `heavy`.
+        length: tokens.
+    """
+    for plain in (True, False):
+        own = columns_for(length, None if plain else HALF_LIFE)
+        # a call that continues a text comes when some of it has left
+        first = 0 if plain else 2 * own.size
+        numbers, before, want = _clear(trial, own, first, length)
+        got, after = _run(trial, kernels, numbers, before, own, first)
+        more = want.largest * (trial.D + 16) * 2.0**-24 + 2.0**-20
+        exact = {"output": want.output[:, :, first:]}, {"output": want.size[:, :, first:]}
+        wrong = selftest.compare(trial, {"output": got}, exact, own.total, more)
+        weight = {"weight": want.kept.weight}
+        summed = trial._replace(operand="tf32x3")
+        found = {"weight": after.weight}
+        wrong = wrong or selftest.compare(summed, found, (weight, weight), 2 * length, more)
+        if wrong is not None:
+            return wrong
+        for name, x, y in zip(("keys", "values"), after[:2], want.kept[:2], strict=True):
+            if not token_selftest.same(x, y):
+                return f"{name} are not what should be kept"
+    return None
+
+
+def columns_for(length: int, half_life: float | None) -> Columns:
+    """Choose what a text of so many tokens fills, with an odd number of tokens in a block."""
+    size = 2 * length // 7
+    return Columns(size, 3 * size // 2 + 2, 2, max(1, size // 8), half_life)
+
+
+def _clear(trial: Key, columns: Columns, first: int, length: int) -> tuple[Numbers, Kept | None, Exact]:
+    """Draw numbers until no choice is close; return them, the cache before the call, and what is right."""
+    for seed in range(DRAWS):
+        numbers = draw(trial, length, not first, seed)
+        found = exact(numbers, columns)
+        if found.apart > APART:
+            break
+    if not first:
+        return numbers, None, found
+    query, near, key, value = (None if x is None else x[:, :, :first] for x in numbers[:4])
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    begun = Numbers(query, near, key, value, numbers.valid[:, :first], numbers.scaling)
+    return numbers, exact(begun, columns).kept, found
+
+
+def draw(trial: Key, length: int, plain: bool, seed: int) -> Numbers:
+    """Draw numbers on the CPU: all seen, or with padding of NaN, which is inside a row or before it."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    rows = 1 if plain else 2
+
+    def tokens(heads: int, width: int) -> Tensor:
+        x = torch.randn(rows, length, heads, width, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(trial.dtype).transpose(1, 2)  # as models lay them out
+
+    heads = 2 * trial.group
+    query, near, key, value = (
+        tokens(count, width)
+        for count, width in ((heads, trial.D), (heads, trial.D), (2, trial.D), (2, trial.Dv))
+    )
+    valid = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+    if not plain:
+        valid[0] = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu") > 0.1
+        valid[1, :7] = False
+    for x in (query, near, key, value):
+        x.masked_fill_(~valid[:, None, :, None], float("nan"))
+    return Numbers(query, near if trial.form.turned else None, key, value, valid, 1.5 * trial.D**-0.5)
+
+
+def exact(numbers: Numbers, columns: Columns) -> Exact:
+    """Compute all of a text in float64, each row and key head from choice to choice."""
+    query, near, key, value, valid, _ = numbers
+    rows, kv_heads, total = key.shape[0], key.shape[1], columns.total
+    output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
+    size = torch.zeros_like(output)
+    kept = Kept(
+        key.new_zeros(rows, kv_heads, total, key.shape[3]),
+        value.new_zeros(rows, kv_heads, total, value.shape[3]),
+        output.new_zeros(rows, kv_heads, total),
+    )
+    apart, largest, group = float("inf"), 0.0, query.shape[1] // kv_heads
+    for row in range(rows):
+        there = valid[row].nonzero()[:, 0]
+        for head in range(kv_heads):
+            own = slice(head * group, head * group + group)
+            q, k = query[row, own][:, there].double(), key[row, head][there].double()
+            scores, products = q @ k.mT, q.abs() @ k.abs().mT
+            if near is not None:
+                met = near[row, own][:, there].double()
+                sinks = k[: columns.sinks].mT
+                scores[..., : columns.sinks] = met @ sinks
+                products[..., : columns.sinks] = met.abs() @ sinks.abs()
+            largest = max(largest, float(products.max()) * numbers.scaling)
+            weights, found, got, distance = _walk(scores * numbers.scaling, columns)
+            v = value[row, head][there].double()
+            output[row, own, there], size[row, own, there] = weights @ v, weights @ v.abs()
+            apart = min(apart, distance)
+            for column, token in found.items():
+                kept.key[row, head, column] = key[row, head, there[token]]
+                kept.value[row, head, column] = value[row, head, there[token]]
+                kept.weight[row, head, column] = got[token]
+    return Exact(output, size, kept, apart, largest)
+
+
+def _walk(scores: Tensor, columns: Columns) -> tuple[Tensor, dict[int, int], Tensor, float]:
+    """Walk a text `[G, N, N]` of one key head from choice to choice.
+
+    Returns:
+        Weights `[G, N, N]`, the token of each column after the last one, what tokens got, and the least
+        distance of those that were ranked.
+    """
+    size, most, sinks, block, half_life = columns
+    length = scores.shape[-1]
+    fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+    weights, got = torch.zeros_like(scores), scores.new_zeros(length)
+    heavy: list[int] = []
+    start, oldest, apart = 0, sinks, float("inf")
+    while start < length:
+        if start == oldest + size + block - 1:  # with this token there is one block too many
+            candidates = [*heavy, *range(oldest, oldest + block)]
+            ranked = sorted(candidates, key=lambda token: float(got[token]), reverse=True)
+            values = [float(got[token]) for token in ranked]
+            distances = [1 - y / x for x, y in itertools.pairwise(values)]
+            apart = min([apart, *distances])
+            heavy, oldest = ranked[:most], oldest + block
+        stop = min(length, oldest + size + block - 1)
+        seen = sorted([*range(min(sinks, stop)), *heavy, *range(oldest, stop)])
+        index = torch.tensor(seen, device="cpu")
+        queries = torch.arange(start, stop, device="cpu")
+        shown = scores[:, start:stop][..., index]
+        shown = shown.masked_fill(index > queries[:, None], float("-inf")).softmax(-1)
+        weights[:, start:stop, index] = shown
+        share = fade ** (stop - 1 - queries).double()
+        got = got * fade ** (stop - start)
+        got[index] += (shown * share[:, None]).sum((0, 1))
+        start = stop
+    found = {token: token for token in range(min(sinks, length))}
+    found |= {sinks + place: token for place, token in enumerate(heavy)}
+    found |= {sinks + most + token - oldest: token for token in range(oldest, length)}
+    return weights, found, got, apart
+
+
+def _run(
+    trial: Key, kernels: Any, numbers: Numbers, before: Kept | None, columns: Columns, first: int
+) -> tuple[Tensor, Kept]:
+    """Launch the kernel for what comes behind the first tokens."""
+
+    def on(x: Tensor) -> Tensor:
+        return x.to(trial.device)
+
+    query, near, key, value = (None if x is None else on(x[:, :, first:]) for x in numbers[:4])
+    valid = numbers.valid[:, first:]
+    seen, count = numbers.valid[:, :first].sum(1).int(), valid.sum(1).int()
+    order = valid.logical_not().int().argsort(dim=1, stable=True).int()
+    places = Places(on(seen), on(count), None if bool(valid.all()) else on(order))
+    if before is not None:
+        before = Kept(on(before.key), on(before.value), on(before.weight.float()))
+    output, after = kernels.forward(query, near, key, value, places, before, columns, numbers.scaling)
+    return output, Kept(*after)
