@@ -78,15 +78,24 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return max(query.shape[-1], value.shape[-1]) <= WIDEST and group <= LARGEST_GROUP
 
 
-def tile_of(width: int, members: int, operand: str) -> Tile:
-    """Choose the tokens and columns of a step, by the padded width and group: rows are tokens times members.
+def tile_of(width: int, members: int, operand: str, capability: tuple[int, int]) -> Tile:
+    """Choose the tokens and columns of a step, without spilled registers in bfloat16; nothing is timed.
 
-    No tokens of more than one choice are computed together, and a block is 32 by default.
+    Args:
+        width: padded width of heads.
+        members: padded query heads of a key head; rows of a product are tokens times these.
+        operand: as in `kernel_functions`.
+        capability: of the device.
     """
-    rows, columns = {"bf16": (128, 64), "fp16": (128, 64)}.get(operand, (32, 32))
-    if width > 64 and operand in ("bf16", "fp16"):
-        rows = 64
-    return Tile(max(1, min(32, rows // members)), columns, 8 if rows * width > 4096 else 4, 1)
+    short, narrow = operand in ("bf16", "fp16"), width <= 64
+    rows = (128 if narrow else 64) if short else 32
+    # blocks are of 32 tokens by default, and no tokens of two choices come together
+    tokens = max(1, min(32, rows // members), 16 // members)
+    warps = 8 if tokens * members * width > 1024 else 4
+    # others have 99 KiB of shared memory for a program or less
+    roomy = short and (capability == (8, 0) or capability[0] in (9, 10))
+    wide = narrow or (roomy and capability[0] != 10)
+    return Tile(tokens, 64 if short and wide else 32, warps, 2 if roomy else 1)
 
 
 def forward(
@@ -123,8 +132,7 @@ def forward(
     call = Problem(query, key, value, None, "none", True)
     operand = call.maps["OPERAND"]
     rows = 1 << (call.group - 1).bit_length()
-    tile = tile_of(max(padded(call.D), padded(call.Dv)), rows, operand)
-    tokens = max(tile.chunk, -(-16 // rows))
+    tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability)
     new = torch.empty if places.order is None else torch.zeros
     shape = call.batch, call.length, call.heads, call.Dv
     output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)
@@ -171,7 +179,7 @@ def forward(
         BLOCK_V=padded(call.Dv),
         GROUP=call.group,
         MEMBERS=rows,
-        TOKENS=tokens,
+        TOKENS=tile.chunk,
         COLUMNS=tile.block,
         OPERAND=operand,
     )

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import launch, machine_code, problem, window, window_rest, window_token
+from hf_linattn.ops.triton import heavy, launch, machine_code, problem, window, window_rest, window_token
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import Gate, Inputs, ScaledSums, Window
@@ -26,9 +26,13 @@ LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
 PREFILL = ("apart", "at once")
 """Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
-CALLS = LINEAR + WINDOWS + PREFILL
+HEAVY = ("heavy",)
+"""Window and heavy hitters of a prompt, whose kernel chooses them."""
+CALLS = LINEAR + WINDOWS + PREFILL + HEAVY
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
+COLUMNS = heavy.Columns(SPAN, SPAN // 2, SINKS, SPAN // 8, 512.0)
+"""What `h2o` keeps by default."""
 TIMED = 50
 """Calls in each of the rounds whose shortest is the host's time: others use the processor too."""
 ROUNDS = 10
@@ -299,7 +303,16 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
         "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
     }
     # last: kernels count by the first call that launches them
-    return calls | _prefill(shape, inside, first, decay)
+    calls |= _prefill(shape, inside, first, decay)
+    if max(shape.D, shape.Dv) > heavy.WIDEST:
+        return calls
+    places = heavy.Places(*(new(batch, dtype=torch.int32) for _ in range(2)), documents)
+    held = batch, kv_heads, COLUMNS.total
+    of_heads = (new(*held, width, dtype=dtype) for width in (shape.D, shape.Dv))
+    kept = heavy.Kept(*of_heads, new(*held)) if shape.state else None
+    return calls | {
+        "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
+    }
 
 
 def _prefill(

@@ -13,6 +13,8 @@ from torch import Tensor
 from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import (
     check,
+    heavy,
+    heavy_selftest,
     launch,
     problem,
     selftest,
@@ -23,6 +25,7 @@ from hf_linattn.ops.triton import (
     window_selftest,
     window_token,
 )
+from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
@@ -62,6 +65,8 @@ RESTS = (
     ("rest", 48, "none", False, False),
 )
 """Likewise, of bfloat16 and heads that one kernel of a window and the rest takes."""
+HEAVY = (("heavy", False), ("heavy", True))
+"""Likewise, of heads that the kernel of a window with heavy hitters takes."""
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
 """Relative error of a whole result, outputs and state; three times as much for gradients."""
 SUMMED = 4096
@@ -100,6 +105,13 @@ def cases(context: Context) -> list[Case]:
     if not context.dry:
         narrow = [width for width in widths if max(width) <= window_rest.WIDEST]
         forms += [("bfloat16", width, group, form) for width in narrow for group in (1, 2) for form in RESTS]
+        narrow = [width for width in widths if max(width) <= heavy.WIDEST]
+        forms += [
+            (dtype, width, 1 + (place + number) % 2, form)
+            for dtype, (place, width), (number, form) in itertools.product(
+                dtypes, enumerate(narrow), enumerate(HEAVY)
+            )
+        ]
     found = []
     for form in forms:
         names = dict(zip(("dtype", "widths", "group", "form"), form, strict=True))
@@ -141,9 +153,10 @@ def key_of(
 ) -> selftest.Key:
     """Make what the package's own check calls a trial."""
     of = value = getattr(torch, dtype)
-    if form[0] in ("window", "token", "rest"):
-        about: Any = {"window": WindowForm, "token": TokenForm, "rest": RestForm}[form[0]](*form[1:])
-        if form[0] != "window" and not about.features and about.kind != "none":
+    kinds = {"window": WindowForm, "token": TokenForm, "rest": RestForm, "heavy": HeavyForm}
+    if form[0] in kinds:
+        about: Any = kinds[form[0]](*form[1:])
+        if form[0] in ("token", "rest") and not about.features and about.kind != "none":
             about = about._replace(features=widths[0])
         where = torch.device(device)
         return selftest.Key(where, of, of, *widths, group, problem.operand_of((of,)), about)
@@ -165,6 +178,8 @@ def disagreement(key: selftest.Key, dry: bool) -> str | None:
     """Run the check that the package has for this form; return what differs, None where all agrees."""
     if isinstance(key.form, TokenForm):
         return token_selftest.disagreement(key, window_token)
+    if isinstance(key.form, HeavyForm):
+        return heavy_selftest.disagreement(key, heavy)
     if isinstance(key.form, RestForm):
         return window_rest_selftest.disagreement(key, window_rest)
     if isinstance(key.form, WindowForm):

@@ -1,0 +1,38 @@
+"""The Triton kernel of a window with heavy hitters, interpreted, against torch's operations in float64."""
+
+import pytest
+from helpers import triton_heavy_checks as checks
+from helpers.triton_heavy_checks import Case
+
+from hf_linattn.ops.triton import launch
+
+pytestmark = pytest.mark.skipif(
+    not launch.available("cuda"), reason="triton is not installed: pip install triton"
+)
+
+SMALL = {"size": 9, "heavy": 4, "sinks": 0}
+MANY = {"size": 24, "heavy": 33, "sinks": 3}
+CASES = {
+    "inside the window": Case(cuts=(11,), Dv=24),
+    "several choices, grouped heads, turned sinks": Case(heads=3, positions="cache", half_life=20.0),
+    "chunks, never fading": Case(cuts=(5, 22, 13), half_life=None),
+    "left padding in chunks, turned sinks": Case(cuts=(27, 13), hidden="left", positions="cache"),
+    "holes": Case(hidden="holes", half_life=20.0),
+    "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
+    "more than a tile": Case(cuts=(75,), options=MANY, half_life=20.0),
+    "bfloat16": Case(cuts=(25, 15), dtype="bfloat16", tolerance=1e-2, positions="cache"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_steps_are_those_of_torch(interpreted, name):
+    interpreted(checks.check_case, CASES[name])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [checks.check_a_model_says_the_same, checks.check_what_stays_with_torch, checks.check_the_check],
+    ids=lambda check: check.__name__,
+)
+def test_property(interpreted, tmp_path, check):
+    interpreted(check, tmp_path)
