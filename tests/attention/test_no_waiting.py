@@ -11,6 +11,9 @@ from helpers import tiny_models
 
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
+from hf_linattn.ops.triton import launch
+from hf_linattn.ops.triton.problem import Problem
+from hf_linattn.patches import h2o
 from hf_linattn.patches.elu1 import Elu1
 
 SPECS = {
@@ -43,6 +46,24 @@ def test_prefill_and_decode_do_not_wait(meta, spec):
     for _ in range(2):
         logits = model(ids[:, :1], past_key_values=cache).logits
     assert logits.device == meta
+
+
+@pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
+@torch.no_grad()
+def test_the_kernel_of_h2o_does_not_wait_for_padding(meta, monkeypatch):
+    launched = []
+    monkeypatch.setattr(h2o, "one_kernel_takes_heavy", lambda *about: True)
+    monkeypatch.setattr(Problem, "launch", lambda self, kernel, grid, *about, **given: launched.append(grid))
+    model = patch_model(tiny_models.llama(), "h2o", options=SPECS["h2o"]).float().to(meta)
+    module = model.model.layers[0].self_attn.linattn.h2o
+    query, key, value = (torch.zeros(2, heads, 20, 8, device=meta) for heads in (4, 2, 2))
+    valid, count = torch.ones(2, 20, dtype=torch.bool, device=meta), torch.ones(2, 20, device=meta)
+    state = None
+    for _ in range(2):
+        output, state = module.causal(Tokens(query, key, value, 1.0, valid, count), state)
+    assert launched == [(4,)] * 2
+    assert output.shape == query.shape
+    assert state.key.shape == (2, 2, module.columns, 8)
 
 
 def test_the_device_tells():

@@ -24,6 +24,8 @@ from .triton_window_checks import Lying, key_of
 OPTIONS = {"size": 16, "heavy": 6, "sinks": 2}
 CONFIG = tiny_models.SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 1}
 DOUBLE = torch.float64
+TOKENS = 17
+"""Of the package's check: few, but more than fill what is kept."""
 
 
 class Case(NamedTuple):
@@ -113,9 +115,9 @@ def check_a_model_says_the_same(path):
     mask[0, :5] = 0
     model = tiny_models.build("LlamaForCausalLM", dtype=torch.float32, **CONFIG)
     patch_model(model, "h2o", options=OPTIONS)
-    patch.setattr(check, "CHECKS", Checks(launch, 21))
+    patch.setattr(check, "CHECKS", Checks(launch, TOKENS))
     found, lines = [], []
-    for wish in ("0", "1", None):
+    for wish in ("0", "1"):
         with Folder(path, wish):
             how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
             found.append(model.generate(ids, **how, return_dict_in_generate=True, output_logits=True))
@@ -123,12 +125,10 @@ def check_a_model_says_the_same(path):
     patch.undo()
     assert lines[0] == ["torch: HF_LINATTN_TRITON=0"]
     name = "float32, 8x8, window and heavy hitters, turned sinks, grouped, products in ieee: triton, checked"
-    assert lines[1] == lines[2]
     assert lines[1][0].startswith(name)
     assert torch.equal(found[0].sequences, found[1].sequences)
     logits = [torch.stack(x.logits) for x in found]
     assert tiny_models.distance(logits[1], logits[0]) < 1e-5
-    assert torch.equal(logits[2], logits[1])
 
 
 def check_what_stays_with_torch(path):
@@ -157,7 +157,7 @@ def check_the_check(path):
     """It takes the kernel in 16 bits, and finds what is left out or changed."""
     form = HeavyForm(turned=True)
     key = key_of(form, torch.bfloat16, grouped=False)
-    assert heavy_selftest.disagreement(key, heavy, 21) is None
+    assert heavy_selftest.disagreement(key, heavy, TOKENS) is None
 
     def forward(query, near, key, value, places, before, columns, scaling):
         return heavy.forward(query, near, key, value, places, before, columns, scaling)
@@ -175,6 +175,6 @@ def check_the_check(path):
     lies = (("output", turned_away), ("weight", unweighted), ("weight", never_fades))
     for index, (what, lie) in enumerate(lies):
         with Folder(path / str(index)):
-            checks = Checks(launch, 21, heavies=Lying(heavy, forward=lie))
+            checks = Checks(launch, TOKENS, heavies=Lying(heavy, forward=lie))
             with pytest.warns(UserWarning, match=f"disagree with float64: {what}.*report"):
                 assert not checks.takes(key_of(form, grouped=False))
