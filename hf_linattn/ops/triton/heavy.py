@@ -91,11 +91,12 @@ def tile_of(width: int, members: int, operand: str, capability: tuple[int, int])
     rows = (128 if narrow else 64) if short else 32
     # blocks are of 32 tokens by default, and no tokens of two choices come together
     tokens = max(1, min(32, rows // members), 16 // members)
-    warps = 8 if tokens * members * width > 1024 else 4
     # others have 99 KiB of shared memory for a program or less
     roomy = short and (capability == (8, 0) or capability[0] in (9, 10))
+    if tokens * members * width <= 2048:
+        return Tile(tokens, 32, 4, 2 if roomy else 1)
     wide = narrow or (roomy and capability[0] != 10)
-    return Tile(tokens, 64 if short and wide else 32, warps, 2 if roomy else 1)
+    return Tile(tokens, 64 if short and wide else 32, 8, 2 if roomy else 1)
 
 
 def forward(

@@ -373,6 +373,9 @@ def _work(
         taken, steps = code.inner if len(code.inner) == 2 else (0, *code.inner)
         again = (tile.chunk // step - 1) * taken + (-(-(tile.chunk + SPAN - 1) // tile.block) - 1) * steps
         return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
+    if name == "window_and_heavy":  # all columns twice for each chunk of tokens
+        again = (-(-COLUMNS.total // tile.block) - 1) * sum(code.inner)
+        return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
     if "token" in call:
         again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
         return round((code.instructions + again * code.loop) * tile.warps * programs)
