@@ -174,7 +174,7 @@ def check_folders_that_fail(path):
         def no_space(*arguments, **options):
             raise OSError(28, "No space left on device")
 
-        full.setattr(check.json, "dump", no_space)
+        full.setattr(verdict_files.json, "dump", no_space)
         assert Checks(launch, LENGTH).takes(key)
         full.undo()
         assert not folder.files

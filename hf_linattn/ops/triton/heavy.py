@@ -26,12 +26,12 @@ class Places(NamedTuple):
 
     Attributes:
         seen: visible tokens before the call, int32 `[B]`.
-        count: visible tokens in it, int32 `[B]`.
+        new: visible tokens in it, int32 `[B]`.
         order: places of the visible ones, in order, then others, int32 `[B, N]`; None where all are visible.
     """
 
     seen: Tensor
-    count: Tensor
+    new: Tensor
     order: Tensor | None = None
 
 
@@ -131,7 +131,7 @@ def forward(
     from hf_linattn.ops.triton import heavy_kernels
 
     call = Problem(query, key, value, None, "none", True)
-    operand = call.maps["OPERAND"]
+    operand = str(call.maps["OPERAND"])
     rows = 1 << (call.group - 1).bit_length()
     tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability)
     new = torch.empty if places.order is None else torch.zeros
@@ -155,7 +155,7 @@ def forward(
         V=call.value,
         ORDER=places.order,
         SEEN=places.seen,
-        COUNT=places.count,
+        COUNT=places.new,
         OLD_K=old[0],
         OLD_V=old[1],
         OLD_WEIGHT=old[2],

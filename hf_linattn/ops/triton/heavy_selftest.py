@@ -91,7 +91,7 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         wrong = selftest.compare(trial, {"output": got}, exact, own.total, more)
         weight = {"weight": want.kept.weight}
         summed = trial._replace(operand="tf32x3")
-        found = {"weight": after.weight}
+        found: dict[str, Tensor | None] = {"weight": after.weight}
         wrong = wrong or selftest.compare(summed, found, (weight, weight), 2 * length, more)
         if wrong is not None:
             return wrong
