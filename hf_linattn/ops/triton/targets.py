@@ -306,10 +306,10 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     calls |= _prefill(shape, inside, first, decay)
     if max(shape.D, shape.Dv) > heavy.WIDEST:
         return calls
-    places = heavy.Places(*(new(batch, dtype=torch.int32) for _ in range(2)), documents)
-    held = batch, kv_heads, COLUMNS.total
-    of_heads = (new(*held, width, dtype=dtype) for width in (shape.D, shape.Dv))
-    kept = heavy.Kept(*of_heads, new(*held)) if shape.state else None
+    numbers, held = new(batch, dtype=torch.int32), (batch, kv_heads, COLUMNS.total)
+    places = heavy.Places(numbers, numbers, documents)
+    of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
+    kept = heavy.Kept(of_heads[0], of_heads[1], new(*held)) if shape.state else None
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
     }
