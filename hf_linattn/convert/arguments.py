@@ -71,8 +71,8 @@ learning rates:
   Small models need higher ones. Unless given, stage distill takes 1e-4 x (2e9 / parameters)^0.32, between
   1e-5 and 2e-3 (1e-3 at 1.4 million parameters, measured; 1e-4 at 2 billion, published), five times that with
   LoRA, half of that with --ce-weight; finetune half of distill's, or as much where no stage distill comes
-  before it; transfer 1e-2 for maps, a tenth of that for copies of projections. The patch's parameters are younger than the others: --patch-rate 10 lets them learn
-  ten times as fast.
+  before it; transfer 1e-2 for maps, a tenth of that for copies of projections. The patch's parameters are
+  younger than the others: --patch-rate 10 lets them learn ten times as fast.
 
 data:
   As for hf_linattn.finetune. With --data self the model writes its text itself, sampled row by row: about as
