@@ -116,6 +116,7 @@ SHORT_ROWS = {
     "linear": "`--preset linear`, {once}",
     "control-long": "softmax, {long}",
     "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
+    "control-h2o": "softmax, {long} on a GPU, then `h2o` put in",
 }
 """Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
 
@@ -201,12 +202,13 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
     long = ROWS["control-long"].share * tokens
     million = [Figures(figures, row, TOKENS) for row in ROWS.values() if row.share == 1]
+    put_in = [row for row in million if row.row.of is not None and tokens != TOKENS]
     short_rows = {
         name: text.format(once=f"{tokens:,}", long=f"{long:,}") for name, text in SHORT_ROWS.items()
     }
     parts = {
         "table": table(rows, COLUMNS),
-        "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, short_rows),
+        "smollm2": table([*rows, *put_in], {name: COLUMNS[name] for name in SHORT}, short_rows),
         "million": table(
             [row for row in million if row.slot != row.row.name], {name: COLUMNS[name] for name in MILLION}
         ),
