@@ -34,7 +34,8 @@ presets: what is done where you give nothing else; whatever you give wins
   recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
            most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
   h2o      softmax over such a window, 4 sinks, and half as many tokens behind it, those that got most
-           attention; no stage transfer, else the same recipe. Nearest to the control, but slower
+           attention. Just put in it says what the model said, so that all tokens are for stage finetune: it
+           learns the text. Nearest to the control, but slower
   plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
            rest for distill, steps of 8 rows
   With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that
@@ -69,9 +70,9 @@ objective:
 learning rates:
   Small models need higher ones. Unless given, stage distill takes 1e-4 x (2e9 / parameters)^0.32, between
   1e-5 and 2e-3 (1e-3 at 1.4 million parameters, measured; 1e-4 at 2 billion, published), five times that with
-  LoRA, half of that with --ce-weight; finetune half of distill's; transfer 1e-2 for maps, a tenth of that for
-  copies of projections. The patch's parameters are younger than the others: --patch-rate 10 lets them learn
-  ten times as fast.
+  LoRA, half of that with --ce-weight; finetune half of distill's, or as much where no stage distill comes
+  before it; transfer 1e-2 for maps, a tenth of that for copies of projections. The patch's parameters are
+  younger than the others: --patch-rate 10 lets them learn ten times as fast.
 
 data:
   As for hf_linattn.finetune. With --data self the model writes its text itself, sampled row by row: about as

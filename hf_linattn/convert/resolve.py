@@ -234,7 +234,7 @@ def _resolve_objective(
     if _learns_states(arguments, original):
         refused = {
             "--data self": SELF in (arguments.data, arguments.eval_data),
-            "stage finetune (give --finetune-tokens 0)": "finetune" in stages,
+            "stage finetune (--stages distill leaves it out)": "finetune" in stages,
             "--ce-weight": bool(arguments.ce_weight),
         }
         for what, asked in refused.items():

@@ -100,6 +100,8 @@ SINKS: dict[str, Callable[[Figures], str]] = {
 }
 
 
+MILLION = (*(f"{n:,}" for n in LENGTHS), "PEPs 2,048", "32,768 ", "four tasks", "LAMBADA")
+"""Columns of the table of rows that trained on TOKENS."""
 SHORT = ("512", "2,048", "8,192", "32,768", "LAMBADA", "cache MiB", "decode x")
 """Columns of the README's table."""
 SHORT_ROWS = {
@@ -114,6 +116,7 @@ SHORT_ROWS = {
     "linear": "`--preset linear`, {once}",
     "control-long": "softmax, {long}",
     "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
+    "control-h2o": "softmax, {long} on a GPU, then `h2o` put in",
 }
 """Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
 
@@ -198,12 +201,17 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     """Put the tables between their marks."""
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
     long = ROWS["control-long"].share * tokens
+    million = [Figures(figures, row, TOKENS) for row in ROWS.values() if row.share == 1]
+    put_in = [row for row in million if row.row.of is not None and tokens != TOKENS]
     short_rows = {
         name: text.format(once=f"{tokens:,}", long=f"{long:,}") for name, text in SHORT_ROWS.items()
     }
     parts = {
         "table": table(rows, COLUMNS),
-        "smollm2": table(rows, {name: COLUMNS[name] for name in SHORT}, short_rows),
+        "smollm2": table([*rows, *put_in], {name: COLUMNS[name] for name in SHORT}, short_rows),
+        "million": table(
+            [row for row in million if row.slot != row.row.name], {name: COLUMNS[name] for name in MILLION}
+        ),
         "sinks": table(rows, SINKS),
         "swapped": curves(figures, "swapped"),
         "logn": curves(figures, "logn", "logn_far"),

@@ -225,7 +225,7 @@ def test_two_processes_learn_hidden_states_as_one(bare):
     [
         (["--model", "bare", "--objective", "mlm"], "was saved as BertModel, without a head that predicts"),
         (["--model", "bare", "--data", "self"], "predicts no text, so there is no --data self"),
-        (["--model", "bare", "--finetune-tokens", "99"], "stage finetune (give --finetune-tokens 0)"),
+        (["--model", "bare", "--finetune-tokens", "99"], "stage finetune (--stages distill leaves it out)"),
         (["--model", "bare", "--ce-weight", "1"], "there is no --ce-weight"),
         (["--model", "bare", "--patch", "gated"], "bidirectional"),
         (["--model", "bare", "--teacher", "nobody"], "cannot load --teacher nobody"),

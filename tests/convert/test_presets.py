@@ -17,6 +17,7 @@ from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
 from hf_linattn.convert.presets import FORMER, PRESETS
 from hf_linattn.convert.resolve import resolve, resolve_patch
+from hf_linattn.convert.stages import stage_arguments
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import parse
 
@@ -83,9 +84,11 @@ def test_windows_grow_with_the_context(config, size):
     assert PRESETS["h2o"].options_for(config) == tokens_kept
 
 
-def test_tokens_that_got_most_attention_need_no_transfer():
+def test_h2o_learns_from_the_text_alone():
     plan = resolve(told(preset="h2o"))
-    assert [(stage.name, stage.tokens) for stage in plan.stages] == [("distill", 1_000_000)]
+    assert [(stage.name, stage.tokens) for stage in plan.stages] == [("finetune", 1_000_000)]
+    named = resolve(told(preset="h2o", stages="distill"))
+    assert [(stage.name, stage.tokens) for stage in named.stages] == [("distill", 1_000_000)]
     assert (plan.arguments.patch, plan.arguments.options) == (
         "h2o",
         {"h2o": {"size": 64, "heavy": 32, "sinks": 4}},
@@ -116,6 +119,18 @@ def test_who_trains_lora():
     assert told(lora=4).lora_rank(10**6, hybrid=False) == 4
     assert learning_rate_for("distill", 1_430_000, 0, 1.0) == pytest.approx(5e-4, rel=0.05)
     assert learning_rate_for("finetune", 1_430_000, 0, 1.0) == pytest.approx(2.5e-4, rel=0.05)
+
+
+def test_a_stage_finetune_without_distillation_learns_as_fast_as_one():
+    def rate(stage, **options):
+        plan = resolve(told(**options))
+        (found,) = (each for each in plan.stages if each.name == stage)
+        return stage_arguments(plan, found, parameters=10**8, lora=16, processes=1).lr
+
+    assert rate("finetune", preset="h2o") == rate("distill", stages="distill")
+    assert rate("finetune", stages="transfer,finetune") == rate("distill")
+    assert rate("finetune", stages="distill,finetune") == pytest.approx(rate("distill") / 2, rel=0.05)
+    assert rate("transfer", stages="transfer,finetune") == 1e-2
 
 
 def test_encoders_and_patched_models_get_no_state_that_forgets():

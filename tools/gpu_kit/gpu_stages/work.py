@@ -135,19 +135,19 @@ def do(name: str, context: Context, *, now: Path | None = None, retry: bool = Fa
     done = {key for key, row in gpu_check.read(path).items() if row["ok"] or not retry}
     cases = [each for each in module.cases(context) if _key(each.case) not in done]
     _compile(path, context, cases)
-    longest: dict[tuple[Any, ...], float] = {}
+    latest: dict[tuple[Any, ...], float] = {}
     status = 0
     for index, each in enumerate(cases):
         kind = tuple(each.case.get(name) for name in ("case", "model", "patch", "kernels"))
-        # a case that takes longer than any before is ended from outside; others may still end in time
-        if context.remaining() < 1.3 * longest.get(kind, 0) + 5 and not context.dry:
+        # the first of a kind compiles, so the latest one tells more; what takes longer is ended from outside
+        if context.remaining() < 1.3 * latest.get(kind, 0) + 5 and not context.dry:
             status = gpu_check.UNFINISHED
             continue
         if now is not None:
             now.write_text(json.dumps({"case": each.case, "began": time.time()}))
         start = time.monotonic()
         row = _row(each)
-        longest[kind] = max(longest.get(kind, 0), time.monotonic() - start)
+        latest[kind] = time.monotonic() - start
         gpu_check.append(path, row)
         print(f"[{index + 1}/{len(cases)}] {name} {_line(row)}", flush=True)
         if not row["ok"] and not _alive(context):
