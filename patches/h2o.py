@@ -125,6 +125,7 @@ class H2O(StatefulAttention):
     directions = "causal"
     direction_reason = "what is kept is what earlier queries attended to"
     supports = frozenset(("s_aux", "softcap"))
+    in_kernels = ("cuda",)
     needs_visible_count = True
 
     def __init__(

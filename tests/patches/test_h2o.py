@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from hf_linattn import describe, patch_model, unpatch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.errors import CacheError, OptionError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patches.h2o import H2O
 
 OPTIONS = {"size": 8, "sinks": 2, "heavy": 5, "half_life": 20.0, "positions": "text"}
 
@@ -168,6 +169,9 @@ def test_encoders_are_refused():
         patched(family="bert")
 
 
-def test_no_kernels_are_named():
+def test_kernels_are_named_where_there_are_some(monkeypatch):
     assert "computed by" not in str(describe(patched()))
+    monkeypatch.setattr(H2O, "in_kernels", ("cpu",))  # as on a GPU
+    assert "computed by" in str(describe(patched()))
+    monkeypatch.undo()
     assert "computed by" in str(describe(patch_model(model_of("llama"), {"0": "h2o", "1": "window"})))
