@@ -276,14 +276,12 @@ def _begin(
         model = load(arguments.model, arguments.dtype, plan.objective)
     else:
         torch.manual_seed(arguments.seed)
-        before = {*map(id, model.parameters())}
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
-        added = any(id(parameter) not in before for parameter in model.parameters())
-        transfers = any(stage.name == "transfer" for stage in plan.stages)
-        if transfers and not added and not arguments.train_projections:  # before anything is written
-            raise nothing_to_transfer(arguments.patch)
-    validation.add("swapped", model)
     rows = describe(model)
+    transfers = any(stage.name == "transfer" for stage in plan.stages)
+    if transfers and not rows.parameters and not arguments.train_projections:  # before anything is written
+        raise nothing_to_transfer(arguments)
+    validation.add("swapped", model)
     hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {

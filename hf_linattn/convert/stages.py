@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, unpatch_model
-from hf_linattn.convert.arguments import learning_rate_for
+from hf_linattn.convert.arguments import ConvertArguments, learning_rate_for
 from hf_linattn.convert.attention_transfer import AttentionTransfer, Target
 from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
@@ -36,8 +36,9 @@ PROJECTIONS_RATE = 0.1
 """Learning rate of copied projections, as a part of the maps'."""
 
 
-def nothing_to_transfer(patch: str | dict[str, Any]) -> TrainingError:
+def nothing_to_transfer(arguments: ConvertArguments | FinetuneArguments) -> TrainingError:
     """Make the error for a patch that has no parameters of its own."""
+    patch = arguments.patch or f"that of {arguments.model}"
     return TrainingError(
         f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
         "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
@@ -74,7 +75,7 @@ class Transfer(TrainingRecipe):
         ).to(device)
         row = torch.from_numpy(token_ids(run.blocks[:1])).to(device, dtype=torch.int64)
         if not transfer.freeze_unused(row):
-            raise nothing_to_transfer(run.arguments.patch or f"that of {run.arguments.model}")
+            raise nothing_to_transfer(run.arguments)
         self.losses = lambda module, batch: module(objective.input_ids(batch))
         self.prepare = objective.prepare
         self.module, self.row = transfer, row

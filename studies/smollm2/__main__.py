@@ -6,6 +6,7 @@ python -m studies.smollm2 --data $HF_LINATTN_DATA --work-dir W
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from hf_linattn.cli.arguments import positive_int
 from hf_linattn.cli.jobs import Job, last_step, run_jobs
 from hf_linattn.cli.main import exit_status
 from hf_linattn.cli.processor import multiplies_bf16
+from hf_linattn.convert.presets import PRESETS
 from hf_linattn.demo import smollm2
 from hf_linattn.patching.loading import load_tokenizer
 
@@ -147,9 +149,13 @@ def training(row: Row, tokens: int, work: Path, texts: dict[str, Path], machine:
 def result(row: Row, tokens: int, work: Path) -> Path:
     """Return the folder of the model that is measured."""
     folder = work / "runs" / row.slot(tokens)
-    by_text = "finetune" in row.arguments or row.arguments == "--preset h2o"
-    last = "finetune" if by_text else "distill"
-    return {"none": work / "model", "finetune": folder, "swap": folder}.get(row.training, folder / last)
+    if row.training != "convert":
+        return work / "model" if row.training == "none" else folder
+    words = shlex.split(row.arguments)
+    said = dict(itertools.pairwise(words))
+    shares = PRESETS[said.get("--preset", "hybrid")].shares
+    stages = said["--stages"].split(",") if "--stages" in said else [name for name in shares if shares[name]]
+    return folder / stages[-1]
 
 
 def measuring(

@@ -47,7 +47,7 @@ FORMS = (
     ("softmax", ""),
     ("elu1", "1"),
     ("window+gated", "1"),
-    ("h2o", ""),
+    ("h2o", "1"),
     ("elu1", "0"),
     ("window+gated", "0"),
     ("window", "1"),
