@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -12,18 +13,23 @@ from torch import Tensor
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.triton import heavy as triton_heavy
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
-from hf_linattn.ops.window_attention import one_kernel_takes_heavy
+from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
+from hf_linattn.ops.window_attention import native_takes_heavy, one_kernel_takes_heavy
 from hf_linattn.patches.window.ring import counted, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
 
 Number = TypeVar("Number", int, Tensor)
+LONGEST = 512.0
+"""Tokens: the half-life in models with a long context, better there from some thousand tokens on."""
+Kernel = Callable[..., tuple[Tensor, HeavyKept]]
 
 
 class HeavyState(NamedTuple):
@@ -106,7 +112,8 @@ class H2O(StatefulAttention):
         heavy: tokens kept beside the window, at least 1; default 128.
         sinks: first tokens of a text that stay visible, at least 0; default 4.
         half_life: tokens after which attention once got counts half, above 0; None for always in full, as
-            published; default 512: better from some thousand tokens on.
+            published; "auto" (default), a quarter of the model's context, at most 512: what is kept stays
+            within distances that the model has been trained for.
         positions: "cache", a sink is never further than the window is long (StreamingLLM's positions inside
             the cache); "text", its true distance; "auto" (default), "cache" where RoPE turns the layer's
             queries and can be turned back. Heavy hitters keep their true distance.
@@ -125,7 +132,7 @@ class H2O(StatefulAttention):
     directions = "causal"
     direction_reason = "what is kept is what earlier queries attended to"
     supports = frozenset(("s_aux", "softcap"))
-    in_kernels = ("cuda",)
+    in_kernels = True
     needs_visible_count = True
 
     def __init__(
@@ -135,7 +142,7 @@ class H2O(StatefulAttention):
         size: int = 256,
         heavy: int = 128,
         sinks: int = 4,
-        half_life: float | None = 512.0,
+        half_life: float | Literal["auto"] | None = "auto",
         positions: Literal["auto", "cache", "text"] = "auto",
     ) -> None:
         super().__init__(site)
@@ -145,8 +152,10 @@ class H2O(StatefulAttention):
             raise OptionError(f"heavy must be at least 1 token, got {heavy}; the patch 'window' keeps none")
         if sinks < 0:
             raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
-        if half_life is not None and not half_life > 0:
-            raise OptionError(f"half_life must be above 0 tokens, or None, got {half_life}")
+        if half_life == "auto":
+            half_life = min(LONGEST, (site.max_positions or 4 * LONGEST) / 4)
+        if half_life is not None and not (isinstance(half_life, int | float) and half_life > 0):
+            raise OptionError(f"half_life must be above 0 tokens, 'auto' or None, got {half_life!r}")
         self.size, self.heavy, self.sinks, self.half_life = size, heavy, sinks, half_life
         self.block = max(1, size // 8)
         self.first = sinks + heavy
@@ -162,8 +171,9 @@ class H2O(StatefulAttention):
                 "'h2o' chooses tokens in as many steps as the text has blocks, and a program for all lengths "
                 "has no such number: leave it out of the plan, or export 'window'"
             )
-        if self._kernel_takes(tokens, state):
-            return self._by_kernel(tokens, state)
+        kernel = self._kernel(tokens, state)
+        if kernel is not None:
+            return self._by_kernel(kernel, tokens, state)
         after, ours = state or self._empty(tokens), state is None or tokens.in_place
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
@@ -194,16 +204,21 @@ class H2O(StatefulAttention):
         ranks = once(count, "h2o ranks", (), lambda: with_notes(count - 1))
         return Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)
 
-    def _kernel_takes(self, tokens: Tokens, state: HeavyState | None) -> bool:
-        """Tell whether a kernel computes all steps at once: of many tokens, on a GPU, without gradients."""
+    def _kernel(self, tokens: Tokens, state: HeavyState | None) -> Kernel | None:
+        """Return what computes all steps at once, without gradients: on CPUs, and of many tokens on a GPU."""
         query, key, value = tokens.query, tokens.key, tokens.value
-        if query is None or tokens.length == 1 or not tokens.is_plain:
-            return False
-        if state is not None and not state.key.dtype == state.value.dtype == key.dtype:
-            return False
-        return one_kernel_takes_heavy(query, key, value, HeavyForm(self.rotary is not None))
+        if query is None or not tokens.is_plain:
+            return None
+        if native_takes_heavy(query, key, value, None if state is None else HeavyKept(*state)):
+            return functools.partial(cpp_heavy.forward, in_place=tokens.in_place)
+        if tokens.length == 1 or not (state is None or state.key.dtype == state.value.dtype == key.dtype):
+            return None
+        takes = one_kernel_takes_heavy(query, key, value, HeavyForm(self.rotary is not None))
+        return triton_heavy.forward if takes else None
 
-    def _by_kernel(self, tokens: Tokens, state: HeavyState | None) -> tuple[Tensor, HeavyState]:
+    def _by_kernel(
+        self, kernel: Kernel, tokens: Tokens, state: HeavyState | None
+    ) -> tuple[Tensor, HeavyState]:
         """Compute outputs and the state after in one kernel; the steps are known on the device."""
         query, count = tokens.query, tokens.count
         assert query is not None
@@ -212,21 +227,19 @@ class H2O(StatefulAttention):
         near = None if near is None else near.to(query.dtype)
         about = tokens.valid, tokens.key.shape[0]
         places = once(count, "h2o places", about, lambda: self._places_on_device(tokens))
-        sizes = triton_heavy.Columns(self.size, self.heavy, self.sinks, self.block, self.half_life)
-        before = None if state is None else triton_heavy.Kept(*state)
-        output, after = triton_heavy.forward(
-            query, near, tokens.key, tokens.value, places, before, sizes, tokens.scaling
-        )
+        sizes = HeavyColumns(self.size, self.heavy, self.sinks, self.block, self.half_life)
+        before = None if state is None else HeavyKept(*state)
+        output, after = kernel(query, near, tokens.key, tokens.value, places, before, sizes, tokens.scaling)
         return output, HeavyState(*after)
 
-    def _places_on_device(self, tokens: Tokens) -> triton_heavy.Places:
+    def _places_on_device(self, tokens: Tokens) -> HeavyPlaces:
         """Count what each row has seen before and sees now, and put visible tokens first."""
         assert tokens.count is not None
         valid = counted(tokens)
         seen, order = tokens.count[:, 0].long() - valid[:, 0].long(), None
         if tokens.valid is not None:
             order = valid.logical_not().long().argsort(dim=1, stable=True).int()
-        return triton_heavy.Places(seen.int(), valid.sum(1).int(), order)
+        return HeavyPlaces(seen.int(), valid.sum(1).int(), order)
 
     def _in_order(self, tokens: Tokens, steps: list[Step], outputs: list[Tensor]) -> Tensor:
         """Bring what the steps computed to the places of the tokens; 0 for padding."""

@@ -31,7 +31,7 @@ class StatefulAttention(Attention):
         gate_count: numbers that `gates` makes for each token and key head.
         one_tensor: its state is S alone, which `state_of` makes it of, so that a window can keep it.
         supports_packing: `causal` honours `Tokens.documents`; else documents come in rows of their own.
-        in_kernels: kernels in C++ or Triton can compute it, or on which devices; else torch operations do.
+        in_kernels: kernels in C++ or Triton can compute it; else torch operations do.
     """
 
     linear = True
@@ -40,7 +40,7 @@ class StatefulAttention(Attention):
     gate_count: int = 0
     one_tensor: bool = False
     supports_packing: ClassVar[bool] = False
-    in_kernels: ClassVar[bool | tuple[str, ...]] = False
+    in_kernels: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
         """Compute the causal form.

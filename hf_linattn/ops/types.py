@@ -272,6 +272,62 @@ class ScaledSums(NamedTuple):
     log_scale: Tensor
 
 
+class HeavyPlaces(NamedTuple):
+    """Where the visible tokens of a call stand.
+
+    Attributes:
+        seen: visible tokens before the call, int32 `[B]`.
+        new: visible tokens in it, int32 `[B]`.
+        order: places of the visible ones, in order, then others, int32 `[B, N]`; None where all are visible.
+    """
+
+    seen: Tensor
+    new: Tensor
+    order: Tensor | None = None
+
+
+class HeavyColumns(NamedTuple):
+    """What a cache with heavy hitters keeps, and how attention once got fades.
+
+    Attributes:
+        size: tokens in the window when a block has left.
+        heavy: heavy hitters.
+        sinks: first tokens.
+        block: tokens that leave at once.
+        half_life: tokens after which attention counts half; None for always in full.
+    """
+
+    size: int
+    heavy: int
+    sinks: int
+    block: int
+    half_life: float | None
+
+    @property
+    def fade(self) -> float:
+        """Return what attention once got is multiplied by at each token."""
+        return 1.0 if self.half_life is None else 0.5 ** (1 / self.half_life)
+
+    @property
+    def total(self) -> int:
+        """Count the columns, the spare one too."""
+        return self.sinks + self.heavy + self.size + self.block
+
+
+class HeavyKept(NamedTuple):
+    """A cache: sinks, heavy hitters and window, oldest first, then columns that hold nothing.
+
+    Attributes:
+        key: `[B, Hkv, columns, D]`.
+        value: `[B, Hkv, columns, Dv]`.
+        weight: what each has got, float32 `[B, Hkv, columns]`.
+    """
+
+    key: Tensor
+    value: Tensor
+    weight: Tensor
+
+
 class DeltaConfig(NamedTuple):
     """Which delta rule is computed.
 

@@ -36,7 +36,7 @@ from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
-from hf_linattn.ops.types import ScaledSums, Window, WindowSinks, accumulator_dtype
+from hf_linattn.ops.types import HeavyKept, ScaledSums, Window, WindowSinks, accumulator_dtype
 
 SHORTEST = 64
 """Queries in float32 from which on the kernels in C++ take less time than torch's: measured."""
@@ -112,6 +112,22 @@ def one_kernel_takes_heavy(query: Tensor, key: Tensor, value: Tensor, form: Heav
         return False
     there = query.is_cuda or launch.available(query.device)
     return there and heavy.fits(query, key, value) and check.takes_window(query, key, value, form)
+
+
+def native_takes_heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyKept | None) -> bool:
+    """Tell whether the kernels in C++ compute a window with heavy hitters, which have no backward.
+
+    Args:
+        query: `[B, H, N, D]`, in the dtype of the model.
+        key: `[B, Hkv, N, D]`, likewise.
+        value: `[B, Hkv, N, Dv]`, likewise.
+        before: what was kept; None for nothing.
+    """
+    if torch.compiler.is_compiling() or by_torch_alone():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *(before or ()))):
+        return False
+    return takes.heavy(query, key, value, before)
 
 
 def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> Tensor:

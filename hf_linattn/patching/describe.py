@@ -29,7 +29,7 @@ class ModuleDescription:
         options: by part of the composition.
         parameters: number of parameters added.
         linear: the state is of constant size.
-        in_kernels: kernels can compute it on the module's device; else torch operations do.
+        in_kernels: kernels can compute it; else torch operations do.
         time: of prefill in the number of tokens n, such as "O(n)".
         window: "sliding", "chunked" or None, as in force.
         state_bytes: bytes of the state per sequence if constant; None where it grows or is not known.
@@ -158,7 +158,7 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         options={} if installation is None else installation.options.get(site.name, {}),
         parameters=sum(p.numel() for p in child.parameters()),
         linear=child.keeps_state,
-        in_kernels=child.keeps_state and _in_kernels(site, child.attention),
+        in_kernels=child.keeps_state and child.attention.in_kernels,
         time="O(n window)" if window and not child.keeps_state else child.attention.time,
         window=window,
         state_bytes=_state_bytes(site, child.attention) if keeps_state else None,
@@ -166,13 +166,6 @@ def _describe_module(site: AttentionSite, installation: Installation | None) -> 
         tower=site.tower,
         note=note,
     )
-
-
-def _in_kernels(site: AttentionSite, attention: Any) -> bool:
-    """Tell whether there are kernels for an attention where its module is."""
-    where: bool | tuple[str, ...] = attention.in_kernels
-    parameter = next(site.module.parameters(), None)
-    return where if isinstance(where, bool) else parameter is not None and parameter.device.type in where
 
 
 def describe(model: nn.Module) -> Description:

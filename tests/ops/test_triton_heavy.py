@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import triton_heavy_checks as checks
-from helpers.triton_heavy_checks import Case
+from helpers.heavy_checks import Case, check_case
 
 from hf_linattn.ops.triton import launch
 
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_steps_are_those_of_torch(interpreted, name):
-    interpreted(checks.check_case, CASES[name])
+    interpreted(check_case, CASES[name])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from hf_linattn import describe, patch_model, unpatch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.errors import CacheError, OptionError, UnsupportedCallError, UnsupportedModelError
-from hf_linattn.patches.h2o import H2O
 
 OPTIONS = {"size": 8, "sinks": 2, "heavy": 5, "half_life": 20.0, "positions": "text"}
 
@@ -153,8 +152,9 @@ def test_exporting_is_refused():
         ({"size": 0}, "size must be at least 1 token, got 0"),
         ({"heavy": 0}, "heavy must be at least 1 token, got 0; the patch 'window' keeps none"),
         ({"sinks": -1}, "sinks must be at least 0 tokens, got -1"),
-        ({"half_life": 0.0}, "half_life must be above 0 tokens, or None, got 0.0"),
-        ({"half_life": float("nan")}, "half_life must be above 0 tokens, or None, got nan"),
+        ({"half_life": 0.0}, "half_life must be above 0 tokens, 'auto' or None, got 0.0"),
+        ({"half_life": float("nan")}, "half_life must be above 0 tokens, 'auto' or None, got nan"),
+        ({"half_life": "long"}, "half_life must be above 0 tokens, 'auto' or None, got 'long'"),
     ],
 )
 def test_what_is_refused(options, message):
@@ -169,9 +169,6 @@ def test_encoders_are_refused():
         patched(family="bert")
 
 
-def test_kernels_are_named_where_there_are_some(monkeypatch):
-    assert "computed by" not in str(describe(patched()))
-    monkeypatch.setattr(H2O, "in_kernels", ("cpu",))  # as on a GPU
+def test_kernels_are_named():
     assert "computed by" in str(describe(patched()))
-    monkeypatch.undo()
     assert "computed by" in str(describe(patch_model(model_of("llama"), {"0": "h2o", "1": "window"})))

@@ -43,7 +43,7 @@ FLAGS = (*COMMON, TARGET, "-shared")
 THREADED = "-fopenmp"
 KERNELS = (
     *("forward", "backward", "delta_forward", "delta_backward"),
-    *("softmax_map", "window_forward", "window_backward", "window_decode"),
+    *("softmax_map", "window_forward", "window_backward", "window_decode", "heavy"),
 )
 trial: ContextVar[ctypes.CDLL | None] = ContextVar("trial", default=None)
 """The library that is being checked, in the thread that checks it."""

@@ -1,5 +1,5 @@
 // What Python calls: linear attention, causal and over all keys, learned maps, the delta rule, and softmax
-// over a window.
+// over a window, with heavy hitters too.
 // Everything is brought to float32 chunk by chunk; each key head of each row of the batch goes to a thread.
 
 #include <algorithm>
@@ -24,6 +24,8 @@
 #include "delta_backward.h"
 #include "delta_forward.h"
 #include "delta_step.h"
+#include "heavy_forward.h"
+#include "heavy_token.h"
 #include "linear_backward.h"
 #include "linear_forward.h"
 #include "softmax_map.h"
@@ -140,6 +142,16 @@ void linattn_softmax_map(const SoftmaxMapProblem* p, float floor) {
     if (all_bfloat16({p->input, p->weight})) return run_all<SoftmaxMapHead<Pair>>(*p, floor);
 #endif
     run_all<SoftmaxMapHead<float>>(*p, floor);
+}
+
+void linattn_heavy(const HeavyProblem* p, float scaling) {
+    if (p->length == 1) return run_all<HeavyToken>(*p, scaling);
+#if defined(__AVX512BF16__)
+    const Array& near = p->near.data ? p->near : p->query;
+    if (all_bfloat16({p->query, near, p->key, p->value}) && scaling > 0)
+        return run_all<HeavyForward<Pair>>(*p, scaling);
+#endif
+    run_all<HeavyForward<float>>(*p, scaling);
 }
 
 void linattn_window_decode(const WindowDecodeProblem* p, float scaling) {

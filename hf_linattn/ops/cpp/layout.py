@@ -337,9 +337,31 @@ class WindowDecodeProblem(Struct):
     token_valid_row: int
 
 
+class HeavyProblem(Struct):
+    """Softmax over a window, sinks and heavy hitters, which are written over in place."""
+
+    sizes: Sizes
+    window: int  # tokens in it when a block has left
+    heavy: int
+    sinks: int
+    block: int  # tokens that leave at once
+    fade: float  # what attention once got is multiplied by at each token
+    query: Array
+    near: Array  # queries as they meet the sinks; data 0 for as they are
+    key: Array
+    value: Array
+    output: Array
+    kept_key: Array  # [B, Hkv, sinks + heavy + size + block, D]: sinks, heavy hitters, the window, then 0
+    kept_value: Array
+    kept_weight: Address  # float32, likewise, dense: attention that each has got
+    seen: Address  # int32 [B], dense: visible tokens before
+    visible: Address  # int32 [B], dense: of the call
+    order: Address  # int32 [B, N], dense: places of those, then others; 0 where all are
+
+
 _PARTS = {part.__name__ for part in Part.__subclasses__()}
 _STRUCTS: list[type[Struct]] = [Array, Gate, *Part.__subclasses__()]
-_STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, SoftmaxMapProblem, WindowDecodeProblem]
+_STRUCTS += [LinearProblem, DeltaProblem, WindowProblem, SoftmaxMapProblem, WindowDecodeProblem, HeavyProblem]
 NO_ARRAY, NO_GATE, NO_LINEAR_GRADS, NO_DELTA_GRADS, NO_DELTA_GATE, NO_WINDOW_GRADS, NO_TAIL = (
     bytes(each.size) for each in (Array, Gate, LinearGrads, DeltaGrads, DeltaGate, WindowGrads, DecodeTail)
 )

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops.cpp import build, delta, linear, softmax_map, window, window_decode
+from hf_linattn.ops.cpp import build, delta, heavy, linear, softmax_map, window, window_decode
 from hf_linattn.ops.eager import delta_rule
 from hf_linattn.ops.types import (
     DeltaConfig,
     DeltaInputs,
+    HeavyColumns,
+    HeavyKept,
+    HeavyPlaces,
     Inputs,
     OpConfig,
     OutputGrads,
@@ -40,7 +43,10 @@ def check(library: CDLL) -> None:
     """
     token = build.trial.set(library)
     try:
-        for name, got, want in (*_linear(), *_softmax_map(), *_delta(), *_window(), *_sinks(), *_decode()):
+        for name, got, want in (
+            *(*_linear(), *_softmax_map(), *_delta()),
+            *(*_window(), *_sinks(), *_decode(), *_heavy()),
+        ):
             error = float((got - want).abs().max())
             if not error < TOLERANCE * float(want.abs().max().clamp_min(1)):  # NaN too
                 raise UnsupportedCallError(f"its kernel of {name} is {error:.2g} off")
@@ -250,6 +256,53 @@ def _decode() -> Iterator[tuple[str, Tensor, Tensor]]:
         got = window_decode.decode(query, key, value, None, ring, 0.3, tail, sinks)
         yield "a token behind a window", got, want
         yield "a token behind a window, its state", S, after.S
+
+
+def _heavy() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Many tokens, more of them behind a cache, and one."""
+    query, key, value = _tokens()
+    near, columns = 0.5 * query, HeavyColumns(size=16, heavy=6, sinks=2, block=2, half_life=20.0)
+
+    def call(
+        start: int, stop: int, kept: HeavyKept | None, columns: HeavyColumns, dtype: torch.dtype
+    ) -> tuple[Tensor, HeavyKept]:
+        seen, new = (torch.tensor([x], dtype=torch.int32, device="cpu") for x in (start, stop - start))
+        now, met, keys, values = (x[:, :, start:stop].to(dtype) for x in (query, near, key, value))
+        return heavy.forward(now, met, keys, values, HeavyPlaces(seen, new), kept, columns, 0.3)
+
+    want, weight = _walk(query, near, key, value, columns)
+    first, kept = call(0, 40, None, columns, torch.float32)
+    second, kept = call(40, TOKENS - 1, kept, columns, torch.float32)
+    third, kept = call(TOKENS - 1, TOKENS, kept, columns, torch.float32)
+    yield "a window with heavy hitters", torch.cat([first, second, third], 2), want
+    yield "a window with heavy hitters, what they got", kept.weight.sort()[0], weight.sort()[0]
+    all_stay = columns._replace(heavy=TOKENS)  # no choice is close
+    both = [[call(0, TOKENS, None, all_stay, dtype)[0]] for dtype in (torch.bfloat16, torch.float32)]
+    yield from _coarse("a window with heavy hitters in bfloat16", *both)
+
+
+def _walk(
+    query: Tensor, near: Tensor, key: Tensor, value: Tensor, columns: HeavyColumns
+) -> tuple[Tensor, Tensor]:
+    """Compute token after token; return outputs, and what each column that is kept has got."""
+    size, heavy, sinks, block, _ = columns
+    held: list[int] = []  # heavy hitters
+    got, outputs, oldest = torch.zeros(TOKENS, device="cpu"), [], sinks
+    for token in range(TOKENS):
+        if token - oldest + 1 == size + block:
+            held += range(oldest, oldest + block)
+            held = sorted(held, key=lambda column: -float(got[column]))[:heavy]
+            oldest += block
+        first = list(range(min(sinks, token + 1)))
+        seen = [*held, *range(oldest, token + 1)]
+        own = slice(token, token + 1)
+        scores = torch.cat([near[:, :, own] @ key[:, :, first].mT, query[:, :, own] @ key[:, :, seen].mT], -1)
+        weights = (0.3 * scores).softmax(-1)
+        outputs.append(weights @ value[:, :, [*first, *seen]])
+        got *= columns.fade
+        got[[*first, *seen]] += weights.sum((0, 1, 2))
+    kept = got[[*range(sinks), *held, *range(oldest, TOKENS)]]
+    return torch.cat(outputs, 2), F.pad(kept, (columns.total - len(kept), 0))[None, None]
 
 
 def _features(x: Tensor, weight: Tensor | None) -> Tensor:

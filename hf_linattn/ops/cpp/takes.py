@@ -9,7 +9,7 @@ from hf_linattn.ops.cpp import auto
 from hf_linattn.ops.cpp.layout import DTYPES
 from hf_linattn.ops.cpp.linear import SUMS
 from hf_linattn.ops.tracing import by_torch_alone
-from hf_linattn.ops.types import DeltaInputs, ScaledSums, State, Window
+from hf_linattn.ops.types import DeltaInputs, HeavyKept, ScaledSums, State, Window
 
 
 def _reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -45,3 +45,12 @@ def softmax_map(x: Tensor, weight: Tensor) -> bool:
 def window(window: Window, other: ScaledSums | None) -> bool:
     """Tell whether they take a window: other sums in float32."""
     return _reads(window.query, window.key, window.value) and all(x.dtype == SUMS for x in other or ())
+
+
+def heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyKept | None) -> bool:
+    """Tell whether they take a window with heavy hitters: a cache in the dtypes of key and value."""
+    if not (_reads(query, key, value) and query.numel() and key.numel() and value.numel()):
+        return False
+    if before is None:
+        return True
+    return (before.key.dtype, before.value.dtype, before.weight.dtype) == (key.dtype, value.dtype, SUMS)

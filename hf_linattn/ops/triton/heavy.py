@@ -6,70 +6,18 @@ next. What a step reads is known on the device, so nothing waits for it, with pa
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.problem import Problem, last_contiguous, strides
 from hf_linattn.ops.triton.tiles import Tile, padded
 from hf_linattn.ops.triton.window import LOG2E
+from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
 
 WIDEST = 128
 """Heads: wider ones leave no registers beside a softmax of all query heads of a key head."""
 LARGEST_GROUP = 64
 """Query heads of a key head."""
-
-
-class Places(NamedTuple):
-    """Where the visible tokens of a call stand.
-
-    Attributes:
-        seen: visible tokens before the call, int32 `[B]`.
-        new: visible tokens in it, int32 `[B]`.
-        order: places of the visible ones, in order, then others, int32 `[B, N]`; None where all are visible.
-    """
-
-    seen: Tensor
-    new: Tensor
-    order: Tensor | None = None
-
-
-class Columns(NamedTuple):
-    """What a cache with heavy hitters keeps, and how attention once got fades.
-
-    Attributes:
-        size: tokens in the window when a block has left.
-        heavy: heavy hitters.
-        sinks: first tokens.
-        block: tokens that leave at once.
-        half_life: tokens after which attention counts half; None for always in full.
-    """
-
-    size: int
-    heavy: int
-    sinks: int
-    block: int
-    half_life: float | None
-
-    @property
-    def total(self) -> int:
-        """Count the columns, the spare one too."""
-        return self.sinks + self.heavy + self.size + self.block
-
-
-class Kept(NamedTuple):
-    """A cache: sinks, heavy hitters and window, oldest first, then columns that hold nothing.
-
-    Attributes:
-        key: `[B, Hkv, columns, D]`.
-        value: `[B, Hkv, columns, Dv]`.
-        weight: what each has got, float32 `[B, Hkv, columns]`.
-    """
-
-    key: Tensor
-    value: Tensor
-    weight: Tensor
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -104,11 +52,11 @@ def forward(
     near: Tensor | None,
     key: Tensor,
     value: Tensor,
-    places: Places,
-    before: Kept | None,
-    columns: Columns,
+    places: HeavyPlaces,
+    before: HeavyKept | None,
+    columns: HeavyColumns,
     scaling: float,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, HeavyKept]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
     Args:
@@ -138,7 +86,7 @@ def forward(
     shape = call.batch, call.length, call.heads, call.Dv
     output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)
     held = call.batch, call.kv_heads, columns.total
-    after = Kept(
+    after = HeavyKept(
         call.new(*held, call.D, dtype=key.dtype),
         call.new(*held, call.Dv, dtype=value.dtype),
         call.new(*held),

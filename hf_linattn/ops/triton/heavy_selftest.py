@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton import selftest, token_selftest
-from hf_linattn.ops.triton.heavy import Columns, Kept, Places
 from hf_linattn.ops.triton.selftest import Key
+from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
 
 LENGTH = 140
 """Tokens: what is kept and what is ranked are more than a tile of 64 columns, the one before and the other
@@ -66,7 +66,7 @@ class Exact(NamedTuple):
 
     output: Tensor
     size: Tensor
-    kept: Kept
+    kept: HeavyKept
     apart: float
     largest: float
 
@@ -101,13 +101,15 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
     return None
 
 
-def columns_for(length: int, half_life: float | None) -> Columns:
+def columns_for(length: int, half_life: float | None) -> HeavyColumns:
     """Choose what a text of so many tokens fills, with an odd number of tokens in a block."""
     size = 2 * length // 7
-    return Columns(size, 3 * size // 2 + 2, 2, max(1, size // 8), half_life)
+    return HeavyColumns(size, 3 * size // 2 + 2, 2, max(1, size // 8), half_life)
 
 
-def _clear(trial: Key, columns: Columns, first: int, length: int) -> tuple[Numbers, Kept | None, Exact]:
+def _clear(
+    trial: Key, columns: HeavyColumns, first: int, length: int
+) -> tuple[Numbers, HeavyKept | None, Exact]:
     """Draw numbers until no choice is close; return them, the cache before the call, and what is right."""
     for seed in range(DRAWS):
         numbers = draw(trial, length, not first, seed)
@@ -147,13 +149,13 @@ def draw(trial: Key, length: int, plain: bool, seed: int) -> Numbers:
     return Numbers(query, near if trial.form.turned else None, key, value, valid, 1.5 * trial.D**-0.5)
 
 
-def exact(numbers: Numbers, columns: Columns) -> Exact:
+def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
     """Compute all of a text in float64, each row and key head from choice to choice."""
     query, near, key, value, valid, _ = numbers
     rows, kv_heads, total = key.shape[0], key.shape[1], columns.total
     output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
     size = torch.zeros_like(output)
-    kept = Kept(
+    kept = HeavyKept(
         key.new_zeros(rows, kv_heads, total, key.shape[3]),
         value.new_zeros(rows, kv_heads, total, value.shape[3]),
         output.new_zeros(rows, kv_heads, total),
@@ -182,7 +184,7 @@ def exact(numbers: Numbers, columns: Columns) -> Exact:
     return Exact(output, size, kept, apart, largest)
 
 
-def _walk(scores: Tensor, columns: Columns) -> tuple[Tensor, dict[int, int], Tensor, float]:
+def _walk(scores: Tensor, columns: HeavyColumns) -> tuple[Tensor, dict[int, int], Tensor, float]:
     """Walk a text `[G, N, N]` of one key head from choice to choice.
 
     Returns:
@@ -219,7 +221,7 @@ def _walk(scores: Tensor, columns: Columns) -> tuple[Tensor, dict[int, int], Ten
     return weights, found, got, apart
 
 
-def _in_order(found: Kept, want: Kept, columns: Columns) -> Kept:
+def _in_order(found: HeavyKept, want: HeavyKept, columns: HeavyColumns) -> HeavyKept:
     """Bring heavy hitters to the order in which others have them; those that others lack stay out."""
     if found.key.is_meta:  # nothing to compare: it is compiled
         return found
@@ -231,12 +233,12 @@ def _in_order(found: Kept, want: Kept, columns: Columns) -> Kept:
         index = place[..., None].expand(-1, -1, -1, x.shape[3])
         x[:, :, there] = x.gather(2, index)
     weight[:, :, there] = weight.gather(2, place)
-    return Kept(key, value, weight)
+    return HeavyKept(key, value, weight)
 
 
 def _run(
-    trial: Key, kernels: Any, numbers: Numbers, before: Kept | None, columns: Columns, first: int
-) -> tuple[Tensor, Kept]:
+    trial: Key, kernels: Any, numbers: Numbers, before: HeavyKept | None, columns: HeavyColumns, first: int
+) -> tuple[Tensor, HeavyKept]:
     """Launch the kernel for what comes behind the first tokens."""
 
     def on(x: Tensor) -> Tensor:
@@ -246,8 +248,8 @@ def _run(
     valid = numbers.valid[:, first:]
     seen, count = numbers.valid[:, :first].sum(1).int(), valid.sum(1).int()
     order = valid.logical_not().int().argsort(dim=1, stable=True).int()
-    places = Places(on(seen), on(count), None if bool(valid.all()) else on(order))
+    places = HeavyPlaces(on(seen), on(count), None if bool(valid.all()) else on(order))
     if before is not None:
-        before = Kept(on(before.key), on(before.value), on(before.weight.float()))
+        before = HeavyKept(on(before.key), on(before.value), on(before.weight.float()))
     output, after = kernels.forward(query, near, key, value, places, before, columns, numbers.scaling)
-    return output, Kept(*after)
+    return output, HeavyKept(*after)

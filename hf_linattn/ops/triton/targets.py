@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_linattn.ops.triton import heavy, launch, machine_code, problem, window, window_rest, window_token
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import Gate, Inputs, ScaledSums, Window
+from hf_linattn.ops.types import Gate, HeavyColumns, HeavyKept, HeavyPlaces, Inputs, ScaledSums, Window
 
 LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
@@ -31,7 +31,7 @@ HEAVY = ("heavy",)
 CALLS = LINEAR + WINDOWS + PREFILL + HEAVY
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
-COLUMNS = heavy.Columns(SPAN, SPAN // 2, SINKS, SPAN // 8, 512.0)
+COLUMNS = HeavyColumns(SPAN, SPAN // 2, SINKS, SPAN // 8, 512.0)
 """What `h2o` keeps by default."""
 TIMED = 50
 """Calls in each of the rounds whose shortest is the host's time: others use the processor too."""
@@ -307,9 +307,9 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     if max(shape.D, shape.Dv) > heavy.WIDEST:
         return calls
     numbers, held = new(batch, dtype=torch.int32), (batch, kv_heads, COLUMNS.total)
-    places = heavy.Places(numbers, numbers, documents)
+    places = HeavyPlaces(numbers, numbers, documents)
     of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
-    kept = heavy.Kept(of_heads[0], of_heads[1], new(*held)) if shape.state else None
+    kept = HeavyKept(of_heads[0], of_heads[1], new(*held)) if shape.state else None
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
     }

@@ -1,0 +1,81 @@
+"""A window with heavy hitters by the C++ kernels, many tokens or one at a time; without gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.cpp import build, layout
+from hf_linattn.ops.cpp.layout import address, array
+from hf_linattn.ops.cpp.linear import SUMS, rows
+from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces, token_major
+
+
+def forward(
+    query: Tensor,
+    near: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    places: HeavyPlaces,
+    before: HeavyKept | None,
+    columns: HeavyColumns,
+    scaling: float,
+    in_place: bool = False,
+) -> tuple[Tensor, HeavyKept]:
+    """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
+
+    Args:
+        query: `[B, H, N, D]`.
+        near: as it meets the sinks, likewise; None for as it is.
+        key: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        places: of the tokens that are no padding, which may hold anything.
+        before: the cache, in the dtypes of key and value; None for nothing.
+        columns: its sizes.
+        scaling: of the scores.
+        in_place: the cache before may be written over.
+
+    Returns:
+        Output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, 0 for padding; and the cache after.
+
+    Raises:
+        UnsupportedCallError: the kernels cannot be compiled.
+    """
+    query, key, value = map(rows, (query, key, value))
+    batch, heads, length, _ = query.shape
+    output = token_major(value, batch, heads, length, value.shape[3])
+    if places.order is not None:
+        output.zero_()
+    after = _cache(before, key, value, columns.total, in_place)
+    problem = layout.HeavyProblem.pack(
+        sizes=layout.sizes(heads, length, key, value),
+        window=columns.size,
+        heavy=columns.heavy,
+        sinks=columns.sinks,
+        block=columns.block,
+        fade=columns.fade,
+        query=array(query),
+        near=layout.NO_ARRAY if near is None else array(near := rows(near)),
+        key=array(key),
+        value=array(value),
+        output=array(output),
+        kept_key=array(after.key),
+        kept_value=array(after.value),
+        kept_weight=address(after.weight),
+        seen=address(places.seen),
+        visible=address(places.new),
+        order=address(places.order),
+    )
+    build.library().linattn_heavy(problem, scaling)
+    return output, after
+
+
+def _cache(before: HeavyKept | None, key: Tensor, value: Tensor, columns: int, in_place: bool) -> HeavyKept:
+    """Return memory for the cache after, with what was before."""
+    if before is None:
+        shape = *key.shape[:2], columns
+        new_key, new_value = (x.new_zeros(*shape, x.shape[3]) for x in (key, value))
+        return HeavyKept(new_key, new_value, key.new_zeros(shape, dtype=SUMS))
+    if in_place and all(x.is_contiguous() for x in before):
+        return before
+    return HeavyKept(*(x.clone(memory_format=torch.contiguous_format) for x in before))
