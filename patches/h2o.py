@@ -27,8 +27,6 @@ from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
 
 Number = TypeVar("Number", int, Tensor)
-LONGEST = 512.0
-"""Tokens: the half-life in models with a long context, better there from some thousand tokens on."""
 Kernel = Callable[..., tuple[Tensor, HeavyKept]]
 
 
@@ -40,11 +38,13 @@ class HeavyState(NamedTuple):
     Attributes:
         key, value: `[B, Hkv, M, D]`.
         weight: attention that each has got, `[B, Hkv, M]`, in float32 (float64 in float64 models).
+        rank: of each token among the visible ones of its text, `[B, Hkv, M]`, int32.
     """
 
     key: Tensor
     value: Tensor
     weight: Tensor
+    rank: Tensor
 
 
 class Part(NamedTuple):
@@ -74,10 +74,12 @@ class Step(NamedTuple):
         live: which of them there are; the others repeat some token.
         span: where they begin and end if they are the same in all rows; None else.
         column: where their keys go.
+        ranks: of the tokens among the visible ones, `[B, N]`, int32.
         hidden: columns that each does not see, `[B, 1, 1, N, M]`.
         share: what its attention counts when the step is over, `[B, N]`: 0 where there is no token.
         fade: what attention got before counts then, `[B]`.
         evicts: rows in which a block leaves before them, `[B]`; None for no row.
+        oldest: rank of the first token that is not too far back then, `[B, 1, 1]`.
         held: heavy hitters there are before that, `[B, 1, heavy]`.
     """
 
@@ -85,10 +87,12 @@ class Step(NamedTuple):
     live: Tensor
     span: tuple[int, int] | None
     column: Tensor
+    ranks: Tensor
     hidden: Tensor
     share: Tensor
     fade: Tensor
     evicts: Tensor | None
+    oldest: Tensor
     held: Tensor
 
 
@@ -112,8 +116,10 @@ class H2O(StatefulAttention):
         heavy: tokens kept beside the window, at least 1; default 128.
         sinks: first tokens of a text that stay visible, at least 0; default 4.
         half_life: tokens after which attention once got counts half, above 0; None for always in full, as
-            published; "auto" (default), a quarter of the model's context, at most 512: what is kept stays
-            within distances that the model has been trained for.
+            published; default 512: better from some thousand tokens on.
+        reach: tokens; what is kept and further back than that goes first when a block leaves, above
+            size + size / 8; None for no end; "auto" (default), what keeps all distances within the model's
+            context, which RoPE knows nothing beyond, or None where the context leaves no room.
         positions: "cache", a sink is never further than the window is long (StreamingLLM's positions inside
             the cache); "text", its true distance; "auto" (default), "cache" where RoPE turns the layer's
             queries and can be turned back. Heavy hitters keep their true distance.
@@ -142,7 +148,8 @@ class H2O(StatefulAttention):
         size: int = 256,
         heavy: int = 128,
         sinks: int = 4,
-        half_life: float | Literal["auto"] | None = "auto",
+        half_life: float | None = 512.0,
+        reach: int | Literal["auto"] | None = "auto",
         positions: Literal["auto", "cache", "text"] = "auto",
     ) -> None:
         super().__init__(site)
@@ -152,17 +159,26 @@ class H2O(StatefulAttention):
             raise OptionError(f"heavy must be at least 1 token, got {heavy}; the patch 'window' keeps none")
         if sinks < 0:
             raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
-        if half_life == "auto":
-            half_life = min(LONGEST, (site.max_positions or 4 * LONGEST) / 4)
-        if half_life is not None and not (isinstance(half_life, int | float) and half_life > 0):
-            raise OptionError(f"half_life must be above 0 tokens, 'auto' or None, got {half_life!r}")
+        if half_life is not None and not half_life > 0:
+            raise OptionError(f"half_life must be above 0 tokens, or None, got {half_life}")
         self.size, self.heavy, self.sinks, self.half_life = size, heavy, sinks, half_life
         self.block = max(1, size // 8)
         self.first = sinks + heavy
         """Column of the oldest token of the window."""
         self.columns = self.first + size + self.block
+        self.reach = self._reach(site.max_positions, reach)
         self.rotary, self.note = sinks_turned_by(site, sinks, positions)
         self.needs_rope = self.rotary is not None
+
+    def _reach(self, context: int | None, reach: int | Literal["auto"] | None) -> int | None:
+        """Check the option; what is too far back is gone some blocks later, as a block drops a block."""
+        least = self.size + self.block + 1
+        if reach == "auto":
+            reach = None if context is None else context - 2 * self.block - self.heavy
+            return None if reach is None or reach < least else reach
+        if reach is not None and reach < least:
+            raise OptionError(f"reach must be at least size + size / 8 + 1 = {least} tokens, got {reach}")
+        return reach
 
     def causal(self, tokens: Tokens, state: HeavyState | None) -> tuple[Tensor, HeavyState]:
         """Compute step after step: queries between two evictions see the same tokens kept."""
@@ -178,7 +194,8 @@ class H2O(StatefulAttention):
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
         first = state is None
-        about = tokens.valid, tokens.key.shape[0], self.size, self.heavy, self.sinks, self.half_life
+        sizes = self.size, self.heavy, self.sinks, self.half_life, self.reach
+        about = tokens.valid, tokens.key.shape[0], sizes
         steps = once(tokens.count, "h2o steps", about, lambda: list(self._steps(tokens, first)))
         queries = self._queries(tokens)
         for step in steps:
@@ -227,7 +244,7 @@ class H2O(StatefulAttention):
         near = None if near is None else near.to(query.dtype)
         about = tokens.valid, tokens.key.shape[0]
         places = once(count, "h2o places", about, lambda: self._places_on_device(tokens))
-        sizes = HeavyColumns(self.size, self.heavy, self.sinks, self.block, self.half_life)
+        sizes = HeavyColumns(self.size, self.heavy, self.sinks, self.block, self.half_life, self.reach)
         before = None if state is None else HeavyKept(*state)
         output, after = kernel(query, near, tokens.key, tokens.value, places, before, sizes, tokens.scaling)
         return output, HeavyState(*after)
@@ -257,7 +274,8 @@ class H2O(StatefulAttention):
     def _empty(self, like: Tokens) -> HeavyState:
         """Return the state before the first token."""
         key, value = (x.new_zeros(*x.shape[:2], self.columns, x.shape[3]) for x in (like.key, like.value))
-        return HeavyState(key, value, torch.zeros_like(upcast(key[..., 0])))
+        weight = torch.zeros_like(upcast(key[..., 0]))
+        return HeavyState(key, value, weight, torch.zeros_like(weight, dtype=torch.int32))
 
     def _left(self, ranks: Number) -> Number:
         """Count the blocks that have left the window of queries of these ranks; not positive for none."""
@@ -336,7 +354,9 @@ class H2O(StatefulAttention):
         share, fade = half ** behind.to(dtype) * live, half ** total.to(dtype)
         index = places if order is None else order.gather(1, places)
         span = part.span if order is None else None
-        return Step(index, live, span, target, ~visible[:, None, None], share, fade, part.evicts, held)
+        oldest = self._begin(part.left)[:, None, None] - (self.reach or 0)
+        hidden = ~visible[:, None, None]
+        return Step(index, live, span, target, ranks.int(), hidden, share, fade, part.evicts, oldest, held)
 
     def _without_evicted(self, before: HeavyState, step: Step) -> HeavyState:
         """Choose what stays of the block that leaves and of what was kept, in rows where one does."""
@@ -344,6 +364,9 @@ class H2O(StatefulAttention):
             return before
         candidates = to_16_bits(before.weight[..., self.sinks : self.first + self.block])
         kept = candidates[..., : self.heavy].masked_fill(~step.held, -1.0)
+        if self.reach is not None:
+            far = before.rank[..., self.sinks : self.first] < step.oldest
+            kept = kept.masked_fill(far & step.held, -0.5)
         ranked = torch.cat([kept, candidates[..., self.heavy :]], -1)
         chosen = ranked.sort(stable=True, dim=-1, descending=True).indices[..., : self.heavy]
         column = torch.arange(self.columns, device=chosen.device)
@@ -353,8 +376,7 @@ class H2O(StatefulAttention):
         index = torch.where(step.evicts[:, None, None], index, column)
         rows = torch.arange(index.shape[0] * index.shape[1], device=index.device) * self.columns
         rows = (index.flatten(0, 1) + rows[:, None]).flatten()  # much faster than to gather
-        key, value, weight = (x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before)
-        return HeavyState(key, value, weight)
+        return HeavyState(*(x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before))
 
     def _attended(
         self, tokens: Tokens, queries: list[Tensor], before: HeavyState, step: Step, in_place: bool
@@ -367,12 +389,13 @@ class H2O(StatefulAttention):
                 before[:2], (self._of(step, x) for x in (tokens.key, tokens.value)), strict=True
             )
         )
-        weight = put(before.weight, 2, step.column[:, None].expand(-1, key.shape[1], -1), 0.0)
+        column, ranks = (x[:, None].expand(-1, key.shape[1], -1) for x in (step.column, step.ranks))
+        weight, rank = put(before.weight, 2, column, 0.0), put(before.rank, 2, column, ranks)
         weights = self._weights(tokens, [self._of(step, x) for x in queries], upcast(key), step)
         found = (weights @ upcast(value)).unflatten(2, (-1, step.live.shape[1])).flatten(1, 2)
         share = step.share[:, None, None].expand(-1, -1, found.shape[1] // key.shape[1], -1).flatten(2)
         got = (share[:, :, None] @ weights.detach())[:, :, 0]
-        return found, HeavyState(key, value, weight * step.fade[:, None, None] + got)
+        return found, HeavyState(key, value, weight * step.fade[:, None, None] + got, rank)
 
     def _of(self, step: Step, x: Tensor) -> Tensor:
         """Take the tokens of a step; zeros where there is none, as padding may be NaN."""
@@ -399,8 +422,8 @@ class H2O(StatefulAttention):
         return "which tokens stay is chosen one block after the other"
 
     def state_bytes(self, site: AttentionSite, size: int) -> int | None:
-        """Count keys and values in the model's dtype and their weights in float32."""
+        """Count keys and values in the model's dtype, their weights in float32 and ranks."""
         if site.kv_heads is None or site.head_dim is None or site.value_dim is None:
             return None
-        column = (site.head_dim + site.value_dim) * size + max(size, 4)
+        column = (site.head_dim + site.value_dim) * size + max(size, 4) + 4
         return self.columns * site.kv_heads * column

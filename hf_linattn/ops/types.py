@@ -295,6 +295,7 @@ class HeavyColumns(NamedTuple):
         sinks: first tokens.
         block: tokens that leave at once.
         half_life: tokens after which attention counts half; None for always in full.
+        reach: tokens; heavy hitters further back than that go first; None for no end.
     """
 
     size: int
@@ -302,6 +303,7 @@ class HeavyColumns(NamedTuple):
     sinks: int
     block: int
     half_life: float | None
+    reach: int | None = None
 
     @property
     def fade(self) -> float:
@@ -321,11 +323,13 @@ class HeavyKept(NamedTuple):
         key: `[B, Hkv, columns, D]`.
         value: `[B, Hkv, columns, Dv]`.
         weight: what each has got, float32 `[B, Hkv, columns]`.
+        rank: of each among the visible tokens of its text, int32 `[B, Hkv, columns]`.
     """
 
     key: Tensor
     value: Tensor
     weight: Tensor
+    rank: Tensor
 
 
 class DeltaConfig(NamedTuple):

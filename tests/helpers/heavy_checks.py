@@ -100,3 +100,5 @@ def check_case(case, takes="one_kernel_takes_heavy"):
     for name, x, y in zip(state._fields[:2], state, after, strict=False):
         assert torch.equal(x.to(DOUBLE), y), name
     close(state.weight, after.weight, 3e-6, "weight")
+    holds = after.weight > 0
+    assert torch.equal(state.rank[holds], after.rank[holds])

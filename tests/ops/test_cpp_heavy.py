@@ -27,6 +27,7 @@ CASES = {
     "fades within a step": Case(half_life=0.05),
     "left padding in chunks, turned sinks": Case(cuts=(27, 13), hidden="left", positions="cache"),
     "holes": Case(hidden="holes", half_life=20.0),
+    "what is too far back goes first": Case(cuts=(57, 13), options=OPTIONS | {"reach": 21}, half_life=None),
     "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
     "steps of more tokens than go together": Case(cuts=(400,), options=LARGE, heads=2, positions="cache"),
     "tokens one by one": Case(cuts=ONE_BY_ONE, heads=3, positions="cache", half_life=20.0),

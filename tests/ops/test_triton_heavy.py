@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import triton_heavy_checks as checks
-from helpers.heavy_checks import Case, check_case
+from helpers.heavy_checks import OPTIONS, Case, check_case
 
 from hf_linattn.ops.triton import launch
 
@@ -18,6 +18,7 @@ CASES = {
     "chunks, never fading": Case(cuts=(5, 22, 13), half_life=None),
     "left padding in chunks, turned sinks": Case(cuts=(27, 13), hidden="left", positions="cache"),
     "holes": Case(hidden="holes", half_life=20.0),
+    "what is too far back goes first": Case(cuts=(57, 13), options=OPTIONS | {"reach": 21}, half_life=None),
     "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
     "more than a tile": Case(cuts=(75,), options=MANY, half_life=20.0),
     "bfloat16": Case(cuts=(25, 15), dtype="bfloat16", tolerance=1e-2, positions="cache"),

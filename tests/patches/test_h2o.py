@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from helpers import bounded, exports, tiny_models
+import torch.nn.functional as F
+from helpers import bounded, exports, real_data, tiny_models
 from helpers.holes import CUTS, HOLES, alone, rows, run
 from helpers.oracle import as_oracle
 from helpers.properties import close, learned, logits, model_of
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_linattn import describe, patch_model, unpatch_model
 from hf_linattn.attention import Tokens
@@ -83,6 +84,49 @@ def test_attention_of_long_ago_counts_less():
 
 
 @torch.no_grad()
+def test_what_is_too_far_back_goes_first():
+    """Two tokens get all attention, and the first of them too much of it to be forgotten."""
+    query, key, value = parts([[3, 9], [4, 9]])
+    for head, token in enumerate((3, 4)):
+        key[:, head, token, 0] = 4.0
+    stays = {}
+    for reach in (None, 30):
+        module = patched(sinks=0, heavy=1, half_life=None, reach=reach).model.layers[0].self_attn.linattn.h2o
+        states = [
+            module.causal(given(query[:, :, :n], key[:, :, :n], value[:, :, :n]), None)[1] for n in (30, 60)
+        ]
+        stays[reach] = [state.value[0, :, 0, 0].tolist() for state in states]
+    assert stays[None] == [[3.0, 4.0]] * 2
+    assert stays[30][0] == [3.0, 4.0]
+    assert min(stays[30][1]) > 25
+
+
+def test_what_is_kept_stays_within_the_context():
+    module = patched().model.layers[0].self_attn.linattn.h2o
+    assert module.reach == 256 - 2 * module.block - module.heavy
+    assert patched(size=240).model.layers[0].self_attn.linattn.h2o.reach is None  # no room
+    assert patched(reach=None).model.layers[0].self_attn.linattn.h2o.reach is None
+
+
+@real_data.needs_data
+@torch.no_grad()
+def test_a_real_model_is_flat_beyond_its_context():
+    """Of 512 tokens; where distances have no end, the loss of the second half rises by a half."""
+    folder = real_data.DATA / "models/books-1m"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = (real_data.DATA / "text/books/eval/Emma.md").read_text(encoding="utf-8")[200_000:220_000]
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[:, :4096]
+    losses = {}
+    for reach in ("auto", None):
+        patch_model(model, "h2o", options={"size": 64, "heavy": 32, "reach": reach})
+        logits = model(ids).logits[0, :-1].split(512)
+        targets = ids[0, 1:].split(512)
+        losses[reach] = [float(F.cross_entropy(*pair)) for pair in zip(logits, targets, strict=True)]
+    assert max(losses["auto"][4:]) < 1.05 * max(losses["auto"][:4])
+    assert losses[None][-1] > losses["auto"][-1] + 0.5
+
+
+@torch.no_grad()
 def test_padding_of_nan_reaches_nothing():
     module = patched().model.layers[0].self_attn.linattn.h2o
     query, key, value = (torch.randn(2, h, 60, 8, dtype=torch.float64) for h in (4, 2, 2))
@@ -152,9 +196,9 @@ def test_exporting_is_refused():
         ({"size": 0}, "size must be at least 1 token, got 0"),
         ({"heavy": 0}, "heavy must be at least 1 token, got 0; the patch 'window' keeps none"),
         ({"sinks": -1}, "sinks must be at least 0 tokens, got -1"),
-        ({"half_life": 0.0}, "half_life must be above 0 tokens, 'auto' or None, got 0.0"),
-        ({"half_life": float("nan")}, "half_life must be above 0 tokens, 'auto' or None, got nan"),
-        ({"half_life": "long"}, "half_life must be above 0 tokens, 'auto' or None, got 'long'"),
+        ({"half_life": 0.0}, "half_life must be above 0 tokens, or None, got 0.0"),
+        ({"half_life": float("nan")}, "half_life must be above 0 tokens, or None, got nan"),
+        ({"reach": 288}, "reach must be at least size \\+ size / 8 \\+ 1 = 289 tokens, got 288"),
     ],
 )
 def test_what_is_refused(options, message):

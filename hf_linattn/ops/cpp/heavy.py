@@ -53,6 +53,7 @@ def forward(
         heavy=columns.heavy,
         sinks=columns.sinks,
         block=columns.block,
+        reach=columns.reach or 0,
         fade=columns.fade,
         query=array(query),
         near=layout.NO_ARRAY if near is None else array(near := rows(near)),
@@ -62,6 +63,7 @@ def forward(
         kept_key=array(after.key),
         kept_value=array(after.value),
         kept_weight=address(after.weight),
+        kept_rank=address(after.rank),
         seen=address(places.seen),
         visible=address(places.new),
         order=address(places.order),
@@ -75,7 +77,8 @@ def _cache(before: HeavyKept | None, key: Tensor, value: Tensor, columns: int, i
     if before is None:
         shape = *key.shape[:2], columns
         new_key, new_value = (x.new_zeros(*shape, x.shape[3]) for x in (key, value))
-        return HeavyKept(new_key, new_value, key.new_zeros(shape, dtype=SUMS))
+        weight, rank = (key.new_zeros(shape, dtype=dtype) for dtype in (SUMS, torch.int32))
+        return HeavyKept(new_key, new_value, weight, rank)
     if in_place and all(x.is_contiguous() for x in before):
         return before
     return HeavyKept(*(x.clone(memory_format=torch.contiguous_format) for x in before))

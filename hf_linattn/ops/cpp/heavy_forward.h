@@ -17,7 +17,7 @@ class HeavyForward : HeavyHead {
     int64_t evicted_ = 0;  // blocks
     int next_, used_, free_ = 0;  // the first slot never used; whole vectors before it; slots that are free again
     float faded_ = 1;  // what attention got before counts behind the tokens of now
-    int *slot_of_, *free_slots_, *new_slots_;
+    int *slot_of_, *free_slots_, *new_slots_, *rank_;
     Element *keys_, *values_, *query_rows_, *weight_rows_;
     float *query_, *scores_, *numerator_, *weight_, *got_, *bias_, *shares_, *staging_;
 
@@ -27,7 +27,7 @@ class HeavyForward : HeavyHead {
     static int64_t scratch_floats(const HeavyProblem& p) {
         const int64_t key_row = padded(p.head_dim), value_row = padded(p.value_dim), s = slots(p);
         const int64_t columns = p.sinks + p.heavy + p.window + p.block;
-        return columns + s + QUERIES + steps<Element>(key_row) * s + steps<Element>(s) * value_row +
+        return columns + 2 * s + QUERIES + steps<Element>(key_row) * s + steps<Element>(s) * value_row +
                along_size<Element>(QUERIES, key_row) + along_size<Element>(QUERIES, s) +
                QUERIES * (key_row + s + value_row + 1) + 3 * s + std::max(key_row, value_row);
     }
@@ -40,6 +40,7 @@ public:
           slot_of_(alloc_of<int>(columns_)),
           free_slots_(alloc_of<int>(slots_)),
           new_slots_(alloc_of<int>(QUERIES)),
+          rank_(alloc_of<int>(slots_)),
           keys_(alloc_of<Element>(steps<Element>(key_row_) * slots_)),
           values_(alloc_of<Element>(steps<Element>(slots_) * value_row_)),
           query_rows_(alloc_of<Element>(along_size<Element>(QUERIES, key_row_))),
@@ -126,6 +127,7 @@ private:
             put(p_.kept_key, p_.kept_value, column, slot);
             slot_of_[column] = slot;
             weight_[slot] = kept_weight_[column];
+            rank_[slot] = kept_rank_[column];
             bias_[slot] = 0;
         });
     }
@@ -139,6 +141,7 @@ private:
                 memset(kept(p_.kept_key, j), 0, bytes_of(p_.kept_key) * head_dim_);
                 memset(kept(p_.kept_value, j), 0, bytes_of(p_.kept_value) * value_dim_);
                 kept_weight_[j] = 0;
+                kept_rank_[j] = 0;
             }
         };
         for_each_column(after, evicted_, [&](int column) {
@@ -149,6 +152,7 @@ private:
             for (int e = 0; e < value_dim_; ++e) staging_[e] = value_number(slot, e);
             write_kept_row(p_.kept_value, column, value_dim_);
             kept_weight_[column] = weight_[slot];
+            kept_rank_[column] = rank_[slot];
             last = column + 1;
         });
         clear(last, columns_);
@@ -177,7 +181,7 @@ private:
     }
 
     void evict(int64_t blocks) {
-        const int chosen = choose(blocks - 1, [&](int column) { return weight_[slot_of_[column]]; });
+        const int chosen = choose(blocks, weight_, rank_, [&](int column) { return slot_of_[column]; });
         const int count = held(blocks - 1) + block_;
         for (int j = 0; j < count; ++j) candidates_[j].column = slot_of_[candidates_[j].column];
         for (int j = 0; j < chosen; ++j) slot_of_[sinks_ + j] = candidates_[j].column;
@@ -198,6 +202,7 @@ private:
             slot_of_[rank < sinks_ ? rank : rank + heavy_ - evicted_ * block_] = slot;
             put(p_.key, p_.value, place(token + i), slot);
             weight_[slot] = 0;
+            rank_[slot] = static_cast<int>(rank);
             new_slots_[i] = slot;
         }
         memset(got_, 0, used_ * sizeof(float));

@@ -20,6 +20,7 @@ protected:
     const int size_, heavy_, sinks_, block_, first_, columns_;  // first_: column of the oldest in the window
     const int64_t seen_, count_;  // visible tokens before the call, and in it
     float* const kept_weight_;
+    int32_t* const kept_rank_;
     Candidate *candidates_, *sorted_;
 
     HeavyHead(const HeavyProblem& p, float scaling, int64_t batch_head, int64_t extra_floats)
@@ -33,7 +34,8 @@ protected:
           columns_(first_ + size_ + block_),
           seen_(at<int32_t>(p.seen)[row_]),
           count_(at<int32_t>(p.visible)[row_]),
-          kept_weight_(at<float>(p.kept_weight) + batch_head * columns_) {
+          kept_weight_(at<float>(p.kept_weight) + batch_head * columns_),
+          kept_rank_(at<int32_t>(p.kept_rank) + batch_head * columns_) {
         const int64_t most = heavy_ + block_;
         reserve(4 * most + extra_floats);
         candidates_ = alloc_of<Candidate>(2 * most);
@@ -60,15 +62,18 @@ protected:
         return (bits + 0x7f + (bits >> 8 & 1)) & ~0xffu;
     }
 
-    // The columns that stay when a block leaves, most attention first; `before` blocks have left before it.
-    // weight_of(column) is what each has got. Returns how many.
-    template <class Weight>
-    int choose(int64_t before, Weight weight_of) {
+    // The columns that stay when a block leaves, most attention first, those too far back last; `blocks` have
+    // left then. place_of(column) is where weights and ranks have it. Returns how many.
+    template <class Place>
+    int choose(int64_t blocks, const float* weights, const int32_t* ranks, Place place_of) {
+        const int64_t oldest = p_.reach ? begin(blocks) - p_.reach : 0;
         int count = 0;
-        for (int j = 0; j < held(before); ++j)
-            candidates_[count++] = {rounded(weight_of(sinks_ + j)), sinks_ + j};
-        for (int j = 0; j < block_; ++j)
-            candidates_[count++] = {rounded(weight_of(first_ + j)), first_ + j};
+        for (int j = sinks_; j < sinks_ + held(blocks - 1); ++j) {
+            const int place = place_of(j);
+            candidates_[count++] = {ranks[place] < oldest ? 0 : 1 + rounded(weights[place]), j};
+        }
+        for (int j = first_; j < first_ + block_; ++j)
+            candidates_[count++] = {1 + rounded(weights[place_of(j)]), j};
         for (int width = 1; width < count; width *= 2) {  // merges keep the order of equal ones
             for (int from = 0; from < count; from += 2 * width) {
                 const int middle = std::min(from + width, count), to = std::min(from + 2 * width, count);

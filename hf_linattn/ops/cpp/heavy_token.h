@@ -40,6 +40,7 @@ public:
         keep(p_.key, place(0), p_.kept_key, column, head_dim_);
         keep(p_.value, place(0), p_.kept_value, column, value_dim_);
         kept_weight_[column] = 0;
+        kept_rank_[column] = static_cast<int32_t>(seen_);
         read_query(p_.query, query_);
         if (p_.near.data) read_query(p_.near, near_);
         for (int from = 0; from < used_; from += TILE) score(from, std::min(TILE, used_ - from));
@@ -69,25 +70,23 @@ private:
     }
 
     void evict(int64_t blocks) {
-        const int chosen = choose(blocks - 1, [&](int column) { return kept_weight_[column]; });
-        move(p_.kept_key, chosen, head_dim_);
-        move(p_.kept_value, chosen, value_dim_);
-        for (int j = 0; j < chosen; ++j) got_[j] = kept_weight_[candidates_[j].column];
-        memcpy(kept_weight_ + sinks_, got_, chosen * sizeof(float));
-        const int rest = size_;  // behind the block, the spare column too
-        memmove(kept_weight_ + first_, kept_weight_ + first_ + block_, rest * sizeof(float));
-        memset(kept_weight_ + first_ + rest, 0, block_ * sizeof(float));
+        const int chosen = choose(blocks, kept_weight_, kept_rank_, [](int column) { return column; });
+        move(kept(p_.kept_key, 0), bytes_of(p_.kept_key) * head_dim_, bytes_of(p_.kept_key) * p_.kept_key.token,
+             chosen);
+        move(kept(p_.kept_value, 0), bytes_of(p_.kept_value) * value_dim_,
+             bytes_of(p_.kept_value) * p_.kept_value.token, chosen);
+        move(reinterpret_cast<char*>(kept_weight_), sizeof(float), sizeof(float), chosen);
+        move(reinterpret_cast<char*>(kept_rank_), sizeof(int32_t), sizeof(int32_t), chosen);
     }
 
-    void move(const Array& x, int chosen, int count) {
-        const int64_t bytes = bytes_of(x) * count;
-        for (int j = 0; j < chosen; ++j) memcpy(moved_ + j * bytes, kept(x, candidates_[j].column), bytes);
-        for (int j = 0; j < chosen; ++j) memcpy(kept(x, sinks_ + j), moved_ + j * bytes, bytes);
-        for (int j = first_; j < columns_; ++j)
-            if (j + block_ < columns_)
-                memcpy(kept(x, j), kept(x, j + block_), bytes);
-            else
-                memset(kept(x, j), 0, bytes);
+    // The chosen columns to the front, the window a block on, 0 behind it.
+    void move(char* columns, int64_t bytes, int64_t stride, int chosen) {
+        for (int j = 0; j < chosen; ++j)
+            memcpy(moved_ + j * bytes, columns + candidates_[j].column * stride, bytes);
+        for (int j = 0; j < chosen; ++j) memcpy(columns + (sinks_ + j) * stride, moved_ + j * bytes, bytes);
+        for (int j = first_; j < first_ + size_; ++j)
+            memcpy(columns + j * stride, columns + (j + block_) * stride, bytes);
+        for (int j = first_ + size_; j < columns_; ++j) memset(columns + j * stride, 0, bytes);
     }
 
     // Columns as they lie if they are whole vectors of float32, else in `tile_`.

@@ -345,6 +345,7 @@ class HeavyProblem(Struct):
     heavy: int
     sinks: int
     block: int  # tokens that leave at once
+    reach: int  # tokens kept that are further back go first; 0 for none
     fade: float  # what attention once got is multiplied by at each token
     query: Array
     near: Array  # queries as they meet the sinks; data 0 for as they are
@@ -354,6 +355,7 @@ class HeavyProblem(Struct):
     kept_key: Array  # [B, Hkv, sinks + heavy + size + block, D]: sinks, heavy hitters, the window, then 0
     kept_value: Array
     kept_weight: Address  # float32, likewise, dense: attention that each has got
+    kept_rank: Address  # int32, likewise, dense: of each among the visible tokens
     seen: Address  # int32 [B], dense: visible tokens before
     visible: Address  # int32 [B], dense: of the call
     order: Address  # int32 [B, N], dense: places of those, then others; 0 where all are

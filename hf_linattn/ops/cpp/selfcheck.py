@@ -261,7 +261,7 @@ def _decode() -> Iterator[tuple[str, Tensor, Tensor]]:
 def _heavy() -> Iterator[tuple[str, Tensor, Tensor]]:
     """Many tokens, more of them behind a cache, and one."""
     query, key, value = _tokens()
-    near, columns = 0.5 * query, HeavyColumns(size=16, heavy=6, sinks=2, block=2, half_life=20.0)
+    near, columns = 0.5 * query, HeavyColumns(16, 6, 2, 2, half_life=20.0, reach=24)
 
     def call(
         start: int, stop: int, kept: HeavyKept | None, columns: HeavyColumns, dtype: torch.dtype
@@ -285,13 +285,14 @@ def _walk(
     query: Tensor, near: Tensor, key: Tensor, value: Tensor, columns: HeavyColumns
 ) -> tuple[Tensor, Tensor]:
     """Compute token after token; return outputs, and what each column that is kept has got."""
-    size, heavy, sinks, block, _ = columns
+    size, heavy, sinks, block, _, reach = columns
+    assert reach is not None
     held: list[int] = []  # heavy hitters
     got, outputs, oldest = torch.zeros(TOKENS, device="cpu"), [], sinks
     for token in range(TOKENS):
         if token - oldest + 1 == size + block:
             held += range(oldest, oldest + block)
-            held = sorted(held, key=lambda column: -float(got[column]))[:heavy]
+            held = sorted(held, key=lambda x: -float(got[x]) if x >= token - reach else 1)[:heavy]
             oldest += block
         first = list(range(min(sinks, token + 1)))
         seen = [*held, *range(oldest, token + 1)]

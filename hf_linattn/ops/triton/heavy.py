@@ -90,9 +90,10 @@ def forward(
         call.new(*held, call.D, dtype=key.dtype),
         call.new(*held, call.Dv, dtype=value.dtype),
         call.new(*held),
+        call.new(*held, dtype=torch.int32),
     )
     near = None if near is None else last_contiguous(near)
-    old = (None, None, None) if before is None else tuple(x.contiguous() for x in before)
+    old = (None, None, None, None) if before is None else tuple(x.contiguous() for x in before)
     call.launch(
         heavy_kernels.window_and_heavy,
         (call.batch_heads,),
@@ -107,12 +108,15 @@ def forward(
         OLD_K=old[0],
         OLD_V=old[1],
         OLD_WEIGHT=old[2],
+        OLD_RANK=old[3],
         SOURCE=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
         WEIGHT=call.new(*held[:2], 2, columns.total),
+        RANK=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
         OUT=output,
         NEW_K=after.key,
         NEW_V=after.value,
         NEW_WEIGHT=after.weight,
+        NEW_RANK=after.rank,
         **strides(q=call.query, near=near, k=call.key, v=call.value, out=output),
         kv_heads=call.kv_heads,
         length=call.length,
@@ -120,6 +124,7 @@ def forward(
         heavy=columns.heavy,
         sinks=columns.sinks,
         block=columns.block,
+        reach=columns.reach or 0,
         scale=scaling * LOG2E,
         rate=0.0 if columns.half_life is None else 1 / columns.half_life,
         D=call.D,

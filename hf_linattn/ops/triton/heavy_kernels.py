@@ -3,9 +3,9 @@
 """Softmax over sinks, heavy hitters and a window, all steps of a text in one kernel. `heavy` launches it.
 
 A program walks the text of a key head, for the choice of what stays waits for the one before. It moves no
-keys: it keeps the source of each column, and what it weighs, twice, so that an eviction reads the one and
-writes the other. Stores that other threads read lie before a barrier. Scores are to base 2. Names and numbers
-are as in `kernel_functions`.
+keys: it keeps the source of each column, its rank, and what it weighs, twice, so that an eviction reads the
+one and writes the other. Stores that other threads read lie before a barrier. Scores are to base 2. Names and
+numbers are as in `kernel_functions`.
 """
 
 import triton
@@ -39,45 +39,54 @@ def places_of(ORDER, batch, length, tokens, keep):
 
 
 @triton.jit
-def ranked_by(WEIGHT, index, heavy, block, held):
+def ranked_by(WEIGHT, RANK, index, heavy, block, held, oldest):
     """Round weights of candidates as `to_16_bits` does, as integers of the same order.
 
-    A column that holds no token yet comes behind all that do; what is no candidate, last.
+    Tokens before the oldest come behind others, a column that holds none yet behind those; what is no
+    candidate, last.
     """
     there = index < heavy + block
     bits = tl.load(WEIGHT + index, mask=there, other=0.0).to(tl.int32, bitcast=True)
     found = (bits + 0x7F + ((bits >> 8) & 1)) >> 8
-    found = tl.where((index < heavy) & (index >= held), -1, found)
-    return tl.where(there, found, -2)
+    rank = tl.load(RANK + index, mask=index < heavy, other=0)
+    found = tl.where((index < heavy) & (rank < oldest), -1, found)
+    found = tl.where((index < heavy) & (index >= held), -2, found)
+    return tl.where(there, found, -3)
 
 
 @triton.jit
-def evict(SOURCE, WEIGHT, now, after, heavy, sinks, block, held, total, COLUMNS: tl.constexpr):
+def evict(
+    SOURCE, WEIGHT, RANK, now, after, heavy, sinks, block, held, oldest, total, COLUMNS: tl.constexpr
+):  # fmt: skip
     """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one."""
     for first in range(0, heavy + block, COLUMNS):
         index = first + tl.arange(0, COLUMNS)
-        own = ranked_by(WEIGHT + now + sinks, index, heavy, block, held)
+        own = ranked_by(WEIGHT + now + sinks, RANK + now + sinks, index, heavy, block, held, oldest)
         ahead = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, heavy + block, COLUMNS):
             others = start + tl.arange(0, COLUMNS)
-            weight = ranked_by(WEIGHT + now + sinks, others, heavy, block, held)
+            weight = ranked_by(WEIGHT + now + sinks, RANK + now + sinks, others, heavy, block, held, oldest)
             more = weight[None, :] > own[:, None]
             same = (weight[None, :] == own[:, None]) & (others[None, :] < index[:, None])
             ahead += tl.sum((more | same).to(tl.int32), 1)
         there = index < heavy + block
         source = tl.load(SOURCE + now + sinks + index, mask=there, other=-1)
         weight = tl.load(WEIGHT + now + sinks + index, mask=there, other=0.0)
+        rank = tl.load(RANK + now + sinks + index, mask=there, other=0)
         stays = there & (ahead < heavy)
         tl.store(SOURCE + after + sinks + ahead, source, mask=stays)
         tl.store(WEIGHT + after + sinks + ahead, weight, mask=stays)
+        tl.store(RANK + after + sinks + ahead, rank, mask=stays)
     for first in range(0, total, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         moves = (column < total) & ((column < sinks) | (column >= sinks + heavy))
         origin = tl.where(column < sinks, column, tl.minimum(column + block, total - 1))
         source = tl.load(SOURCE + now + origin, mask=moves, other=-1)
         weight = tl.load(WEIGHT + now + origin, mask=moves, other=0.0)
+        rank = tl.load(RANK + now + origin, mask=moves, other=0)
         tl.store(SOURCE + after + column, source, mask=moves)
         tl.store(WEIGHT + after + column, weight, mask=moves)
+        tl.store(RANK + after + column, rank, mask=moves)
 
 
 @triton.jit
@@ -105,17 +114,17 @@ def meet_columns(
 
 @triton.jit
 def window_and_heavy(
-    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, SOURCE, WEIGHT, OUT, NEW_K, NEW_V,
-    NEW_WEIGHT, q_strides, near_strides, k_strides, v_strides, out_strides,
-    kv_heads, length, size, heavy, sinks, block, scale, rate,
+    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, RANK, OUT, NEW_K,
+    NEW_V, NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
+    kv_heads, length, size, heavy, sinks, block, reach, scale, rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
     MEMBERS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs of all visible tokens, and the state after. Grid: batch_heads.
 
     ORDER `[B, length]` lists the visible tokens of each row first, None where all are; SEEN and COUNT `[B]`
-    count those before the call and in it. SOURCE and WEIGHT `[B, Hkv, 2, columns]` hold nothing yet. OLD and
-    NEW are states, dense; OLD_K None for none.
+    count those before the call and in it. SOURCE, WEIGHT and RANK `[B, Hkv, 2, columns]` hold nothing yet.
+    OLD and NEW are states, dense; OLD_K None for none.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -127,6 +136,7 @@ def window_and_heavy(
         OLD_V += batch_head * total * DV
     SOURCE += batch_head * 2 * total
     WEIGHT += batch_head * 2 * total
+    RANK += batch_head * 2 * total
     rows = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_V)
     for first in range(0, total, COLUMNS):
@@ -134,14 +144,18 @@ def window_and_heavy(
         there = column < total
         source = tl.full([COLUMNS], -1, tl.int32)
         weight = tl.zeros([COLUMNS], tl.float32)
+        rank = tl.zeros([COLUMNS], tl.int32)
         if OLD_K is not None:
             source = column
             weight = tl.load(OLD_WEIGHT + batch_head * total + column, mask=there, other=0.0)
+            rank = tl.load(OLD_RANK + batch_head * total + column, mask=there, other=0)
         tl.store(SOURCE + column, source, mask=there)
         tl.store(WEIGHT + column, weight, mask=there)
+        tl.store(RANK + column, rank, mask=there)
         # where weights are NaN, columns may stay as they are here: not just any number
         tl.store(SOURCE + total + column, tl.full([COLUMNS], -1, tl.int32), mask=there)
         tl.store(WEIGHT + total + column, tl.zeros([COLUMNS], tl.float32), mask=there)
+        tl.store(RANK + total + column, tl.zeros([COLUMNS], tl.int32), mask=there)
     member = tl.arange(0, TOKENS * MEMBERS) % MEMBERS
     of_query = tl.arange(0, TOKENS * MEMBERS) // MEMBERS
     row_head = head * GROUP + member
@@ -158,7 +172,9 @@ def window_and_heavy(
         stop = tl.minimum(tl.minimum(done + TOKENS, count), begin + block)
         if (left > 0) & (done == begin):
             tl.debug_barrier()
-            evict(SOURCE, WEIGHT, now, total - now, heavy, sinks, block, gone - block, total, COLUMNS)
+            held = gone - block
+            oldest = tl.where(reach > 0, seen + done - reach, 0)
+            evict(SOURCE, WEIGHT, RANK, now, total - now, heavy, sinks, block, held, oldest, total, COLUMNS)
             now = total - now
             tl.debug_barrier()
         token = done + tl.arange(0, TOKENS)
@@ -167,6 +183,7 @@ def window_and_heavy(
         target = tl.where(seen + token < sinks, seen + token, seen + token + heavy - gone)
         tl.store(SOURCE + now + target, total + place, mask=new)
         tl.store(WEIGHT + now + target, tl.zeros([TOKENS], tl.float32), mask=new)
+        tl.store(RANK + now + target, seen + token, mask=new)
         tl.debug_barrier()
         last = seen + stop - 1
         limit = tl.where(last < sinks, last, last + heavy - gone) + 1
@@ -218,7 +235,9 @@ def window_and_heavy(
         there = column < total
         source = tl.load(SOURCE + now + column, mask=there, other=-1)
         weight = tl.load(WEIGHT + now + column, mask=there, other=0.0)
+        rank = tl.load(RANK + now + column, mask=there, other=0)
         tl.store(NEW_WEIGHT + batch_head * total + column, weight, mask=there)
+        tl.store(NEW_RANK + batch_head * total + column, rank, mask=there)
         to = (batch_head * total + column)[:, None]
         k = gather_rows(OLD_K, K, source, k_strides[2], total, rows, D)
         tl.store(NEW_K + to * D + rows[None, :], k, mask=there[:, None] & (rows < D)[None, :])

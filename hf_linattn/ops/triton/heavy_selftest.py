@@ -95,16 +95,19 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         wrong = wrong or selftest.compare(summed, found, (weight, weight), 2 * length, more)
         if wrong is not None:
             return wrong
-        for name, x, y in zip(("keys", "values"), after[:2], want.kept[:2], strict=True):
+        for name, x, y in zip(HeavyKept._fields, after, want.kept, strict=True):
+            if name == "weight":
+                continue
             if not token_selftest.same(x, y):
-                return f"{name} are not what should be kept"
+                return f"{name}s are not what should be kept"
     return None
 
 
 def columns_for(length: int, half_life: float | None) -> HeavyColumns:
     """Choose what a text of so many tokens fills, with an odd number of tokens in a block."""
     size = 2 * length // 7
-    return HeavyColumns(size, 3 * size // 2 + 2, 2, max(1, size // 8), half_life)
+    reach = None if half_life is None else length // 2
+    return HeavyColumns(size, 3 * size // 2 + 2, 2, max(1, size // 8), half_life, reach)
 
 
 def _clear(
@@ -159,6 +162,7 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
         key.new_zeros(rows, kv_heads, total, key.shape[3]),
         value.new_zeros(rows, kv_heads, total, value.shape[3]),
         output.new_zeros(rows, kv_heads, total),
+        torch.zeros(rows, kv_heads, total, dtype=torch.int32, device="cpu"),
     )
     apart, largest, group = float("inf"), 0.0, query.shape[1] // kv_heads
     for row in range(rows):
@@ -181,6 +185,7 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
                 kept.key[row, head, column] = key[row, head, there[token]]
                 kept.value[row, head, column] = value[row, head, there[token]]
                 kept.weight[row, head, column] = got[token]
+                kept.rank[row, head, column] = token
     return Exact(output, size, kept, apart, largest)
 
 
@@ -191,17 +196,17 @@ def _walk(scores: Tensor, columns: HeavyColumns) -> tuple[Tensor, dict[int, int]
         Weights `[G, N, N]`, the token of each column after the last one, what tokens got, and the least
         distance between one that stayed and one that did not.
     """
-    size, most, sinks, block, half_life = columns
-    length = scores.shape[-1]
-    fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+    size, most, sinks, block, _, reach = columns
+    length, fade = scores.shape[-1], columns.fade
     weights, got = torch.zeros_like(scores), scores.new_zeros(length)
     heavy: list[int] = []
     start, oldest, apart = 0, sinks, float("inf")
     while start < length:
         if start == oldest + size + block - 1:  # with this token there is one block too many
             candidates = [*heavy, *range(oldest, oldest + block)]
-            ranked = sorted(candidates, key=lambda token: float(got[token]), reverse=True)
-            if len(ranked) > most:
+            far = set() if reach is None else {token for token in heavy if token < start - reach}
+            ranked = sorted(candidates, key=lambda token: 1 if token in far else -float(got[token]))
+            if len(ranked) > most and ranked[most] not in far:
                 apart = min(apart, 1 - float(got[ranked[most]] / got[ranked[most - 1]]))
             heavy, oldest = ranked[:most], oldest + block
         stop = min(length, oldest + size + block - 1)
@@ -225,15 +230,16 @@ def _in_order(found: HeavyKept, want: HeavyKept, columns: HeavyColumns) -> Heavy
     """Bring heavy hitters to the order in which others have them; those that others lack stay out."""
     if found.key.is_meta:  # nothing to compare: it is compiled
         return found
-    key, value, weight = (x.cpu().clone() for x in found)
+    key, value, weight, rank = (x.cpu().clone() for x in found)
     there = slice(columns.sinks, columns.sinks + columns.heavy)
     same = (want.key[:, :, there, None] == key[:, :, None, there]).all(-1)
     place = same.int().argmax(-1) + columns.sinks
     for x in (key, value):
         index = place[..., None].expand(-1, -1, -1, x.shape[3])
         x[:, :, there] = x.gather(2, index)
-    weight[:, :, there] = weight.gather(2, place)
-    return HeavyKept(key, value, weight)
+    for x in (weight, rank):
+        x[:, :, there] = x.gather(2, place)
+    return HeavyKept(key, value, weight, rank)
 
 
 def _run(
@@ -250,6 +256,6 @@ def _run(
     order = valid.logical_not().int().argsort(dim=1, stable=True).int()
     places = HeavyPlaces(on(seen), on(count), None if bool(valid.all()) else on(order))
     if before is not None:
-        before = HeavyKept(on(before.key), on(before.value), on(before.weight.float()))
+        before = HeavyKept(*map(on, before._replace(weight=before.weight.float())))
     output, after = kernels.forward(query, near, key, value, places, before, columns, numbers.scaling)
     return output, HeavyKept(*after)

@@ -309,7 +309,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     numbers, held = new(batch, dtype=torch.int32), (batch, kv_heads, COLUMNS.total)
     places = HeavyPlaces(numbers, numbers, documents)
     of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
-    kept = HeavyKept(of_heads[0], of_heads[1], new(*held)) if shape.state else None
+    kept = HeavyKept(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
     }

@@ -11,6 +11,11 @@ CASES: dict[str, Case] = {
     "h2o": Case(
         "h2o", {"size": 17, "heavy": 6, "sinks": 2, "positions": "text", "half_life": 20.0}, half=HALF
     ),
+    "h2o, an end to what is kept": Case(
+        "h2o",
+        {"size": 9, "heavy": 5, "sinks": 2, "positions": "text", "half_life": None, "reach": 14},
+        half=HALF,
+    ),
     "h2o, published": Case("h2o", {"size": 9, "heavy": 20, "sinks": 0, "half_life": None}, half=HALF),
 }
 
@@ -38,7 +43,9 @@ def exact(x: Inputs) -> Tensor:
 def exact_of_heads(x: Inputs, scores: Tensor, rank: Tensor, visible: Tensor, own: Tensor | None) -> Tensor:
     """What each query of the heads of one key head sees, `[N, S]`; `own` are logits of sinks of the model."""
     size, first, most = x.options["size"], x.options["sinks"], x.options["heavy"]
-    half_life = x.options["half_life"]
+    half_life, reach = x.options["half_life"], x.options["reach"]
+    if reach in (None, "auto"):  # texts are shorter than the context
+        reach = len(visible)
     fade, block = 1.0 if half_life is None else 2 ** (-1 / half_life), max(1, size // 8)
     seen = torch.zeros(scores.shape[1:], dtype=torch.bool)
     got = torch.zeros(scores.shape[-1], dtype=torch.float64)
@@ -52,7 +59,8 @@ def exact_of_heads(x: Inputs, scores: Tensor, rank: Tensor, visible: Tensor, own
             sinks, recent, kept = [], [], []
         (sinks if rank[token] < first else recent).append(token)
         if len(recent) == size + block:
-            ranked = sorted(kept + recent[:block], key=lambda j: float(got[j]), reverse=True)
+            far = {j for j in kept if rank[token] - rank[j] > reach}
+            ranked = sorted(kept + recent[:block], key=lambda j: 1 if j in far else -float(got[j]))
             kept, recent = ranked[:most], recent[block:]
         columns = sinks + recent + kept
         seen[token, columns] = True
