@@ -43,7 +43,7 @@ def exact(x: Inputs) -> Tensor:
 def exact_of_heads(x: Inputs, scores: Tensor, rank: Tensor, visible: Tensor, own: Tensor | None) -> Tensor:
     """What each query of the heads of one key head sees, `[N, S]`; `own` are logits of sinks of the model."""
     size, first, most = x.options["size"], x.options["sinks"], x.options["heavy"]
-    half_life, reach = x.options["half_life"], x.options["reach"]
+    half_life, reach = x.options["half_life"], x.options.get("reach")
     if reach in (None, "auto"):  # texts are shorter than the context
         reach = len(visible)
     fade, block = 1.0 if half_life is None else 2 ** (-1 / half_life), max(1, size // 8)
