@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.cli.arguments import add_options, option
-from hf_linattn.convert.presets import PLAIN, PRESETS, SMALL, STAGES, Preset, find_preset
+from hf_linattn.convert.presets import AUTO, PLAIN, PRESETS, SMALL, STAGES, Preset, find_preset
 from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments import TrainingArguments
 
@@ -26,6 +26,8 @@ examples:
       --data wikitext:wikitext-103-raw-v1 --tokens 20000000 --output-dir out
 
 presets: what is done where you give nothing else; whatever you give wins
+  auto     h2o for causal models of 100 million parameters or more, hybrid for others, and where you name a
+           patch, stages, their tokens or --cache-teacher
   hybrid   a window of 64 to 256 tokens (a thirty-second of the context) and 4 sinks, and a gated state for
            what lies before (window+gated, hedgehog's map); a tenth of the tokens for stage transfer, the rest
            for distill with the text's own loss, in steps of 2 rows (--batch-size 2 --adam-beta2 0.999
@@ -35,7 +37,7 @@ presets: what is done where you give nothing else; whatever you give wins
            most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
   h2o      softmax over such a window, 4 sinks, and half as many tokens behind it, those that got most
            attention. Just put in it says what the model said, so that all tokens are for stage finetune: it
-           learns the text. Nearest to the control, but slower
+           learns the text, in such steps. Nearest to the control in models that recall
   plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
            rest for distill, steps of 8 rows
   With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that
@@ -155,7 +157,7 @@ class ConvertArguments(TrainingArguments):
         "0 never does, and keeps the last",
         minimum=0,
     )
-    preset: str = option("hybrid", "what is wanted (see below)", metavar=f"{{{','.join(PRESETS)}}}")
+    preset: str = option(AUTO, "what is wanted (see below)", metavar=f"{{{','.join((AUTO, *PRESETS))}}}")
     tokens: int = option(1_000_000, "tokens to train on, in all stages together", minimum=1)
     keep: int | None = option(
         None, "softmax layers of --preset recall (default: a quarter of all)", metavar="N", minimum=1

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from hf_linattn.cli.files import read_json, write_json, writing
 from hf_linattn.cli.jobs import Job, run_jobs
 from hf_linattn.convert.resolve import ConversionPlan
-from hf_linattn.data import streams, token_ids
+from hf_linattn.convert.stages import first_tokens
 from hf_linattn.errors import DataError
 
 TOKENS = 8192
@@ -87,16 +87,7 @@ def _measured(folder: Path) -> float:
 
 
 def _write_text(plan: ConversionPlan, path: Path, data: Any) -> None:
-    """Write the first tokens of the text that the stages learn from, whatever form it has, as plain text."""
-    arguments = plan.arguments
-    source = plan.text if data is None else data
-    rows = plan.objective.load_blocks(
-        source,
-        column=arguments.text_column,
-        split=arguments.data_split,
-        stream=arguments.streaming or streams(source),
-        limit=2 + TOKENS // arguments.block_size,
-    )
-    ids = token_ids(rows).ravel().tolist()
+    """Write the first tokens of the text that the stages learn from as plain text."""
+    ids = first_tokens(plan, TOKENS, data).tolist()
     with writing(path):
         path.write_text(str(plan.tokenizer.decode(ids, skip_special_tokens=True)), encoding="utf-8")

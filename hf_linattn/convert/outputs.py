@@ -16,6 +16,8 @@ from hf_linattn.errors import OptionError
 from hf_linattn.training.folder import RunFolder
 
 RECORD, VALIDATION, PAGE = "plan.json", "validation.json", "report.html"
+SIZES = "sizes.json"
+"""How many tokens each layer keeps, where that was measured."""
 LAYERS = "layers"
 """Folder of what chose the layers that stay softmax."""
 OWN_TEXT, OWN_EVAL_TEXT = "self.jsonl", "self-eval.jsonl"
@@ -45,7 +47,7 @@ def conversion_folder(output_dir: str) -> RunFolder:
         Path(output_dir).expanduser(),
         "conversion",
         RECORD,
-        contents=(*STAGES, LAYERS, VALIDATION, OWN_TEXT, OWN_EVAL_TEXT, PAGE),
+        contents=(*STAGES, LAYERS, SIZES, VALIDATION, OWN_TEXT, OWN_EVAL_TEXT, PAGE),
         # a conversion that was killed before its record leaves its own text and first validation
         signs=(*STAGES, "config.json", "run.json"),
         settings_key="arguments",
@@ -130,5 +132,9 @@ def summary(result: ConversionResult) -> str:
     if kept := result.record.get("kept"):
         numbers = ", ".join(map(str, kept["layers"]))
         lines.append(f"layers that stay softmax, by {kept['rank']}: {numbers} ({page.parent / LAYERS})")
+    if "sizes" in result.record:
+        sizes = sorted(result.record["sizes"].values())
+        found = f"{sizes[0]} to {sizes[-1]} tokens" if sizes else "the same, as the text is too short to tell"
+        lines.append(f"windows, by what each layer loses: {found} ({page.parent / SIZES})")
     lines.append(f"the model is in {result.folder}, everything about it in {page}")
     return "\n".join(lines) + "\n"

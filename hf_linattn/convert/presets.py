@@ -13,6 +13,8 @@ from hf_linattn.errors import OptionError
 from hf_linattn.registry import parse, patches
 
 STAGES = ("transfer", "distill", "finetune")
+AUTO = "auto"
+"""In the place of a preset: what is best for a model of this size."""
 SMALL = 100_000_000
 """Parameters; below, hybrids of a recipe that was measured train all weights, above LoRA."""
 
@@ -60,6 +62,7 @@ class Preset:
         patch: None for the patch that is the default of conversions.
         options: of the patch.
         chooses_layers: whether some layers stay softmax, those that the model needs most.
+        sizes_layers: whether layers keep as many tokens as they need, as measured.
         encoders: whether it converts them too, with the patch that is the default of conversions.
     """
 
@@ -68,6 +71,7 @@ class Preset:
     patch: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses_layers: bool = False
+    sizes_layers: bool = False
     encoders: bool = True
 
     def options_for(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -117,6 +121,7 @@ PRESETS = {
         SMALL_STEPS,
         "h2o",
         {"size": 64, "heavy": 32, "sinks": 4},
+        sizes_layers=True,
         encoders=False,
     ),
     "plain": Preset({"transfer": 0.2, "distill": 0.8, "finetune": 0.0}, PLAIN),
@@ -129,14 +134,28 @@ def find_preset(name: str) -> Preset:
     Raises:
         OptionError: there is none, or none any more.
     """
+    if name == AUTO:  # until it is known which
+        name = "hybrid"
     if name in FORMER:
         raise OptionError(
             f"--preset {name} is gone: leave it out for the best recipe, with --tokens for how much of it; "
             f"what it did is now {FORMER[name]}"
         )
     if name not in PRESETS:
-        raise OptionError(f"--preset must be one of {', '.join(PRESETS)}, not {name!r}")
+        raise OptionError(f"--preset must be one of {', '.join((AUTO, *PRESETS))}, not {name!r}")
     return PRESETS[name]
+
+
+def default_preset(parameters: int) -> str:
+    """Name the preset that is best for a causal model of so many parameters.
+
+    Small ones have few tokens of far back that are worth keeping, and their hybrids are nearer to the control
+    (docs/results.md); in larger ones states are worth little (docs/smollm2.md).
+
+    >>> default_preset(135_000_000)
+    'h2o'
+    """
+    return "hybrid" if parameters < SMALL else "h2o"
 
 
 def default_patch(purpose: str) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_linattn.attention import LinearAttention
 from hf_linattn.convert.arguments import ConvertArguments
 from hf_linattn.convert.outputs import LAYERS, OWN_EVAL_TEXT, OWN_TEXT, conversion_folder
-from hf_linattn.convert.presets import default_patch, merge_options
+from hf_linattn.convert.presets import AUTO, default_patch, default_preset, merge_options
 from hf_linattn.errors import OptionError, TrainingError
-from hf_linattn.finetune.model import load_config
+from hf_linattn.finetune.model import count_parameters, load_config
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.loading import load_tokenizer
 from hf_linattn.registry import find, names_in, parse, signature
@@ -27,6 +28,7 @@ from hf_linattn.training.objectives import (
     choose_objective,
 )
 
+HYBRID = "hybrid"
 SELF = "self"
 """In the place of a text: what the model writes itself."""
 
@@ -66,6 +68,8 @@ class ConversionPlan:
         stages: in their order, at least one.
         kept: folder of the model some of whose layers were chosen to stay softmax, between stage transfer and
             the next; None where none are.
+        sizes_layers: what each layer keeps is to be measured before it is patched.
+        layers: the patch of each attention module by its name, where that was; else None.
     """
 
     arguments: ConvertArguments
@@ -74,6 +78,18 @@ class ConversionPlan:
     objective: Objective
     stages: tuple[StagePlan, ...]
     kept: Path | None = None
+    sizes_layers: bool = False
+    layers: dict[str, Any] | None = None
+
+    @property
+    def patch(self) -> str | dict[str, Any] | None:
+        """The patch of the model; None for what it has."""
+        return self.layers or self.arguments.patch
+
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """The options of the patch; None for none, or where its layers say them."""
+        return self.arguments.options if self.layers is None else None
 
     @property
     def original(self) -> str:
@@ -106,6 +122,10 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     original = config if teacher is None else load_config(teacher, "--teacher")
     if _learns_states(arguments, original) and "ce_weight" in arguments.filled:
         arguments = replace(arguments, ce_weight=0.0)  # there is no text to predict
+    if arguments.preset == AUTO:
+        arguments = copy.copy(arguments)
+        arguments.preset = _preset_for(arguments, config)
+    sizes_layers = arguments.chosen_preset.sizes_layers and not (arguments.patch or hasattr(config, NAME))
     arguments = resolve_patch(arguments, config)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     folder = conversion_folder(arguments.output_dir)
@@ -131,7 +151,19 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
         )
         for name, source in zip(names, sources, strict=True)
     )
-    return ConversionPlan(arguments, folder, tokenizer, objective, stages, kept)
+    return ConversionPlan(arguments, folder, tokenizer, objective, stages, kept, sizes_layers)
+
+
+def _preset_for(arguments: ConvertArguments, config: PreTrainedConfig) -> str:
+    """Choose the preset where none is named: hybrid where something else says what is trained, or how."""
+    given = ("patch", "stages", "transfer_tokens", "distill_tokens", "teacher", "cache_teacher")
+    if any(getattr(arguments, name) is not None for name in given) or arguments.learn_front:
+        return HYBRID
+    if hasattr(config, NAME) or arguments.data == SELF or _learns_states(arguments, config):
+        return HYBRID
+    if choose_objective(arguments.objective, config) != "causal":
+        return HYBRID
+    return default_preset(count_parameters(config, AutoModelForCausalLM))
 
 
 def _check_can_choose(arguments: ConvertArguments, config: PreTrainedConfig, objective: Objective) -> None:

@@ -18,6 +18,7 @@ from hf_linattn.cli.files import write_json
 from hf_linattn.convert.arguments import ConvertArguments
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.convert.keep_layers import keep_layers
+from hf_linattn.convert.layer_sizes import size_layers, with_sizes
 from hf_linattn.convert.outputs import (
     LABELS,
     OWN_EVAL_TEXT,
@@ -69,9 +70,13 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
+    sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
+    plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)
     validation = Validation(plan, accelerator)
     record = _begin(plan, validation, accelerator, command)
+    if plan.sizes_layers:
+        record["sizes"] = sizes["sizes"]
     parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
     results = []
     for stage in plan.stages:
@@ -272,11 +277,11 @@ def _begin(
     model = load_original(plan.original, arguments.dtype, plan.objective)
     check_fit(model, plan.objective, validation.blocks)
     validation.add("original", model)
-    if arguments.patch is None:
+    if plan.patch is None:
         model = load(arguments.model, arguments.dtype, plan.objective)
     else:
         torch.manual_seed(arguments.seed)
-        patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
+        patch_model(model, plan.patch, options=plan.options, sliding=arguments.sliding)
     rows = describe(model)
     transfers = any(stage.name == "transfer" for stage in plan.stages)
     if transfers and not rows.parameters and not arguments.train_projections:  # before anything is written

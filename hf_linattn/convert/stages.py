@@ -19,7 +19,7 @@ from hf_linattn.convert.calibration import calibrate, can_calibrate
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher, teacher_inside
 from hf_linattn.convert.resolve import ConversionPlan, StagePlan
 from hf_linattn.convert.teacher_cache import CachedTeacher
-from hf_linattn.data import token_ids
+from hf_linattn.data import streams, token_ids
 from hf_linattn.errors import TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.model import choose_trained, switch_off_dropout
@@ -193,6 +193,32 @@ def load(name: str, dtype: str, objective: Objective) -> Any:
         return from_pretrained(name, auto_class=objective.auto_class, dtype=getattr(torch, dtype))
 
 
+def first_tokens(plan: ConversionPlan, count: int, data: Any) -> Tensor:
+    """Read the first tokens, about so many, of the text that the stages learn from, whatever form it has.
+
+    Args:
+        plan: of the conversion.
+        count: of tokens, as far as there are so many.
+        data: text as `load_documents` takes it, in the place of --data.
+
+    Returns:
+        One behind the other, int64 `[tokens]`.
+
+    Raises:
+        DataError: the text cannot be read.
+    """
+    arguments = plan.arguments
+    source = plan.text if data is None else data
+    rows = plan.objective.load_blocks(
+        source,
+        column=arguments.text_column,
+        split=arguments.data_split,
+        stream=arguments.streaming or streams(source),
+        limit=2 + count // arguments.block_size,
+    )
+    return torch.from_numpy(token_ids(rows).ravel().astype("int64"))
+
+
 def stage_arguments(
     plan: ConversionPlan, stage: StagePlan, *, parameters: int, lora: int, processes: int
 ) -> FinetuneArguments:
@@ -217,8 +243,8 @@ def stage_arguments(
         "data": plan.text,
         "eval_data": plan.eval_text,
         "output_dir": str(stage.folder),
-        "patch": arguments.patch if first else None,
-        "options": arguments.options if first and arguments.patch is not None else None,
+        "patch": plan.patch if first else None,
+        "options": plan.options if first and plan.patch is not None else None,
         "objective": "auto" if stage.objective.name == "states" else stage.objective.name,
         "tokenizer": arguments.tokenizer or arguments.model,
         "block_size": stage.length,

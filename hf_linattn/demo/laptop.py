@@ -24,8 +24,7 @@ EVAL_TOKENS = 2304
 LENGTHS = (512, 2048, 8192)
 NEW_TOKENS = 80
 BLOCK_SIZE = 512
-PRESET = "hybrid"
-ORIGINAL, SWAPPED, CONVERTED = "original", "swapped", PRESET
+ORIGINAL, SWAPPED, CONVERTED = "original", "swapped", "converted"
 
 EPILOG = f"""\
 examples:
@@ -35,10 +34,11 @@ examples:
 
 rows:
   original   the model as it is
-  swapped    window+gated of the preset put in its place, without any training
-  hybrid     the same, converted by hf_linattn.convert with nothing but model, text and tokens said
+  swapped    the attention that hf_linattn.convert takes for it, put in without any training: h2o, and for
+             models below 100 million parameters a hybrid (window+gated)
+  converted  the same, converted by hf_linattn.convert with nothing but model, text and tokens said
 
-The folder gets model/ (where --model names none), data/, runs/hybrid/distill (the converted model),
+The folder gets model/ (where --model names none), data/, runs/converted/finetune (the converted model),
 perplexity/, samples.json, results.json, results.csv, logs/ and report.html. Interrupted at any moment, the
 same command goes on where it stopped. After the model is there, nothing is downloaded.
 """
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Make the command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_linattn.demo.laptop",
-        description="Convert a real language model to a hybrid, measure it, chat with it, write one page.",
+        description="Convert a real language model, measure it, chat with it, write one page.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -128,12 +128,15 @@ def run(args: argparse.Namespace) -> Path:
 
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
-    from hf_linattn.cli.processor import multiplies_bf16
-    from hf_linattn.convert.presets import PRESETS
-    from hf_linattn.demo.steps import Steps, conversion
-    from hf_linattn.patching.loading import load_config
+    from transformers import AutoModelForCausalLM
 
-    preset, folder = PRESETS[PRESET], args.output_dir / "runs" / CONVERTED
+    from hf_linattn.cli.processor import multiplies_bf16
+    from hf_linattn.convert.presets import PRESETS, default_preset
+    from hf_linattn.demo.steps import Steps, conversion
+    from hf_linattn.finetune.model import count_parameters, load_config
+
+    config, folder = load_config(model), args.output_dir / "runs" / CONVERTED
+    preset = PRESETS[default_preset(count_parameters(config, AutoModelForCausalLM))]
     stages = [stage for stage, share in preset.shares.items() if share]
     words = ["hf_linattn.convert", "--model", model, "--data", data.train, "--eval-data", data.held_out]
     words += ["--tokens", str(args.tokens), "--block-size", str(args.block_size), "--eval-blocks", "8"]
@@ -141,7 +144,7 @@ def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     words += [*(["--cpu"] if args.cpu else []), "--checkpoint-every", "25"]
     words += ["--output-dir", str(folder), "--resume"]
     steps_of_all = args.tokens / (args.block_size * preset.recipe["batch_size"])
-    options = preset.options_for(load_config(model))
+    options = preset.options_for(config)
     patch = ["--patch", str(preset.patch), "--options", json.dumps(options)]
 
     steps = Steps(args.output_dir, data, args.seed)
@@ -171,7 +174,7 @@ def chat_prompt(tokenizer: Any, question: str) -> str:
 
 
 def _answers(folder: Path) -> str:
-    """Return the answers of the original and of the hybrid, one below the other."""
+    """Return the answers of the original and of the converted model, one below the other."""
     content = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     names = ("before", "after")
     lines = [f"{name}: {sample['text']}" for name, sample in zip(names, content["samples"], strict=True)]

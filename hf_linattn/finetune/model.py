@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,13 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
     with explain_gguf(name) if keyword else explain_missing(f"cannot load {option} {name}", TrainingError):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, **keyword, **trust())
     return config
+
+
+def count_parameters(config: PreTrainedConfig, auto_class: Any) -> int:
+    """Count the parameters of a model that its config describes; no weights are read or made."""
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class.from_config(config, **trust())
+    return model.num_parameters()
 
 
 def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrainedModel:

@@ -42,22 +42,22 @@ def test_notebook_then_the_command_again(model, tmp_path, monkeypatch, capsys):
     assert "before: " in printed.out
     assert " left" in printed.err
     rows = {row["row"]: row for row in json.loads((folder / "results.json").read_text())["rows"]}
-    assert set(rows) == {"original", "swapped", "hybrid"}
-    assert rows["hybrid"]["training_tokens"] == (1 + 4) * 2 * 32  # steps of transfer and of distill
+    assert set(rows) == {"original", "swapped", "converted"}
+    assert rows["converted"]["training_tokens"] == (1 + 4) * 2 * 32  # steps of transfer and of distill
     shown = json.loads((folder / "commands.json").read_text())
-    assert "--options" not in shown["hybrid"][0]  # the preset's
+    assert "--options" not in shown["converted"][0]  # the preset's
     assert '"size": 64, "sinks": 4' in shown["swapped"][0]
-    assert rows["hybrid"]["state_bytes"] > 0 == rows["hybrid"]["bytes_per_token"]
+    assert rows["converted"]["state_bytes"] > 0 == rows["converted"]["bytes_per_token"]
     assert all(row["perplexity_64"] > 1 for row in rows.values())
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "What they write" in page
     assert laptop.QUESTION in page
 
     # from its files: nothing but the page is made again
-    before = (folder / "runs" / "hybrid" / "distill" / "model.safetensors").stat().st_mtime_ns
+    before = (folder / "runs" / "converted" / "distill" / "model.safetensors").stat().st_mtime_ns
     again = ["--model", str(model), "--output-dir", str(folder), *words]
     assert laptop.main(again) == 0
-    assert (folder / "runs" / "hybrid" / "distill" / "model.safetensors").stat().st_mtime_ns == before
+    assert (folder / "runs" / "converted" / "distill" / "model.safetensors").stat().st_mtime_ns == before
     assert laptop.main([*again, "--question", "Why?"]) == 1
     assert "other settings (question" in capsys.readouterr().err
 
