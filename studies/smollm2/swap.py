@@ -14,7 +14,9 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--patch", required=True)
+    parser.add_argument(
+        "--patch", type=lambda text: json.loads(text) if text.startswith("{") else text, required=True
+    )
     parser.add_argument("--options", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--output-dir", type=Path, required=True)
     return parser

@@ -246,7 +246,7 @@ private:
         Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
         for (int j = 0; j < used_; j += WIDTH) {
             const Floats hidden = load(bias_ + j);  // scores may be NaN where it is -inf
-            const Floats values = hidden < 0 ? hidden : load(scores + j);
+            const Floats values = hidden < 0.0f ? hidden : load(scores + j);
             store(scores + j, values);
             peak = values > peak ? values : peak;
         }
