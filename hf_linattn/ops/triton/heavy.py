@@ -111,7 +111,6 @@ def forward(
         OLD_RANK=old[3],
         SOURCE=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
         WEIGHT=call.new(*held[:2], 2, columns.total),
-        RANK=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
         OUT=output,
         NEW_K=after.key,
         NEW_V=after.value,

@@ -3,9 +3,9 @@
 """Softmax over sinks, heavy hitters and a window, all steps of a text in one kernel. `heavy` launches it.
 
 A program walks the text of a key head, for the choice of what stays waits for the one before. It moves no
-keys: it keeps the source of each column, its rank, and what it weighs, twice, so that an eviction reads the
-one and writes the other. Stores that other threads read lie before a barrier. Scores are to base 2. Names and
-numbers are as in `kernel_functions`.
+keys: it keeps the source of each column, and what it weighs, twice, so that an eviction reads the one and
+writes the other. Stores that other threads read lie before a barrier. Scores are to base 2. Names and numbers
+are as in `kernel_functions`.
 """
 
 import triton
@@ -16,10 +16,21 @@ from hf_linattn.ops.triton.window_kernels import hidden_where_not, plain_dot
 
 
 @triton.jit
-def gather_rows(OLD, NEW, source, stride, total, columns, WIDTH: tl.constexpr):
+def places_of(ORDER, tokens, keep):
+    """Find visible tokens, counted one after the other, among all of the call."""
+    if ORDER is not None:
+        return tl.load(ORDER + tokens, mask=keep, other=0)
+    else:
+        return tokens
+
+
+@triton.jit
+def gather_rows(OLD, NEW, ORDER, source, stride, total, columns, WIDTH: tl.constexpr):
     """Load rows of OLD `[total, WIDTH]`, from `total` on of the tokens NEW; 0 where the source is -1."""
     wide = (columns < WIDTH)[None, :]
-    token = (source - total).to(tl.int64)[:, None] * stride + columns[None, :]
+    token = (
+        places_of(ORDER, source - total, source >= total).to(tl.int64)[:, None] * stride + columns[None, :]
+    )
     x = tl.load(NEW + token, mask=(source >= total)[:, None] & wide, other=0.0)
     if OLD is not None:
         kept = (source >= 0) & (source < total)
@@ -30,16 +41,17 @@ def gather_rows(OLD, NEW, source, stride, total, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def places_of(ORDER, batch, length, tokens, keep):
-    """Find visible tokens, counted one after the other, among all of the call."""
-    if ORDER is not None:
-        return tl.load(ORDER + batch * length + tokens, mask=keep, other=0)
-    else:
-        return tokens
+def ranks_of(OLD_RANK, source, seen, total, there):
+    """Count the visible tokens of the text before those of some sources."""
+    rank = source - total + seen
+    if OLD_RANK is not None:
+        old = tl.load(OLD_RANK + source, mask=there & (source >= 0) & (source < total), other=0)
+        rank = tl.where(source < total, old, rank)
+    return rank
 
 
 @triton.jit
-def ranked_by(WEIGHT, RANK, index, heavy, block, held, oldest):
+def ranked_by(WEIGHT, SOURCE, OLD_RANK, index, heavy, block, held, seen, oldest, total):
     """Round weights of candidates as `to_16_bits` does, as integers of the same order.
 
     Tokens before the oldest come behind others, a column that holds none yet behind those; what is no
@@ -48,7 +60,8 @@ def ranked_by(WEIGHT, RANK, index, heavy, block, held, oldest):
     there = index < heavy + block
     bits = tl.load(WEIGHT + index, mask=there, other=0.0).to(tl.int32, bitcast=True)
     found = (bits + 0x7F + ((bits >> 8) & 1)) >> 8
-    rank = tl.load(RANK + index, mask=index < heavy, other=0)
+    source = tl.load(SOURCE + index, mask=index < heavy, other=total)
+    rank = ranks_of(OLD_RANK, source, seen, total, index < heavy)
     found = tl.where((index < heavy) & (rank < oldest), -1, found)
     found = tl.where((index < heavy) & (index >= held), -2, found)
     return tl.where(there, found, -3)
@@ -56,47 +69,49 @@ def ranked_by(WEIGHT, RANK, index, heavy, block, held, oldest):
 
 @triton.jit
 def evict(
-    SOURCE, WEIGHT, RANK, now, after, heavy, sinks, block, held, oldest, total, COLUMNS: tl.constexpr
+    SOURCE, WEIGHT, OLD_RANK, now, after, heavy, sinks, block, held, seen, oldest, total,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one."""
+    first_weight, first_source = WEIGHT + now + sinks, SOURCE + now + sinks
     for first in range(0, heavy + block, COLUMNS):
         index = first + tl.arange(0, COLUMNS)
-        own = ranked_by(WEIGHT + now + sinks, RANK + now + sinks, index, heavy, block, held, oldest)
+        own = ranked_by(
+            first_weight, first_source, OLD_RANK, index, heavy, block, held, seen, oldest, total
+        )  # fmt: skip
         ahead = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, heavy + block, COLUMNS):
             others = start + tl.arange(0, COLUMNS)
-            weight = ranked_by(WEIGHT + now + sinks, RANK + now + sinks, others, heavy, block, held, oldest)
+            weight = ranked_by(
+                first_weight, first_source, OLD_RANK, others, heavy, block, held, seen, oldest, total
+            )  # fmt: skip
             more = weight[None, :] > own[:, None]
             same = (weight[None, :] == own[:, None]) & (others[None, :] < index[:, None])
             ahead += tl.sum((more | same).to(tl.int32), 1)
         there = index < heavy + block
-        source = tl.load(SOURCE + now + sinks + index, mask=there, other=-1)
-        weight = tl.load(WEIGHT + now + sinks + index, mask=there, other=0.0)
-        rank = tl.load(RANK + now + sinks + index, mask=there, other=0)
+        source = tl.load(first_source + index, mask=there, other=-1)
+        weight = tl.load(first_weight + index, mask=there, other=0.0)
         stays = there & (ahead < heavy)
         tl.store(SOURCE + after + sinks + ahead, source, mask=stays)
         tl.store(WEIGHT + after + sinks + ahead, weight, mask=stays)
-        tl.store(RANK + after + sinks + ahead, rank, mask=stays)
     for first in range(0, total, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         moves = (column < total) & ((column < sinks) | (column >= sinks + heavy))
         origin = tl.where(column < sinks, column, tl.minimum(column + block, total - 1))
         source = tl.load(SOURCE + now + origin, mask=moves, other=-1)
         weight = tl.load(WEIGHT + now + origin, mask=moves, other=0.0)
-        rank = tl.load(RANK + now + origin, mask=moves, other=0)
         tl.store(SOURCE + after + column, source, mask=moves)
         tl.store(WEIGHT + after + column, weight, mask=moves)
-        tl.store(RANK + after + column, rank, mask=moves)
 
 
 @triton.jit
 def meet_columns(
-    q, NEAR, near_offset, inside, OLD_K, K, source, k_stride, first, rank, gone, limit, heavy, sinks, total,
-    scale, rows, D: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
+    q, NEAR, near_offset, inside, OLD_K, K, ORDER, source, k_stride, first, rank, gone, limit, heavy, sinks,
+    total, scale, rows, D: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores of queries and a tile of columns."""
     column = first + tl.arange(0, COLUMNS)
-    k = tl.trans(gather_rows(OLD_K, K, source, k_stride, total, rows, D))
+    k = tl.trans(gather_rows(OLD_K, K, ORDER, source, k_stride, total, rows, D))
     scores = plain_dot(q, k, OPERAND)
     if NEAR is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if first < sinks:
@@ -114,8 +129,8 @@ def meet_columns(
 
 @triton.jit
 def window_and_heavy(
-    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, RANK, OUT, NEW_K,
-    NEW_V, NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
+    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, OUT, NEW_K, NEW_V,
+    NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
     kv_heads, length, size, heavy, sinks, block, reach, scale, rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
     MEMBERS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
@@ -123,8 +138,8 @@ def window_and_heavy(
     """Compute outputs of all visible tokens, and the state after. Grid: batch_heads.
 
     ORDER `[B, length]` lists the visible tokens of each row first, None where all are; SEEN and COUNT `[B]`
-    count those before the call and in it. SOURCE, WEIGHT and RANK `[B, Hkv, 2, columns]` hold nothing yet.
-    OLD and NEW are states, dense; OLD_K None for none.
+    count those before the call and in it. SOURCE and WEIGHT `[B, Hkv, 2, columns]` hold nothing yet. OLD and
+    NEW are states, dense; OLD_K None for none.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -134,9 +149,9 @@ def window_and_heavy(
     if OLD_K is not None:
         OLD_K += batch_head * total * D
         OLD_V += batch_head * total * DV
+        OLD_RANK += batch_head * total
     SOURCE += batch_head * 2 * total
     WEIGHT += batch_head * 2 * total
-    RANK += batch_head * 2 * total
     rows = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_V)
     for first in range(0, total, COLUMNS):
@@ -144,21 +159,19 @@ def window_and_heavy(
         there = column < total
         source = tl.full([COLUMNS], -1, tl.int32)
         weight = tl.zeros([COLUMNS], tl.float32)
-        rank = tl.zeros([COLUMNS], tl.int32)
         if OLD_K is not None:
             source = column
             weight = tl.load(OLD_WEIGHT + batch_head * total + column, mask=there, other=0.0)
-            rank = tl.load(OLD_RANK + batch_head * total + column, mask=there, other=0)
         tl.store(SOURCE + column, source, mask=there)
         tl.store(WEIGHT + column, weight, mask=there)
-        tl.store(RANK + column, rank, mask=there)
         # where weights are NaN, columns may stay as they are here: not just any number
         tl.store(SOURCE + total + column, tl.full([COLUMNS], -1, tl.int32), mask=there)
         tl.store(WEIGHT + total + column, tl.zeros([COLUMNS], tl.float32), mask=there)
-        tl.store(RANK + total + column, tl.zeros([COLUMNS], tl.int32), mask=there)
     member = tl.arange(0, TOKENS * MEMBERS) % MEMBERS
     of_query = tl.arange(0, TOKENS * MEMBERS) // MEMBERS
     row_head = head * GROUP + member
+    if ORDER is not None:
+        ORDER += batch * length
     seen = tl.load(SEEN + batch)
     count = tl.load(COUNT + batch)
     now = count * 0
@@ -174,22 +187,23 @@ def window_and_heavy(
             tl.debug_barrier()
             held = gone - block
             oldest = tl.where(reach > 0, seen + done - reach, 0)
-            evict(SOURCE, WEIGHT, RANK, now, total - now, heavy, sinks, block, held, oldest, total, COLUMNS)
+            evict(
+                SOURCE, WEIGHT, OLD_RANK, now, total - now, heavy, sinks, block, held, seen, oldest, total,
+                COLUMNS,
+            )  # fmt: skip
             now = total - now
             tl.debug_barrier()
         token = done + tl.arange(0, TOKENS)
         new = token < stop
-        place = places_of(ORDER, batch, length, token, new)
         target = tl.where(seen + token < sinks, seen + token, seen + token + heavy - gone)
-        tl.store(SOURCE + now + target, total + place, mask=new)
+        tl.store(SOURCE + now + target, total + token, mask=new)
         tl.store(WEIGHT + now + target, tl.zeros([TOKENS], tl.float32), mask=new)
-        tl.store(RANK + now + target, seen + token, mask=new)
         tl.debug_barrier()
         last = seen + stop - 1
         limit = tl.where(last < sinks, last, last + heavy - gone) + 1
         token = done + of_query
         inside = (token < stop) & (member < GROUP)
-        place = places_of(ORDER, batch, length, token, inside).to(tl.int64)
+        place = places_of(ORDER, token, inside).to(tl.int64)
         offset = batch * q_strides[0] + row_head * q_strides[1] + place * q_strides[2]
         wide = inside[:, None] & (rows < D)[None, :]
         q = tl.load(Q + offset[:, None] + rows[None, :], mask=wide, other=0.0)
@@ -201,8 +215,8 @@ def window_and_heavy(
             column = first + tl.arange(0, COLUMNS)
             source = tl.load(SOURCE + now + column, mask=column < limit, other=-1)
             scores = meet_columns(
-                q, NEAR, near, inside, OLD_K, K, source, k_strides[2], first, rank, gone, limit, heavy, sinks,
-                total, scale, rows, D, COLUMNS, OPERAND,
+                q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, heavy,
+                sinks, total, scale, rows, D, COLUMNS, OPERAND,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -216,11 +230,11 @@ def window_and_heavy(
             column = first + tl.arange(0, COLUMNS)
             source = tl.load(SOURCE + now + column, mask=column < limit, other=-1)
             scores = meet_columns(
-                q, NEAR, near, inside, OLD_K, K, source, k_strides[2], first, rank, gone, limit, heavy, sinks,
-                total, scale, rows, D, COLUMNS, OPERAND,
+                q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, heavy,
+                sinks, total, scale, rows, D, COLUMNS, OPERAND,
             )  # fmt: skip
             weights = tl.exp2(scores - log_sum[:, None])
-            v = gather_rows(OLD_V, V, source, v_strides[2], total, columns, DV)
+            v = gather_rows(OLD_V, V, ORDER, source, v_strides[2], total, columns, DV)
             sums += plain_dot(weights, v, OPERAND)
             weight = tl.load(WEIGHT + now + column, mask=column < limit, other=0.0)
             weight = weight * fade + tl.sum(weights * share[:, None], 0)
@@ -235,11 +249,11 @@ def window_and_heavy(
         there = column < total
         source = tl.load(SOURCE + now + column, mask=there, other=-1)
         weight = tl.load(WEIGHT + now + column, mask=there, other=0.0)
-        rank = tl.load(RANK + now + column, mask=there, other=0)
+        rank = tl.where(source < 0, 0, ranks_of(OLD_RANK, source, seen, total, there))
         tl.store(NEW_WEIGHT + batch_head * total + column, weight, mask=there)
         tl.store(NEW_RANK + batch_head * total + column, rank, mask=there)
         to = (batch_head * total + column)[:, None]
-        k = gather_rows(OLD_K, K, source, k_strides[2], total, rows, D)
+        k = gather_rows(OLD_K, K, ORDER, source, k_strides[2], total, rows, D)
         tl.store(NEW_K + to * D + rows[None, :], k, mask=there[:, None] & (rows < D)[None, :])
-        v = gather_rows(OLD_V, V, source, v_strides[2], total, columns, DV)
+        v = gather_rows(OLD_V, V, ORDER, source, v_strides[2], total, columns, DV)
         tl.store(NEW_V + to * DV + columns[None, :], v, mask=there[:, None] & (columns < DV)[None, :])
