@@ -36,8 +36,9 @@ presets: what is done where you give nothing else; whatever you give wins
   recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
            most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
   h2o      softmax over such a window, 4 sinks, and half as many tokens behind it, those that got most
-           attention. Just put in it says what the model said, so that all tokens are for stage finetune: it
-           learns the text, in such steps. Nearest to the control in models that recall
+           attention. Layers that lose more by it keep more tokens, all together as many: it measures each
+           alone, before (sizes.json). Just put in it says what the model said, so that all tokens are for
+           stage finetune: it learns the text, in such steps. Nearest to the control in models that recall
   plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
            rest for distill, steps of 8 rows
   With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that

@@ -57,7 +57,7 @@ def size_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
     """
     path, arguments = plan.folder.path / SIZES, plan.arguments
     of = {"model": plan.original, "patch": arguments.patch, "options": arguments.options}
-    if accelerator.is_main_process and not (path.exists() and read_json(path)["of"] == of):
+    if accelerator.is_main_process and not (path.exists() and read_json(path).get("of") == of):
         found = {"of": of, **_measured(plan, accelerator, data)}
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,10 +107,7 @@ def share(losses: Mapping[str, float], size: int) -> dict[str, int]:
 
 @torch.no_grad()
 def layer_losses(
-    model: Any,
-    rows: Sequence[Tensor],
-    comparison: ComparisonTarget,
-    first: int,
+    model: Any, rows: Sequence[Tensor], comparison: ComparisonTarget, first: int
 ) -> dict[str, float]:
     """Compare a patched model with itself unpatched, patched in one attention module at a time.
 
