@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from hf_linattn.attention import LinearAttention
@@ -163,7 +163,7 @@ def _preset_for(arguments: ConvertArguments, config: PreTrainedConfig) -> str:
         return HYBRID
     if choose_objective(arguments.objective, config) != "causal":
         return HYBRID
-    return default_preset(count_parameters(config, AutoModelForCausalLM))
+    return default_preset(count_parameters(config))
 
 
 def _check_can_choose(arguments: ConvertArguments, config: PreTrainedConfig, objective: Objective) -> None:

@@ -128,15 +128,13 @@ def run(args: argparse.Namespace) -> Path:
 
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
-    from transformers import AutoModelForCausalLM
-
     from hf_linattn.cli.processor import multiplies_bf16
     from hf_linattn.convert.presets import PRESETS, default_preset
     from hf_linattn.demo.steps import Steps, conversion
     from hf_linattn.finetune.model import count_parameters, load_config
 
     config, folder = load_config(model), args.output_dir / "runs" / CONVERTED
-    preset = PRESETS[default_preset(count_parameters(config, AutoModelForCausalLM))]
+    preset = PRESETS[default_preset(count_parameters(config))]
     stages = [stage for stage, share in preset.shares.items() if share]
     words = ["hf_linattn.convert", "--model", model, "--data", data.train, "--eval-data", data.held_out]
     words += ["--tokens", str(args.tokens), "--block-size", str(args.block_size), "--eval-blocks", "8"]

@@ -11,13 +11,14 @@ import torch
 from accelerate.utils import set_seed
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_linattn import from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, TrainingError, UnsupportedModelError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
+from hf_linattn.patching.checkpoint import saved_class
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
 from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts, trust
@@ -42,11 +43,12 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
     return config
 
 
-def count_parameters(config: PreTrainedConfig, auto_class: Any) -> int:
+def count_parameters(config: PreTrainedConfig) -> int:
     """Count the parameters of a model that its config describes; no weights are read or made."""
+    saved: Any = saved_class({"architectures": config.architectures})
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class.from_config(config, **trust())
-    return model.num_parameters()
+        model = AutoModelForCausalLM.from_config(config, **trust()) if saved is None else saved(config)
+    return int(model.num_parameters())
 
 
 def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrainedModel:

@@ -64,7 +64,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     raw = _read(where, kwargs)
     if NAME not in raw:
         # not imported with this module: it takes as long as all of this package
-        loader = auto_class or _saved_class(raw) or transformers.AutoModelForCausalLM
+        loader = auto_class or saved_class(raw) or transformers.AutoModelForCausalLM
         return loader.from_pretrained(name_or_path, **kwargs)
     if _has_its_own_code(raw) and kwargs.get("trust_remote_code"):
         # transformers runs it, and comes back to this package with the class that it finds (`patching.auto`)
@@ -77,7 +77,7 @@ def from_pretrained(name_or_path: str | Path, *, auto_class: Any = None, **kwarg
     implementation = kwargs.pop("attn_implementation", None)
     config, kwargs = _config(raw, where, kwargs)
     config._attn_implementation = implementation
-    base = _class_for(auto_class or _saved_class(raw), config, where)
+    base = _class_for(auto_class or saved_class(raw), config, where)
     return load_weights(base, config, raw[NAME], where, **weights, **kwargs)
 
 
@@ -242,7 +242,7 @@ def _auto_class(raw: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:
+def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel] | None:
     """Find the class of transformers the model was saved from; no other name in the file is looked up."""
     names = raw.get("architectures")
     cls = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
