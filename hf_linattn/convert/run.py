@@ -30,6 +30,7 @@ from hf_linattn.convert.outputs import (
 from hf_linattn.convert.resolve import SELF, ConversionPlan, StagePlan, resolve
 from hf_linattn.convert.self_generated import write_self_text
 from hf_linattn.convert.stages import (
+    first_rows,
     load,
     load_original,
     nothing_to_transfer,
@@ -70,6 +71,9 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not plan.folder.record_path.exists():
+        for stage in plan.stages:  # a text too short for its rows is refused before anything is written
+            first_rows(plan, stage.objective, 2, data)
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)

@@ -205,18 +205,23 @@ def first_tokens(plan: ConversionPlan, count: int, data: Any) -> Tensor:
         One behind the other, int64 `[tokens]`.
 
     Raises:
-        DataError: the text cannot be read.
+        DataError: the text cannot be read, or has no row.
     """
+    rows = first_rows(plan, plan.objective, 2 + count // plan.arguments.block_size, data)
+    return torch.from_numpy(token_ids(rows).ravel().astype("int64"))
+
+
+def first_rows(plan: ConversionPlan, objective: Objective, count: int, data: Any) -> Any:
+    """Read the first rows of that text, as an objective has them; see `first_tokens`."""
     arguments = plan.arguments
     source = plan.text if data is None else data
-    rows = plan.objective.load_blocks(
+    return objective.load_blocks(
         source,
         column=arguments.text_column,
         split=arguments.data_split,
         stream=arguments.streaming or streams(source),
-        limit=2 + count // arguments.block_size,
+        limit=count,
     )
-    return torch.from_numpy(token_ids(rows).ravel().astype("int64"))
 
 
 def stage_arguments(

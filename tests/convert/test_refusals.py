@@ -116,3 +116,19 @@ def test_the_default_patch_is_not_inherited(monkeypatch):
 def test_error_types():
     with pytest.raises(TrainingError, match="cannot load --model nowhere"):
         convert("nowhere", "train.txt", output_dir="none")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--block-size", "256"],
+        ["--block-size", "256", "--preset", "h2o"],
+        ["--block-size", "4", "--finetune-tokens", "9", "--finetune-length", "64"],
+    ],
+)
+def test_a_text_too_short_for_its_rows_leaves_nothing(argv, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("One two three four.")
+    assert main(["--model", "model", "--data", str(text), "--cpu", *argv, "--output-dir", str(out)]) == 1
+    assert "fewer than one block" in capsys.readouterr().err
+    assert not out.exists() or not list(out.iterdir())
