@@ -199,7 +199,7 @@ private:
         for (int i = 0; i < count; ++i) {
             const int64_t rank = seen_ + token + i;
             const int slot = rank < sinks_ ? static_cast<int>(rank) : take_slot();
-            slot_of_[rank < sinks_ ? rank : rank + heavy_ - evicted_ * block_] = slot;
+            slot_of_[column_of(rank, evicted_)] = slot;
             put(p_.key, p_.value, place(token + i), slot);
             weight_[slot] = 0;
             rank_[slot] = static_cast<int>(rank);

@@ -51,6 +51,11 @@ protected:
     int64_t begin(int64_t blocks) const { return blocks * block_ + size_ + sinks_ - 1; }
     int held(int64_t blocks) const { return static_cast<int>(std::min<int64_t>(heavy_, blocks * block_)); }
 
+    // The column of the token of a rank, when so many blocks have left.
+    int column_of(int64_t rank, int64_t blocks) const {
+        return static_cast<int>(rank < sinks_ ? rank : rank + heavy_ - blocks * block_);
+    }
+
     // Where a visible token stands in the call.
     int64_t place(int64_t token) const {
         return p_.order ? at<int32_t>(p_.order)[row_ * p_.length + token] : token;

@@ -21,7 +21,7 @@ class HeavyToken : HeavyHead {
 public:
     HeavyToken(const HeavyProblem& p, float scaling, int64_t batch_head)
         : HeavyHead(p, scaling, batch_head, scratch_floats(p)),
-          used_(columns_used()),
+          used_(column_of(seen_, left(seen_)) + 1),
           row_of_scores_(padded(used_)),
           query_(alloc(shared_, key_row_)),
           near_(alloc(shared_, key_row_)),
@@ -35,8 +35,7 @@ public:
         if (!count_) return;
         const int64_t blocks = left(seen_);
         if (blocks && seen_ == begin(blocks)) evict(blocks);
-        const int column =
-            static_cast<int>(seen_ < sinks_ ? seen_ : seen_ + heavy_ - blocks * block_);
+        const int column = used_ - 1;
         keep(p_.key, place(0), p_.kept_key, column, head_dim_);
         keep(p_.value, place(0), p_.kept_value, column, value_dim_);
         kept_weight_[column] = 0;
@@ -56,12 +55,6 @@ public:
     }
 
 private:
-    // Columns up to the token's own.
-    int columns_used() const {
-        const int64_t last = seen_ < sinks_ ? seen_ : seen_ + heavy_ - left(seen_) * block_;
-        return static_cast<int>(last) + 1;
-    }
-
     void read_query(const Array& from, float* to) const {
         for (int64_t head = first_query(); head < last_query(); ++head, to += key_row_) {
             read_row(from, head, place(0), to, head_dim_, key_row_);
@@ -89,32 +82,13 @@ private:
         for (int j = first_ + size_; j < columns_; ++j) memset(columns + j * stride, 0, bytes);
     }
 
-    // Columns as they lie if they are whole vectors of float32, else in `tile_`.
-    std::pair<const float*, int64_t> rows_of(const Array& x, int from, int count, int width, int row) const {
-        if (x.dtype == FLOAT32 && width == row)
-            return {at<float>(x.data) + offset(x, row_, head_, from), x.token};
-        for (int j = 0; j < count; ++j) read_row(x, head_, from + j, tile_ + j * row, width, row);
-        return {tile_, row};
-    }
-
     void score(int from, int count) {
-        const auto [keys, stride] = rows_of(p_.kept_key, from, count, head_dim_, key_row_);
+        const Rows keys = rows_of(p_.kept_key, from, count, head_dim_, key_row_, tile_);
         for (int i = 0; i < shared_; ++i) {
-            const float *query = query_ + i * key_row_, *near = near_ + i * key_row_;
             float* scores = scores_ + i * row_of_scores_ + from;
-            int j = 0;
-            for (; p_.near.data && from + j < sinks_ && j < count; ++j)
-                scores[j] = dot(near, keys + j * stride, key_row_);
-            for (; j + WIDTH <= count; j += WIDTH) {  // as many at once as a vector has sums
-                Floats parts[WIDTH];
-                for (int m = 0; m < WIDTH; ++m) {
-                    const float* key = keys + (j + m) * stride;
-                    parts[m] = load(query) * load(key);
-                    for (int d = WIDTH; d < key_row_; d += WIDTH) parts[m] += load(query + d) * load(key + d);
-                }
-                store(scores + j, sums(parts));
-            }
-            for (; j < count; ++j) scores[j] = dot(query, keys + j * stride, key_row_);
+            dots(query_ + i * key_row_, keys.data, keys.stride, count, key_row_, scores);
+            for (int j = 0; p_.near.data && from + j < sinks_ && j < count; ++j)
+                scores[j] = dot(near_ + i * key_row_, keys.data + j * keys.stride, key_row_);
         }
     }
 
@@ -129,18 +103,7 @@ private:
     }
 
     void softmax_row(float* scores) {
-        Floats peak = load(scores), total = {};
-        for (int j = WIDTH; j < row_of_scores_; j += WIDTH) {
-            const Floats values = load(scores + j);
-            peak = values > peak ? values : peak;
-        }
-        const float top = max_of(peak);
-        for (int j = 0; j < row_of_scores_; j += WIDTH) {
-            const Floats weight = exp_nonpositive(load(scores + j) - top);
-            store(scores + j, weight);
-            total += weight;
-        }
-        const float factor = 1 / sum(total);
+        const float factor = 1 / exponentials(scores, row_of_scores_, scores).sum;
         for (int j = 0; j < row_of_scores_; j += WIDTH) {
             const Floats weight = load(scores + j) * factor;
             store(scores + j, weight);
@@ -149,8 +112,8 @@ private:
     }
 
     void add_values(int from, int count) {
-        const auto [values, stride] = rows_of(p_.kept_value, from, count, value_dim_, value_row_);
-        product({scores_ + from, row_of_scores_, 1}, shared_, count, values, stride, numerator_, value_row_,
-                value_row_, from > 0);
+        const Rows values = rows_of(p_.kept_value, from, count, value_dim_, value_row_, tile_);
+        product({scores_ + from, row_of_scores_, 1}, shared_, count, values.data, values.stride, numerator_,
+                value_row_, value_row_, from > 0);
     }
 };

@@ -73,4 +73,17 @@ protected:
         read(x, offset(x, row_, head, token), count, to);
         for (int i = count; i < row; ++i) to[i] = 0;
     }
+
+    struct Rows {
+        const float* data;
+        int64_t stride;
+    };
+
+    // Some tokens of the key head: where they lie if they are whole vectors of float32 there, else in `tile`.
+    Rows rows_of(const Array& x, int from, int count, int width, int row, float* tile) const {
+        if (x.dtype == FLOAT32 && width == row)
+            return {at<float>(x.data) + offset(x, row_, head_, from), x.token};
+        for (int j = 0; j < count; ++j) read_row(x, head_, from + j, tile + j * row, width, row);
+        return {tile, row};
+    }
 };

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -178,6 +179,41 @@ inline bool any_above(Floats x, float y) {
 #else
     return max_of(x) > y;
 #endif
+}
+
+// The dot products of x with rows that lie `stride` apart.
+inline void dots(const float* x, const float* rows, int64_t stride, int count, int columns, float* to) {
+    int j = 0;
+    for (; j + WIDTH <= count; j += WIDTH) {  // as many at once as a vector has sums
+        Floats parts[WIDTH];
+        for (int m = 0; m < WIDTH; ++m) {
+            const float* row = rows + (j + m) * stride;
+            parts[m] = load(x) * load(row);
+            for (int d = WIDTH; d < columns; d += WIDTH) parts[m] += load(x + d) * load(row + d);
+        }
+        store(to + j, sums(parts));
+    }
+    for (; j < count; ++j) to[j] = dot(rows + j * stride, x, columns);
+}
+
+struct Exponentials {
+    float top, sum;
+};
+
+// e^(x - top) of numbers in whole vectors, with the largest as top.
+inline Exponentials exponentials(const float* x, int count, float* to) {
+    Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
+    for (int j = 0; j < count; j += WIDTH) {
+        const Floats values = load(x + j);
+        peak = values > peak ? values : peak;
+    }
+    const float top = max_of(peak);
+    for (int j = 0; j < count; j += WIDTH) {
+        const Floats weight = exp_nonpositive(load(x + j) - top);
+        store(to + j, weight);
+        total += weight;
+    }
+    return {top, sum(total)};
 }
 
 // A factor of a product: element (row, column) is at data[row * along_rows + column * along_columns]. An

@@ -167,19 +167,9 @@ private:
             apply(at<float>(weights) + first, nullptr, half, head_dim_, x, projected);
         for (int side = 0; side < 2; ++side) {
             for (int i = half; i < vectors; ++i) projected[i] = NEGATIVE_INFINITY;
-            Floats peak = load(projected), total = {};
-            for (int i = WIDTH; i < vectors; i += WIDTH) {
-                const Floats values = load(projected + i);
-                peak = values > peak ? values : peak;
-            }
-            const float top = max_of(peak);
-            for (int i = 0; i < vectors; i += WIDTH) {
-                const Floats weight = exp_nonpositive(load(projected + i) - top);
-                store(part + i, weight);
-                total += weight;
-            }
+            const float total = exponentials(projected, vectors, part).sum;
             const float least = static_cast<float>(p_.eps);
-            scale(part, 1 / sum(total), vectors);
+            scale(part, 1 / total, vectors);
             for (int i = 0; i < half; ++i) phi[side * half + i] = part[i] > least ? part[i] : least;
             scale(projected, -1, vectors);
         }
@@ -191,42 +181,19 @@ private:
         for (int i = count; i < row; ++i) to[i] = 0;
     }
 
-    struct RingRows {
-        const float* data;
-        int64_t stride;
-    };
-
-    // Columns of the ring or the sinks: where they lie if they are whole vectors of float32 there.
-    RingRows ring_rows(const Array& ring, int from, int count, int width, int row) const {
-        if (ring.dtype == FLOAT32 && width == row)
-            return {at<float>(ring.data) + offset(ring, row_, head_, from), ring.token};
-        for (int j = 0; j < count; ++j) read_row(ring, head_, from + j, tile_ + j * row, width, row);
-        return {tile_, row};
-    }
-
     // Scores of some columns.
     void score_columns(int from, int count) {
-        const RingRows keys = ring_rows(p_.ring_key, from, count, head_dim_, key_row_);
+        const Rows keys = rows_of(p_.ring_key, from, count, head_dim_, key_row_, tile_);
         for (int i = 0; i < shared_; ++i) {
             float *scores = scores_ + i * columns_row_ + from, *query = query_ + i * key_row_;
-            int j = 0;
-            for (; j + WIDTH <= count; j += WIDTH) {  // as many at once as a vector has sums
-                Floats parts[WIDTH];
-                for (int m = 0; m < WIDTH; ++m) {
-                    const float* key = keys.data + (j + m) * keys.stride;
-                    parts[m] = load(query) * load(key);
-                    for (int d = WIDTH; d < key_row_; d += WIDTH) parts[m] += load(query + d) * load(key + d);
-                }
-                store(scores + j, sums(parts));
-            }
-            for (; j < count; ++j) scores[j] = dot(query, keys.data + j * keys.stride, key_row_);
-            for (j = 0; j < count; ++j)
+            dots(query, keys.data, keys.stride, count, key_row_, scores);
+            for (int j = 0; j < count; ++j)
                 if (!visible(from + j)) scores[j] = NEGATIVE_INFINITY;
         }
     }
 
     void score_sinks(int from, int count) {
-        const RingRows keys = ring_rows(p_.sink_key, from, count, head_dim_, key_row_);
+        const Rows keys = rows_of(p_.sink_key, from, count, head_dim_, key_row_, tile_);
         for (int i = 0; i < shared_; ++i)
             for (int j = 0; j < count; ++j)
                 scores_[i * columns_row_ + first_sink_ + from + j] =
@@ -238,22 +205,13 @@ private:
         float* scores = scores_ + i * columns_row_;
         for (int j = columns_; j < first_sink_; ++j) scores[j] = NEGATIVE_INFINITY;
         for (int j = first_sink_ + sinks_; j < columns_row_; ++j) scores[j] = NEGATIVE_INFINITY;
-        Floats peak = broadcast(std::numeric_limits<float>::lowest()), total = {};
-        for (int j = 0; j < columns_row_; j += WIDTH) {
-            const Floats values = load(scores + j);
-            peak = values > peak ? values : peak;
-        }
-        top_[i] = max_of(peak);
-        for (int j = 0; j < columns_row_; j += WIDTH) {
-            const Floats weight = exp_nonpositive(load(scores + j) - top_[i]);
-            store(scores + j, weight);
-            total += weight;
-        }
-        sum_[i] = sum(total);
+        const Exponentials found = exponentials(scores, columns_row_, scores);
+        top_[i] = found.top;
+        sum_[i] = found.sum;
     }
 
     void add_values(const Array& from, int first, int count, const float* scores, bool add) {
-        const RingRows values = ring_rows(from, first, count, value_dim_, value_row_);
+        const Rows values = rows_of(from, first, count, value_dim_, value_row_, tile_);
         product({scores + first, columns_row_, 1}, shared_, count, values.data, values.stride, numerator_,
                 value_row_, value_row_, add);
     }
