@@ -19,7 +19,7 @@ from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.ops.triton import heavy as triton_heavy
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
-from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
+from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
 from hf_linattn.ops.window_attention import native_takes_heavy, one_kernel_takes_heavy
 from hf_linattn.patches.window.ring import counted, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
@@ -27,24 +27,7 @@ from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
 
 Number = TypeVar("Number", int, Tensor)
-Kernel = Callable[..., tuple[Tensor, HeavyKept]]
-
-
-class HeavyState(NamedTuple):
-    """A cache of constant size: sinks, heavy hitters and last tokens, one column each, then a spare one.
-
-    Which columns hold a token follows from how many were seen. The spare one is nobody's: padding goes there.
-
-    Attributes:
-        key, value: `[B, Hkv, M, D]`.
-        weight: attention that each has got, `[B, Hkv, M]`, in float32 (float64 in float64 models).
-        rank: of each token among the visible ones of its text, `[B, Hkv, M]`, int32.
-    """
-
-    key: Tensor
-    value: Tensor
-    weight: Tensor
-    rank: Tensor
+Kernel = Callable[..., tuple[Tensor, HeavyState]]
 
 
 class Part(NamedTuple):
@@ -165,8 +148,9 @@ class H2O(StatefulAttention):
         self.block = max(1, size // 8)
         self.first = sinks + heavy
         """Column of the oldest token of the window."""
-        self.columns = self.first + size + self.block
         self.reach = self._reach(site.max_positions, reach)
+        self.sizes = HeavyColumns(size, heavy, sinks, self.block, half_life, self.reach)
+        self.columns = self.sizes.total
         self.rotary, self.note = sinks_turned_by(site, sinks, positions)
         self.needs_rope = self.rotary is not None
 
@@ -194,8 +178,7 @@ class H2O(StatefulAttention):
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
         first = state is None
-        sizes = self.size, self.heavy, self.sinks, self.half_life, self.reach
-        about = tokens.valid, tokens.key.shape[0], sizes
+        about = tokens.valid, tokens.key.shape[0], self.sizes
         steps = once(tokens.count, "h2o steps", about, lambda: list(self._steps(tokens, first)))
         queries = self._queries(tokens)
         for step in steps:
@@ -226,7 +209,7 @@ class H2O(StatefulAttention):
         query, key, value = tokens.query, tokens.key, tokens.value
         if query is None or not tokens.is_plain:
             return None
-        if native_takes_heavy(query, key, value, None if state is None else HeavyKept(*state)):
+        if native_takes_heavy(query, key, value, state):
             return functools.partial(cpp_heavy.forward, in_place=tokens.in_place)
         if tokens.length == 1 or not (state is None or state.key.dtype == state.value.dtype == key.dtype):
             return None
@@ -244,10 +227,7 @@ class H2O(StatefulAttention):
         near = None if near is None else near.to(query.dtype)
         about = tokens.valid, tokens.key.shape[0]
         places = once(count, "h2o places", about, lambda: self._places_on_device(tokens))
-        sizes = HeavyColumns(self.size, self.heavy, self.sinks, self.block, self.half_life, self.reach)
-        before = None if state is None else HeavyKept(*state)
-        output, after = kernel(query, near, tokens.key, tokens.value, places, before, sizes, tokens.scaling)
-        return output, HeavyState(*after)
+        return kernel(query, near, tokens.key, tokens.value, places, state, self.sizes, tokens.scaling)
 
     def _places_on_device(self, tokens: Tokens) -> HeavyPlaces:
         """Count what each row has seen before and sees now, and put visible tokens first."""
@@ -349,7 +329,7 @@ class H2O(StatefulAttention):
         target = torch.where(live, target, self.columns - 1)  # the spare one
         total = live.sum(1)
         behind = (total[:, None] - torch.arange(1, part.width + 1, device=live.device)).clamp_min(0)
-        half = 1.0 if self.half_life is None else 0.5 ** (1 / self.half_life)
+        half = self.sizes.fade
         dtype = upcast(tokens.key[:0]).dtype
         share, fade = half ** behind.to(dtype) * live, half ** total.to(dtype)
         index = places if order is None else order.gather(1, places)

@@ -70,9 +70,7 @@ def with_sizes(plan: ConversionPlan, sizes: Mapping[str, int]) -> ConversionPlan
     """Return a plan whose layers keep so many tokens; tokens beside the window in proportion to it."""
     if not sizes:
         return plan
-    patch = plan.arguments.patch
-    assert isinstance(patch, str)
-    options = parse(patch, plan.arguments.options).options[patch]
+    patch, options = _spelled_out(plan)
     heavy, size = options["heavy"], options["size"]
     layers = {
         name: [patch, {**options, "size": own, "heavy": max(1, round(heavy * own / size))}]
@@ -136,11 +134,16 @@ def layer_losses(
     return {name: loss / len(rows) for name, loss in losses.items()}
 
 
-def _measured(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> dict[str, Any]:
-    arguments = plan.arguments
-    patch = arguments.patch
+def _spelled_out(plan: ConversionPlan) -> tuple[str, dict[str, Any]]:
+    """Return the patch of the plan and its own options."""
+    patch = plan.arguments.patch
     assert isinstance(patch, str)
-    size = parse(patch, arguments.options).options[patch]["size"]
+    return patch, parse(patch, plan.arguments.options).options[patch]
+
+
+def _measured(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> dict[str, Any]:
+    arguments, (patch, options) = plan.arguments, _spelled_out(plan)
+    size = options["size"]
     ids = first_tokens(plan, TOKENS, data)
     model = load_original(plan.original, arguments.dtype, plan.objective).to(accelerator.device)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS

@@ -72,8 +72,8 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not plan.folder.record_path.exists():
-        for stage in plan.stages:  # a text too short for its rows is refused before anything is written
-            first_rows(plan, stage.objective, 2, data)
+        longest = max(plan.stages, key=lambda stage: stage.length)
+        first_rows(plan, longest.objective, 1, data)  # a short text is refused before anything is written
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)

@@ -129,21 +129,20 @@ def run(args: argparse.Namespace) -> Path:
 def make_steps(args: argparse.Namespace, model: str, data: Any) -> Any:
     """List all commands: `model` measured as it is, swapped and converted, asked, and the page."""
     from hf_linattn.cli.processor import multiplies_bf16
-    from hf_linattn.convert.presets import PRESETS, default_preset
+    from hf_linattn.convert.arguments import ConvertArguments
+    from hf_linattn.convert.resolve import resolve
     from hf_linattn.demo.steps import Steps, conversion
-    from hf_linattn.finetune.model import count_parameters, load_config
 
-    config, folder = load_config(model), args.output_dir / "runs" / CONVERTED
-    preset = PRESETS[default_preset(count_parameters(config))]
-    stages = [stage for stage, share in preset.shares.items() if share]
+    folder = args.output_dir / "runs" / CONVERTED
+    plan = resolve(ConvertArguments(model, data.train, str(folder)))
+    stages = [stage.name for stage in plan.stages]
     words = ["hf_linattn.convert", "--model", model, "--data", data.train, "--eval-data", data.held_out]
     words += ["--tokens", str(args.tokens), "--block-size", str(args.block_size), "--eval-blocks", "8"]
     words += ["--mixed-precision", "bf16" if multiplies_bf16(args.cpu) else "no", "--seed", str(args.seed)]
     words += [*(["--cpu"] if args.cpu else []), "--checkpoint-every", "25"]
     words += ["--output-dir", str(folder), "--resume"]
-    steps_of_all = args.tokens / (args.block_size * preset.recipe["batch_size"])
-    options = preset.options_for(config)
-    patch = ["--patch", str(preset.patch), "--options", json.dumps(options)]
+    steps_of_all = args.tokens / (args.block_size * plan.arguments.batch_size)
+    patch = ["--patch", str(plan.patch), "--options", json.dumps(plan.options)]
 
     steps = Steps(args.output_dir, data, args.seed)
     steps.perplexity(ORIGINAL, model, tokens=args.eval_tokens)

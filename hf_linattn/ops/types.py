@@ -316,13 +316,15 @@ class HeavyColumns(NamedTuple):
         return self.sinks + self.heavy + self.size + self.block
 
 
-class HeavyKept(NamedTuple):
-    """A cache: sinks, heavy hitters and window, oldest first, then columns that hold nothing.
+class HeavyState(NamedTuple):
+    """A cache of constant size: sinks, heavy hitters, the window, oldest first, then columns of nobody.
+
+    Which columns hold a token follows from how many were seen. Padding goes to the last one.
 
     Attributes:
         key: `[B, Hkv, columns, D]`.
         value: `[B, Hkv, columns, Dv]`.
-        weight: what each has got, float32 `[B, Hkv, columns]`.
+        weight: attention that each has got, `[B, Hkv, columns]`, float32 (float64 in float64 models).
         rank: of each among the visible tokens of its text, int32 `[B, Hkv, columns]`.
     """
 

@@ -36,7 +36,7 @@ from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
-from hf_linattn.ops.types import HeavyKept, ScaledSums, Window, WindowSinks, accumulator_dtype
+from hf_linattn.ops.types import HeavyState, ScaledSums, Window, WindowSinks, accumulator_dtype
 
 SHORTEST = 64
 """Queries in float32 from which on the kernels in C++ take less time than torch's: measured."""
@@ -114,7 +114,7 @@ def one_kernel_takes_heavy(query: Tensor, key: Tensor, value: Tensor, form: Heav
     return there and heavy.fits(query, key, value) and check.takes_window(query, key, value, form)
 
 
-def native_takes_heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyKept | None) -> bool:
+def native_takes_heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyState | None) -> bool:
     """Tell whether the kernels in C++ compute a window with heavy hitters, which have no backward.
 
     Args:

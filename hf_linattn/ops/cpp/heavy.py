@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linattn.ops.cpp import build, layout
 from hf_linattn.ops.cpp.layout import address, array
 from hf_linattn.ops.cpp.linear import SUMS, rows
-from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces, token_major
+from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState, token_major
 
 
 def forward(
@@ -17,11 +17,11 @@ def forward(
     key: Tensor,
     value: Tensor,
     places: HeavyPlaces,
-    before: HeavyKept | None,
+    before: HeavyState | None,
     columns: HeavyColumns,
     scaling: float,
     in_place: bool = False,
-) -> tuple[Tensor, HeavyKept]:
+) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
     Args:
@@ -72,13 +72,13 @@ def forward(
     return output, after
 
 
-def _cache(before: HeavyKept | None, key: Tensor, value: Tensor, columns: int, in_place: bool) -> HeavyKept:
+def _cache(before: HeavyState | None, key: Tensor, value: Tensor, columns: int, in_place: bool) -> HeavyState:
     """Return memory for the cache after, with what was before."""
     if before is None:
         shape = *key.shape[:2], columns
         new_key, new_value = (x.new_zeros(*shape, x.shape[3]) for x in (key, value))
         weight, rank = (key.new_zeros(shape, dtype=dtype) for dtype in (SUMS, torch.int32))
-        return HeavyKept(new_key, new_value, weight, rank)
+        return HeavyState(new_key, new_value, weight, rank)
     if in_place and all(x.is_contiguous() for x in before):
         return before
-    return HeavyKept(*(x.clone(memory_format=torch.contiguous_format) for x in before))
+    return HeavyState(*(x.clone(memory_format=torch.contiguous_format) for x in before))

@@ -17,8 +17,8 @@ from hf_linattn.ops.types import (
     DeltaConfig,
     DeltaInputs,
     HeavyColumns,
-    HeavyKept,
     HeavyPlaces,
+    HeavyState,
     Inputs,
     OpConfig,
     OutputGrads,
@@ -264,8 +264,8 @@ def _heavy() -> Iterator[tuple[str, Tensor, Tensor]]:
     near, columns = 0.5 * query, HeavyColumns(16, 6, 2, 2, half_life=20.0, reach=24)
 
     def call(
-        start: int, stop: int, kept: HeavyKept | None, columns: HeavyColumns, dtype: torch.dtype
-    ) -> tuple[Tensor, HeavyKept]:
+        start: int, stop: int, kept: HeavyState | None, columns: HeavyColumns, dtype: torch.dtype
+    ) -> tuple[Tensor, HeavyState]:
         seen, new = (torch.tensor([x], dtype=torch.int32, device="cpu") for x in (start, stop - start))
         now, met, keys, values = (x[:, :, start:stop].to(dtype) for x in (query, near, key, value))
         return heavy.forward(now, met, keys, values, HeavyPlaces(seen, new), kept, columns, 0.3)

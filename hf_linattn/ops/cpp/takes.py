@@ -9,7 +9,7 @@ from hf_linattn.ops.cpp import auto
 from hf_linattn.ops.cpp.layout import DTYPES
 from hf_linattn.ops.cpp.linear import SUMS
 from hf_linattn.ops.tracing import by_torch_alone
-from hf_linattn.ops.types import DeltaInputs, HeavyKept, ScaledSums, State, Window
+from hf_linattn.ops.types import DeltaInputs, HeavyState, ScaledSums, State, Window
 
 
 def _reads(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -47,7 +47,7 @@ def window(window: Window, other: ScaledSums | None) -> bool:
     return _reads(window.query, window.key, window.value) and all(x.dtype == SUMS for x in other or ())
 
 
-def heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyKept | None) -> bool:
+def heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyState | None) -> bool:
     """Tell whether they take a window with heavy hitters: a cache in the dtypes of key and value."""
     if not (_reads(query, key, value) and query.numel() and key.numel() and value.numel()):
         return False

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_linattn.ops.triton.problem import Problem, last_contiguous, strides
 from hf_linattn.ops.triton.tiles import Tile, padded
 from hf_linattn.ops.triton.window import LOG2E
-from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
+from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
 
 WIDEST = 128
 """Heads: wider ones leave no registers beside a softmax of all query heads of a key head."""
@@ -53,10 +53,10 @@ def forward(
     key: Tensor,
     value: Tensor,
     places: HeavyPlaces,
-    before: HeavyKept | None,
+    before: HeavyState | None,
     columns: HeavyColumns,
     scaling: float,
-) -> tuple[Tensor, HeavyKept]:
+) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
     Args:
@@ -86,7 +86,7 @@ def forward(
     shape = call.batch, call.length, call.heads, call.Dv
     output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)
     held = call.batch, call.kv_heads, columns.total
-    after = HeavyKept(
+    after = HeavyState(
         call.new(*held, call.D, dtype=key.dtype),
         call.new(*held, call.Dv, dtype=value.dtype),
         call.new(*held),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_linattn.ops.triton import selftest, token_selftest
 from hf_linattn.ops.triton.selftest import Key
-from hf_linattn.ops.types import HeavyColumns, HeavyKept, HeavyPlaces
+from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
 
 LENGTH = 140
 """Tokens: what is kept and what is ranked are more than a tile of 64 columns, the one before and the other
@@ -66,7 +66,7 @@ class Exact(NamedTuple):
 
     output: Tensor
     size: Tensor
-    kept: HeavyKept
+    kept: HeavyState
     apart: float
     largest: float
 
@@ -95,7 +95,7 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         wrong = wrong or selftest.compare(summed, found, (weight, weight), 2 * length, more)
         if wrong is not None:
             return wrong
-        for name, x, y in zip(HeavyKept._fields, after, want.kept, strict=True):
+        for name, x, y in zip(HeavyState._fields, after, want.kept, strict=True):
             if name == "weight":
                 continue
             if not token_selftest.same(x, y):
@@ -112,7 +112,7 @@ def columns_for(length: int, half_life: float | None) -> HeavyColumns:
 
 def _clear(
     trial: Key, columns: HeavyColumns, first: int, length: int
-) -> tuple[Numbers, HeavyKept | None, Exact]:
+) -> tuple[Numbers, HeavyState | None, Exact]:
     """Draw numbers until no choice is close; return them, the cache before the call, and what is right."""
     for seed in range(DRAWS):
         numbers = draw(trial, length, not first, seed)
@@ -158,7 +158,7 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
     rows, kv_heads, total = key.shape[0], key.shape[1], columns.total
     output = query.new_zeros(*query.shape[:3], value.shape[3], dtype=torch.float64)
     size = torch.zeros_like(output)
-    kept = HeavyKept(
+    kept = HeavyState(
         key.new_zeros(rows, kv_heads, total, key.shape[3]),
         value.new_zeros(rows, kv_heads, total, value.shape[3]),
         output.new_zeros(rows, kv_heads, total),
@@ -226,7 +226,7 @@ def _walk(scores: Tensor, columns: HeavyColumns) -> tuple[Tensor, dict[int, int]
     return weights, found, got, apart
 
 
-def _in_order(found: HeavyKept, want: HeavyKept, columns: HeavyColumns) -> HeavyKept:
+def _in_order(found: HeavyState, want: HeavyState, columns: HeavyColumns) -> HeavyState:
     """Bring heavy hitters to the order in which others have them; those that others lack stay out."""
     if found.key.is_meta:  # nothing to compare: it is compiled
         return found
@@ -239,12 +239,12 @@ def _in_order(found: HeavyKept, want: HeavyKept, columns: HeavyColumns) -> Heavy
         x[:, :, there] = x.gather(2, index)
     for x in (weight, rank):
         x[:, :, there] = x.gather(2, place)
-    return HeavyKept(key, value, weight, rank)
+    return HeavyState(key, value, weight, rank)
 
 
 def _run(
-    trial: Key, kernels: Any, numbers: Numbers, before: HeavyKept | None, columns: HeavyColumns, first: int
-) -> tuple[Tensor, HeavyKept]:
+    trial: Key, kernels: Any, numbers: Numbers, before: HeavyState | None, columns: HeavyColumns, first: int
+) -> tuple[Tensor, HeavyState]:
     """Launch the kernel for what comes behind the first tokens."""
 
     def on(x: Tensor) -> Tensor:
@@ -256,6 +256,6 @@ def _run(
     order = valid.logical_not().int().argsort(dim=1, stable=True).int()
     places = HeavyPlaces(on(seen), on(count), None if bool(valid.all()) else on(order))
     if before is not None:
-        before = HeavyKept(*map(on, before._replace(weight=before.weight.float())))
+        before = HeavyState(*map(on, before._replace(weight=before.weight.float())))
     output, after = kernels.forward(query, near, key, value, places, before, columns, numbers.scaling)
-    return output, HeavyKept(*after)
+    return output, HeavyState(*after)

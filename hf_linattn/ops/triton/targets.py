@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_linattn.ops.triton import heavy, launch, machine_code, problem, window, window_rest, window_token
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import Gate, HeavyColumns, HeavyKept, HeavyPlaces, Inputs, ScaledSums, Window
+from hf_linattn.ops.types import Gate, HeavyColumns, HeavyPlaces, HeavyState, Inputs, ScaledSums, Window
 
 LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
@@ -309,7 +309,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     numbers, held = new(batch, dtype=torch.int32), (batch, kv_heads, COLUMNS.total)
     places = HeavyPlaces(numbers, numbers, documents)
     of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
-    kept = HeavyKept(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
+    kept = HeavyState(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
     }
