@@ -78,12 +78,14 @@ class Preset:
         """Return the patch's options for a model.
 
         A window is a thirty-second of the context, 64 to 256 tokens: then it and the state take a twentieth
-        of what a full context of softmax does (docs/smollm2.md). Tokens kept beside it are half as many.
+        of what a full context of softmax does (docs/smollm2.md). It is a sixteenth shorter where half as many
+        tokens are kept beside it, for the same share.
         """
         options = dict(self.options)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         if "size" in options and context is not None:
-            options["size"] = min(max(context // 32, options["size"]), 256)
+            part, most = (34, 240) if "heavy" in options else (32, 256)
+            options["size"] = min(max(context // part, options["size"]), most)
         if "heavy" in options:
             options["heavy"] = options["size"] // 2
         return options

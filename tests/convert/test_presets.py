@@ -66,21 +66,21 @@ def test_what_is_given_wins():
 
 
 @pytest.mark.parametrize(
-    ("config", "size"),
+    ("config", "size", "beside_kept"),
     [
-        (BloomConfig(), 64),  # says no length
-        (LlamaConfig(max_position_embeddings=512), 64),
-        (GPT2Config(n_positions=4096), 128),
-        (Gemma3Config(text_config={"max_position_embeddings": 8192}), 256),
-        (LlamaConfig(max_position_embeddings=131_072), 256),
+        (BloomConfig(), 64, 64),  # says no length
+        (LlamaConfig(max_position_embeddings=512), 64, 64),
+        (GPT2Config(n_positions=4096), 128, 120),
+        (Gemma3Config(text_config={"max_position_embeddings": 8192}), 256, 240),
+        (LlamaConfig(max_position_embeddings=131_072), 256, 240),
     ],
 )
-def test_windows_grow_with_the_context(config, size):
+def test_windows_grow_with_the_context(config, size, beside_kept):
     for name in ("hybrid", "recall"):
         assert PRESETS[name].options_for(config) == {**PRESETS["hybrid"].options, "size": size}
     assert PRESETS["linear"].options_for(config) == PRESETS["linear"].options
 
-    tokens_kept = {"size": size, "heavy": size // 2, "sinks": 4}
+    tokens_kept = {"size": beside_kept, "heavy": beside_kept // 2, "sinks": 4}
     assert PRESETS["h2o"].options_for(config) == tokens_kept
 
 
