@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.eager.heavy import HeavyText, kept
+from hf_linattn.ops.heavy_attention import attention
 from hf_linattn.ops.softmax import capped
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import by_torch_alone, exporting
 from hf_linattn.ops.triton import heavy as triton_heavy
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
@@ -26,7 +29,6 @@ from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
 
-Number = TypeVar("Number", int, Tensor)
 Kernel = Callable[..., tuple[Tensor, HeavyState]]
 
 
@@ -171,9 +173,17 @@ class H2O(StatefulAttention):
                 "'h2o' chooses tokens in as many steps as the text has blocks, and a program for all lengths "
                 "has no such number: leave it out of the plan, or export 'window'"
             )
+        if self._learns(tokens, state):
+            return self._with_gradients(tokens)
+        return self._forward(tokens, state)
+
+    def _forward(
+        self, tokens: Tokens, state: HeavyState | None, chosen: Tensor | None = None
+    ) -> tuple[Tensor, HeavyState]:
+        """Compute step after step; writes what stays after each choice into `chosen`."""
         kernel = self._kernel(tokens, state)
         if kernel is not None:
-            return self._by_kernel(kernel, tokens, state)
+            return self._by_kernel(functools.partial(kernel, chosen=chosen), tokens, state)
         after, ours = state or self._empty(tokens), state is None or tokens.in_place
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
@@ -181,12 +191,62 @@ class H2O(StatefulAttention):
         about = tokens.valid, tokens.key.shape[0], self.sizes
         steps = once(tokens.count, "h2o steps", about, lambda: list(self._steps(tokens, first)))
         queries = self._queries(tokens)
-        for step in steps:
+        for number, step in enumerate(steps):
             after = self._without_evicted(after, step)
+            if chosen is not None and number:
+                holds = torch.arange(self.heavy, device=chosen.device) < number * self.block
+                ranks = after.rank[..., self.sinks : self.first]
+                chosen[:, :, number - 1] = ranks.masked_fill(~holds, -1)
             output, after = self._attended(tokens, queries, after, step, in_place=ours and not functional)
             outputs.append(output)
             ours = True
         return self._in_order(tokens, steps, outputs), after
+
+    def _learns(self, tokens: Tokens, state: HeavyState | None) -> bool:
+        """Tell whether there are gradients of a text from its first token on."""
+        if state is not None or tokens.query is None or torch.compiler.is_compiling() or by_torch_alone():
+            return False
+        inputs = (tokens.query, tokens.key, tokens.value, tokens.sink)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    def _with_gradients(self, tokens: Tokens) -> tuple[Tensor, HeavyState]:
+        """Choose without gradients, and compute from what was chosen in the backward."""
+        order = None
+        if tokens.valid is not None:
+            about = tokens.valid, tokens.key.shape[0]
+            order, *places = once(tokens.count, "h2o in order", about, lambda: self._visible_first(tokens))
+            tokens = self._ordered(tokens, order, *places)
+        query, count = tokens.query, tokens.count
+        assert query is not None
+        assert count is not None
+        near = self._near(upcast(query), tokens)
+        text = HeavyText(query, near, tokens.key, tokens.value, tokens.sink)
+
+        def forward(chosen: Tensor) -> tuple[Tensor, HeavyState]:
+            return self._forward(tokens, None, chosen)
+
+        output, after = attention(text, self.sizes, tokens.scaling, tokens.softcap, forward)
+        if tokens.keep:
+            key, value = (kept(x, after.rank, self.sizes, count[:, -1]) for x in (tokens.key, tokens.value))
+            after = after._replace(key=key, value=value)
+        return output if order is None else output.gather(2, spread(order.argsort(1), output)), after
+
+    def _visible_first(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return places with visible tokens first, which are visible then, and how many each has seen."""
+        valid = counted(tokens)
+        order = valid.logical_not().long().argsort(dim=1, stable=True)
+        valid = valid.gather(1, order)
+        return order, valid, with_notes(valid.long().cumsum(1))
+
+    def _ordered(self, tokens: Tokens, order: Tensor, valid: Tensor, count: Tensor) -> Tokens:
+        """Bring visible tokens to the front of their rows; zeros behind them."""
+
+        def each(x: Tensor) -> Tensor:
+            return x.gather(2, spread(order, x)).masked_fill(~valid[:, None, :, None], 0)
+
+        assert tokens.query is not None
+        query, key, value = map(each, (tokens.query, tokens.key, tokens.value))
+        return replace(tokens, query=query, key=key, value=value, valid=valid, count=count)
 
     def _queries(self, tokens: Tokens) -> list[Tensor]:
         """Return the scaled queries, and as they meet the sinks where they are turned for that."""
@@ -257,14 +317,6 @@ class H2O(StatefulAttention):
         weight = torch.zeros_like(upcast(key[..., 0]))
         return HeavyState(key, value, weight, torch.zeros_like(weight, dtype=torch.int32))
 
-    def _left(self, ranks: Number) -> Number:
-        """Count the blocks that have left the window of queries of these ranks; not positive for none."""
-        return (ranks - self.sinks + 1 - self.size) // self.block
-
-    def _begin(self, number: Number) -> Number:
-        """Return the rank of the first query behind so many evictions."""
-        return number * self.block + self.size + self.sinks - 1
-
     def _steps(self, tokens: Tokens, first: bool) -> Iterator[Step]:
         """Divide the visible tokens of each row by how many blocks have left the window of their queries.
 
@@ -288,9 +340,9 @@ class H2O(StatefulAttention):
 
     def _unknown_parts(self, length: int, seen: Tensor, count: Tensor) -> Iterator[Part]:
         """Divide tokens without a look at the numbers: into as many parts as there can be."""
-        number = self._left(seen)
+        number = self.sizes.left(seen)
         for _ in range(-(-(length - 1) // self.block) + 1):
-            begin, end = self._begin(number), self._begin(number + 1)
+            begin, end = self.sizes.begin(number), self.sizes.begin(number + 1)
             start, stop = (torch.minimum((x - seen).clamp_min(0), count) for x in (begin, end))
             evicts = (start < stop) & (number > 0) & (seen + start == begin)
             yield Part(number.clamp_min(0), start, stop, min(length, self.block), evicts)
@@ -298,8 +350,8 @@ class H2O(StatefulAttention):
 
     def _known_parts(self, seen: list[int], count: list[int], device: torch.device) -> Iterator[Part]:
         """Divide tokens into the parts there are; the first is as long as it takes to fill the window."""
-        first = [max(self._left(before), 0) for before in seen]
-        last = [max(self._left(before + new - 1), 0) for before, new in zip(seen, count, strict=True)]
+        first = [max(self.sizes.left(before), 0) for before in seen]
+        last = [max(self.sizes.left(before + new - 1), 0) for before, new in zip(seen, count, strict=True)]
         steps = range(max(0, *map(operator.sub, last, first)) + 1)
         numbers = [[number + step for number in first] for step in steps]
         of_rows = [list(zip(*map(self._places, seen, count, row), strict=True)) for row in numbers]
@@ -311,8 +363,8 @@ class H2O(StatefulAttention):
 
     def _places(self, seen: int, count: int, number: int) -> tuple[int, int, bool]:
         """Tell which of a row's new tokens come behind so many evictions, and whether one is just before."""
-        begin = self._begin(number) if number else 0
-        start, stop = (min(max(x - seen, 0), count) for x in (begin, self._begin(number + 1)))
+        begin = self.sizes.begin(number) if number else 0
+        start, stop = (min(max(x - seen, 0), count) for x in (begin, self.sizes.begin(number + 1)))
         return start, stop, number > 0 and start < stop and seen + start == begin
 
     def _step(self, part: Part, tokens: Tokens, seen: Tensor, order: Tensor | None) -> Step:
@@ -334,7 +386,7 @@ class H2O(StatefulAttention):
         share, fade = half ** behind.to(dtype) * live, half ** total.to(dtype)
         index = places if order is None else order.gather(1, places)
         span = part.span if order is None else None
-        oldest = self._begin(part.left)[:, None, None] - (self.reach or 0)
+        oldest = self.sizes.begin(part.left)[:, None, None] - (self.reach or 0)
         hidden = ~visible[:, None, None]
         return Step(index, live, span, target, ranks.int(), hidden, share, fade, part.evicts, oldest, held)
 

@@ -7,11 +7,13 @@ an input is float64. Queries, keys and values may be strided; outputs lie token 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Number = TypeVar("Number", int, Tensor)
 
 FEATURE_MAPS = ("none", "elu1", "relu")
 """Elementwise maps that kernels apply; "none" where the inputs are features already."""
@@ -314,6 +316,14 @@ class HeavyColumns(NamedTuple):
     def total(self) -> int:
         """Count the columns, the spare one too."""
         return self.sinks + self.heavy + self.size + self.block
+
+    def left(self, ranks: Number) -> Number:
+        """Count the blocks that have left the window of queries of these ranks; not positive for none."""
+        return (ranks - self.sinks + 1 - self.size) // self.block
+
+    def begin(self, number: Number) -> Number:
+        """Return the rank of the first query behind so many evictions, at least one."""
+        return number * self.block + self.size + self.sinks - 1
 
 
 class HeavyState(NamedTuple):

@@ -73,8 +73,8 @@ def check_the_check(path):
     key = key_of(form, torch.bfloat16, grouped=False)
     assert heavy_selftest.disagreement(key, heavy, TOKENS) is None
 
-    def forward(query, near, key, value, places, before, columns, scaling):
-        return heavy.forward(query, near, key, value, places, before, columns, scaling)
+    def forward(query, near, key, value, places, before, columns, scaling, **named):
+        return heavy.forward(query, near, key, value, places, before, columns, scaling, **named)
 
     def turned_away(query, near, *others):
         return forward(query, None, *others)

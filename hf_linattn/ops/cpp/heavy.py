@@ -21,6 +21,7 @@ def forward(
     columns: HeavyColumns,
     scaling: float,
     in_place: bool = False,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
@@ -34,6 +35,8 @@ def forward(
         columns: its sizes.
         scaling: of the scores.
         in_place: the cache before may be written over.
+        chosen: where ranks of what stays after each choice are written, of a text from its first token on,
+            int32 `[B, Hkv, choices, heavy]`; nothing is written for who is not there. None for nowhere.
 
     Returns:
         Output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, 0 for padding; and the cache after.
@@ -67,6 +70,8 @@ def forward(
         seen=address(places.seen),
         visible=address(places.new),
         order=address(places.order),
+        chosen=address(chosen),
+        choices=0 if chosen is None else chosen.shape[2],
     )
     build.library().linattn_heavy(problem, scaling)
     return output, after

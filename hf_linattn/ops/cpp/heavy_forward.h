@@ -185,6 +185,10 @@ private:
         const int count = held(blocks - 1) + block_;
         for (int j = 0; j < count; ++j) candidates_[j].column = slot_of_[candidates_[j].column];
         for (int j = 0; j < chosen; ++j) slot_of_[sinks_ + j] = candidates_[j].column;
+        if (p_.chosen) {
+            int32_t* ranks = at<int32_t>(p_.chosen) + (batch_head_ * p_.choices + blocks - 1) * heavy_;
+            for (int j = 0; j < chosen; ++j) ranks[j] = rank_[candidates_[j].column];
+        }
         for (int j = chosen; j < count; ++j) {
             const int slot = candidates_[j].column;
             bias_[slot] = NEGATIVE_INFINITY;

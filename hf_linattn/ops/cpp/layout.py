@@ -359,6 +359,8 @@ class HeavyProblem(Struct):
     seen: Address  # int32 [B], dense: visible tokens before
     visible: Address  # int32 [B], dense: of the call
     order: Address  # int32 [B, N], dense: places of those, then others; 0 where all are
+    chosen: Address  # int32 [B, Hkv, choices, heavy], dense: ranks of what stays after each; 0 for not wanted
+    choices: int
 
 
 _PARTS = {part.__name__ for part in Part.__subclasses__()}

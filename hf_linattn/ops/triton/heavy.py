@@ -56,6 +56,7 @@ def forward(
     before: HeavyState | None,
     columns: HeavyColumns,
     scaling: float,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
@@ -68,6 +69,8 @@ def forward(
         before: the cache; None for nothing. Stays as it is.
         columns: its sizes.
         scaling: of the scores.
+        chosen: where ranks of what stays after each choice are written, of a text from its first token on,
+            int32 `[B, Hkv, choices, heavy]`; nothing is written for who is not there. None for nowhere.
 
     Returns:
         Output `[B, H, N, Dv]` in the dtype of the values, 0 for padding, a view of `[B, N, H, Dv]`; and the
@@ -111,6 +114,7 @@ def forward(
         OLD_RANK=old[3],
         SOURCE=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
         WEIGHT=call.new(*held[:2], 2, columns.total),
+        CHOSEN=chosen,
         OUT=output,
         NEW_K=after.key,
         NEW_V=after.value,
@@ -119,6 +123,7 @@ def forward(
         **strides(q=call.query, near=near, k=call.key, v=call.value, out=output),
         kv_heads=call.kv_heads,
         length=call.length,
+        choices=0 if chosen is None else chosen.shape[2],
         size=columns.size,
         heavy=columns.heavy,
         sinks=columns.sinks,

@@ -69,10 +69,13 @@ def ranked_by(WEIGHT, SOURCE, OLD_RANK, index, heavy, block, held, seen, oldest,
 
 @triton.jit
 def evict(
-    SOURCE, WEIGHT, OLD_RANK, now, after, heavy, sinks, block, held, seen, oldest, total,
+    SOURCE, WEIGHT, OLD_RANK, CHOSEN, now, after, heavy, sinks, block, held, seen, oldest, total,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one."""
+    """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one.
+
+    CHOSEN gets the ranks of what stays, of a text from its first token on; None for nowhere.
+    """
     first_weight, first_source = WEIGHT + now + sinks, SOURCE + now + sinks
     for first in range(0, heavy + block, COLUMNS):
         index = first + tl.arange(0, COLUMNS)
@@ -94,6 +97,8 @@ def evict(
         stays = there & (ahead < heavy)
         tl.store(SOURCE + after + sinks + ahead, source, mask=stays)
         tl.store(WEIGHT + after + sinks + ahead, weight, mask=stays)
+        if CHOSEN is not None:
+            tl.store(CHOSEN + ahead, source - total, mask=stays & (own > -2))
     for first in range(0, total, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         moves = (column < total) & ((column < sinks) | (column >= sinks + heavy))
@@ -129,9 +134,9 @@ def meet_columns(
 
 @triton.jit
 def window_and_heavy(
-    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, OUT, NEW_K, NEW_V,
-    NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
-    kv_heads, length, size, heavy, sinks, block, reach, scale, rate,
+    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, CHOSEN, OUT, NEW_K,
+    NEW_V, NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
+    kv_heads, length, choices, size, heavy, sinks, block, reach, scale, rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
     MEMBERS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +144,8 @@ def window_and_heavy(
 
     ORDER `[B, length]` lists the visible tokens of each row first, None where all are; SEEN and COUNT `[B]`
     count those before the call and in it. SOURCE and WEIGHT `[B, Hkv, 2, columns]` hold nothing yet. OLD and
-    NEW are states, dense; OLD_K None for none.
+    NEW are states, dense; OLD_K None for none. CHOSEN `[B, Hkv, choices, heavy]` gets what stays after each
+    choice, None for nowhere.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -152,6 +158,8 @@ def window_and_heavy(
         OLD_RANK += batch_head * total
     SOURCE += batch_head * 2 * total
     WEIGHT += batch_head * 2 * total
+    if CHOSEN is not None:
+        CHOSEN += batch_head * choices * heavy
     rows = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_V)
     for first in range(0, total, COLUMNS):
@@ -188,9 +196,11 @@ def window_and_heavy(
             held = gone - block
             oldest = tl.where(reach > 0, seen + done - reach, 0)
             evict(
-                SOURCE, WEIGHT, OLD_RANK, now, total - now, heavy, sinks, block, held, seen, oldest, total,
-                COLUMNS,
+                SOURCE, WEIGHT, OLD_RANK, CHOSEN, now, total - now, heavy, sinks, block, held, seen, oldest,
+                total, COLUMNS,
             )  # fmt: skip
+            if CHOSEN is not None:
+                CHOSEN += heavy
             now = total - now
             tl.debug_barrier()
         token = done + tl.arange(0, TOKENS)

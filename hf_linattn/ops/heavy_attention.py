@@ -1,0 +1,98 @@
+"""A window with heavy hitters that learns: forward by whatever chooses, backward from what it chose.
+
+The forward keeps queries, keys, values and the choices. They are constants to the gradient, so the backward
+computes all steps again at once; nothing walks from one choice to the next a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_linattn.ops.eager import heavy
+from hf_linattn.ops.second_order import gradients
+from hf_linattn.ops.types import HeavyColumns, HeavyState, accumulator_dtype
+
+Forward = Callable[[Tensor], tuple[Tensor, HeavyState]]
+"""Computes outputs and the cache after; writes what stays after each choice into its argument."""
+
+
+def attention(
+    text: heavy.HeavyText, columns: HeavyColumns, scaling: float, softcap: float | None, forward: Forward
+) -> tuple[Tensor, HeavyState]:
+    """Attend to sinks, heavy hitters and window; outputs have gradients, the cache has none.
+
+    Args:
+        text: in the dtype of the model.
+        columns: sizes of the cache.
+        scaling: of the scores.
+        softcap: of the scores; None for none.
+        forward: called without gradients.
+
+    Returns:
+        Output `[B, H, N, Dv]`, and the cache after.
+    """
+    output, *state = _Attention.apply(*text, columns, scaling, softcap, forward)
+    return output, HeavyState(*state)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        *tensors, columns, scaling, softcap, compute = given
+        key = tensors[2]
+        choices = max(columns.left(key.shape[2] - 1), 0)
+        chosen = torch.full((*key.shape[:2], choices, columns.heavy), -1, dtype=torch.int32, device=key.device)
+        output, state = compute(chosen)
+        ctx.save_for_backward(*tensors, chosen)
+        ctx.options = columns, scaling, softcap
+        ctx.mark_non_differentiable(*state)
+        ctx.set_materialize_grads(False)
+        return output, *state
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        *inputs, chosen = ctx.saved_tensors
+        if grad is None:
+            found: list[Tensor | None] = [None] * len(inputs)
+        elif torch.is_grad_enabled():  # as under create_graph=True
+            found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
+        else:
+            found = _gradients(inputs, ctx.needs_input_grad, chosen, ctx.options, grad)
+        return *found, None, None, None, None
+
+
+def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Compute outputs in the dtype of sums, part after part, so that memory does not grow with the text."""
+    of = accumulator_dtype(*(x for x in inputs if x is not None))
+    parts = heavy.parts_of(heavy.HeavyText(*inputs), options[0])  # type: ignore[arg-type]  # as it was given
+    for start, stop in parts:
+        text = heavy.HeavyText(*(None if x is None else x.to(of) for x in inputs))  # type: ignore[arg-type]
+        yield heavy.attended(text, chosen, *options, start, stop)
+
+
+def _gradients(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    chosen: Tensor,
+    options: tuple[Any, ...],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Compute the gradients of the tensors of a text; None where none is wanted."""
+    leaves = [
+        None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=False)
+    ]
+    asked = [x for x in leaves if x is not None and x.requires_grad]
+    sums: list[Tensor | None] = [None] * len(asked)
+    start = 0
+    with torch.enable_grad():
+        for output in _outputs(leaves, chosen, options):
+            own = grad[:, :, start : start + output.shape[2]].to(output.dtype)
+            start += output.shape[2]
+            some = torch.autograd.grad(output, asked, own, allow_unused=True)
+            sums = [x if y is None else y if x is None else x + y for x, y in zip(sums, some, strict=True)]
+    found = iter(sums)
+    return [next(found) if x is not None and x.requires_grad else None for x in leaves]
