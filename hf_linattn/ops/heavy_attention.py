@@ -61,38 +61,30 @@ class _Attention(torch.autograd.Function):
         elif torch.is_grad_enabled():  # as under create_graph=True
             found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
         else:
-            found = _gradients(inputs, ctx.needs_input_grad, chosen, ctx.options, grad)
+            found = _gradients(inputs, chosen, ctx.options, grad)
         return *found, None, None, None, None
 
 
 def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Compute outputs in the dtype of sums, part after part, so that memory does not grow with the text."""
-    of = accumulator_dtype(*(x for x in inputs if x is not None))
-    parts = heavy.parts_of(heavy.HeavyText(*inputs), options[0])  # type: ignore[arg-type]  # as it was given
-    for start, stop in parts:
-        text = heavy.HeavyText(*(None if x is None else x.to(of) for x in inputs))  # type: ignore[arg-type]
+    """Compute outputs in the dtype of sums, part after part."""
+    text = _wide(inputs)
+    for start, stop in heavy.parts_of(text, options[0]):
         yield heavy.attended(text, chosen, *options, start, stop)
 
 
 def _gradients(
-    inputs: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    chosen: Tensor,
-    options: tuple[Any, ...],
-    grad: Tensor,
+    inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...], grad: Tensor
 ) -> list[Tensor | None]:
-    """Compute the gradients of the tensors of a text; None where none is wanted."""
-    leaves = [
-        None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=False)
-    ]
-    asked = [x for x in leaves if x is not None and x.requires_grad]
-    sums: list[Tensor | None] = [None] * len(asked)
-    start = 0
-    with torch.enable_grad():
-        for output in _outputs(leaves, chosen, options):
-            own = grad[:, :, start : start + output.shape[2]].to(output.dtype)
-            start += output.shape[2]
-            some = torch.autograd.grad(output, asked, own, allow_unused=True)
-            sums = [x if y is None else y if x is None else x + y for x, y in zip(sums, some, strict=True)]
-    found = iter(sums)
-    return [next(found) if x is not None and x.requires_grad else None for x in leaves]
+    """Compute the gradients of the tensors of a text, part after part, so that memory does not grow with it."""
+    text = _wide(inputs)
+    sums = heavy.HeavyText(*(None if x is None else torch.zeros_like(x) for x in text))  # type: ignore[arg-type]
+    grad = grad.to(text.key.dtype)
+    for start, stop in heavy.parts_of(text, options[0]):
+        heavy.add_gradients(sums, grad, text, chosen, *options, start, stop)
+    return [x if x is None or y is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True)]
+
+
+def _wide(inputs: Sequence[Tensor | None]) -> heavy.HeavyText:
+    """Convert the tensors of a text to the dtype of sums."""
+    of = accumulator_dtype(*(x for x in inputs if x is not None))
+    return heavy.HeavyText(*(None if x is None else x.to(of) for x in inputs))  # type: ignore[arg-type]

@@ -53,6 +53,51 @@ def parts_of(text: HeavyText, columns: HeavyColumns) -> Iterator[tuple[int, int]
         yield start, min(start + some, length)
 
 
+class _Part(NamedTuple):
+    """Some queries, and what they see.
+
+    Attributes:
+        start, stop: which queries.
+        steps: that they are divided into.
+        width: queries of a step; the last one may have fewer.
+        index: tokens that each step sees, `[B, Hkv, steps, M]`; None for the first `stop` ones.
+        hidden: what of them a query does not see, expands to `[B, Hkv, steps, G, width, M]`.
+    """
+
+    start: int
+    stop: int
+    steps: int
+    width: int
+    index: Tensor | None
+    hidden: Tensor
+
+    def seen(self, x: Tensor) -> Tensor:
+        """Take keys or values, `[B, Hkv, N, D]`, as each step sees them, `[B, Hkv, steps, M, D]`."""
+        return x[:, :, None, : self.stop] if self.index is None else _rows(x, self.index)
+
+    def by_step(self, x: Tensor, heads: int) -> Tensor:
+        """Bring queries `[B, H, N, D]` to `[B, Hkv, steps, G width, D]`, zeros behind the last."""
+        lacking = self.steps * self.width - (self.stop - self.start)
+        x = F.pad(x[:, :, self.start : self.stop], (0, 0, 0, lacking))
+        return x.unflatten(2, (self.steps, self.width)).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4)
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Bring them back, `[B, H, stop - start, D]`."""
+        x = x.unflatten(3, (-1, self.width)).transpose(2, 3).flatten(1, 2).flatten(2, 3)
+        return x[:, :, : self.stop - self.start]
+
+
+def _part(chosen: Tensor, columns: HeavyColumns, length: int, start: int, stop: int) -> _Part:
+    """Find what queries see of a text of so many tokens."""
+    if start < columns.begin(1):
+        at = torch.arange(stop, device=chosen.device)
+        return _Part(start, stop, 1, stop - start, None, at > at[start:, None])
+    first = columns.left(start)
+    steps = -(-(stop - start) // columns.block)
+    some = chosen[:, :, first - 1 : first - 1 + steps]
+    return _Part(start, stop, steps, columns.block, *_columns_of(some, columns, first, length))
+
+
 def attended(
     text: HeavyText,
     chosen: Tensor,
@@ -74,47 +119,99 @@ def attended(
         stop: likewise.
     """
     heads = text.key.shape[1]
-    if start < columns.begin(1):
-        steps, width, keys = 1, stop - start, [x[:, :, None, :stop] for x in (text.key, text.value)]
-        at = torch.arange(stop, device=chosen.device)
-        hidden = at > at[start:, None]
-    else:
-        first, width = columns.left(start), columns.block
-        steps = -(-(stop - start) // width)
-        index, hidden = _columns_of(chosen[:, :, first - 1 : first - 1 + steps], columns, first, text.key)
-        keys = [_rows(x, index) for x in (text.key, text.value)]
-    key, value = keys
-
-    def by_step(x: Tensor) -> Tensor:
-        """Bring queries to `[B, Hkv, steps, G width, D]`, zeros behind the last."""
-        x = F.pad(x[:, :, start:stop], (0, 0, 0, steps * width - (stop - start)))
-        x = x.unflatten(2, (steps, width)).unflatten(1, (heads, -1))
-        return x.transpose(2, 3).flatten(3, 4)
-
-    scores = by_step(text.query * scaling) @ key.mT
+    part = _part(chosen, columns, text.key.shape[2], start, stop)
+    key, value = part.seen(text.key), part.seen(text.value)
+    scores = part.by_step(text.query * scaling, heads) @ key.mT
     if text.near is not None:
-        met = by_step(text.near * scaling) @ key[..., : columns.sinks, :].mT
+        met = part.by_step(text.near * scaling, heads) @ key[..., : columns.sinks, :].mT
         scores = torch.cat([met, scores[..., columns.sinks :]], -1)
-    scores = capped(scores, softcap, None).unflatten(3, (-1, width)).masked_fill(hidden, float("-inf"))
-    if text.sink is not None:
-        own = text.sink.view(heads, 1, -1, 1, 1).expand(*scores.shape[:5], 1)
+    scores = capped(scores, softcap, None).unflatten(3, (-1, part.width))
+    weights = _softmax(scores.masked_fill(part.hidden, float("-inf")), text.sink)[..., : key.shape[3]]
+    return part.in_order(weights.flatten(3, 4) @ value)
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Compute the softmax of `[B, Hkv, steps, G, width, M]`, a column more where there are sinks."""
+    if sink is not None:
+        own = sink.view(scores.shape[1], 1, -1, 1, 1).expand(*scores.shape[:5], 1)
         scores = torch.cat([scores, own], -1)
-    weights = scores.softmax(-1)[..., : key.shape[3]]
-    output = weights.flatten(3, 4) @ value
-    output = output.unflatten(3, (-1, width)).transpose(2, 3).flatten(1, 2).flatten(2, 3)
-    return output[:, :, : stop - start]
+    return scores.softmax(-1)
 
 
-def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, key: Tensor) -> tuple[Tensor, Tensor]:
+def add_gradients(
+    sums: HeavyText,
+    grad: Tensor,
+    text: HeavyText,
+    chosen: Tensor,
+    columns: HeavyColumns,
+    scaling: float,
+    softcap: float | None,
+    start: int,
+    stop: int,
+) -> None:
+    """Add what a part gives to the gradients of a text, in place.
+
+    Args:
+        sums: as large as the text; written over.
+        grad: of all outputs, `[B, H, N, Dv]`.
+        text: as `attended` takes it, and all that follows.
+        chosen: likewise.
+        columns: likewise.
+        scaling: likewise.
+        softcap: likewise.
+        start: likewise.
+        stop: likewise.
+    """
+    heads, sinks = text.key.shape[1], columns.sinks
+    part = _part(chosen, columns, text.key.shape[2], start, stop)
+    key, value = part.seen(text.key), part.seen(text.value)
+    query, grad = part.by_step(text.query, heads) * scaling, part.by_step(grad, heads)
+    scores, near = query @ key.mT, None
+    if text.near is not None:
+        near = part.by_step(text.near, heads) * scaling
+        scores[..., :sinks] = near @ key[..., :sinks, :].mT
+    slope = None
+    if softcap is not None:
+        slope = scores.div_(softcap).tanh_().square().neg_().add_(1)
+        scores = scores * softcap
+    shape = scores.shape
+    scores = scores.unflatten(3, (-1, part.width)).masked_fill_(part.hidden, float("-inf"))
+    weights = _softmax(scores, text.sink)
+    if sums.sink is not None:
+        weights, own = weights[..., :-1], weights[..., -1:]
+    through = (grad @ value.mT).view_as(weights)
+    total = torch.linalg.vecdot(weights, through)[..., None]
+    if sums.sink is not None:
+        sums.sink.sub_((own * total).sum((0, 2, 4, 5)).flatten())
+    d_scores = through.sub_(total).mul_(weights).view(shape)
+    if slope is not None:
+        d_scores = d_scores * slope
+    weights = weights.reshape(shape)
+    d_key, d_query = d_scores.mT @ query, d_scores
+    if near is not None:
+        assert sums.near is not None
+        d_near = d_scores[..., :sinks]
+        d_key[..., :sinks, :] = d_near.mT @ near
+        sums.near[:, :, start:stop] = part.in_order(d_near @ key[..., :sinks, :]) * scaling
+        d_query, key = d_scores[..., sinks:], key[..., sinks:, :]
+    sums.query[:, :, start:stop] = part.in_order(d_query @ key) * scaling
+    for sum_, x in ((sums.key, d_key), (sums.value, weights.mT @ grad)):
+        if part.index is None:
+            sum_[:, :, :stop] += x[:, :, 0]
+        else:
+            sum_.flatten(0, 2).index_add_(0, _flat(sum_, part.index), x.flatten(0, 3))
+
+
+def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the tokens that each step sees, `[B, Hkv, steps, M]`, and what of them its queries do not see.
 
     Args:
         chosen: of these steps.
         columns: sizes of the cache.
         first: blocks that have left before the first of them.
-        key: `[B, Hkv, N, D]`.
+        length: tokens of the text.
     """
-    steps, most = chosen.shape[2], key.shape[2] - 1
+    steps, most = chosen.shape[2], length - 1
     at = torch.arange(columns.size + columns.block - 1, device=chosen.device)
     gone = (torch.arange(steps, device=chosen.device) + first) * columns.block + columns.sinks
     window = (gone[:, None] + at).clamp_max(most)
@@ -129,11 +226,15 @@ def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, key: Tensor) 
     return index, torch.cat(parts, -1)
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Take tokens of each row and head: `[B, Hkv, N, D]` at `[B, Hkv, ...]`; much faster than to gather."""
+def _flat(x: Tensor, index: Tensor) -> Tensor:
+    """Count tokens of each row and head, `[B, Hkv, ...]`, among all of `[B, Hkv, N, D]`."""
     first = torch.arange(x.shape[0] * x.shape[1], device=x.device) * x.shape[2]
-    flat = index.flatten(0, 1) + first.view(-1, *(1,) * (index.dim() - 2))
-    return x.flatten(0, 2).index_select(0, flat.flatten()).view(*index.shape, x.shape[3])
+    return (index.flatten(0, 1) + first.view(-1, *(1,) * (index.dim() - 2))).flatten()
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Take tokens of each row and head, `[B, Hkv, ...]` of `[B, Hkv, N, D]`; much faster than to gather."""
+    return x.flatten(0, 2).index_select(0, _flat(x, index)).view(*index.shape, x.shape[3])
 
 
 def kept(x: Tensor, rank: Tensor, columns: HeavyColumns, count: Tensor) -> Tensor:
