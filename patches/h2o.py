@@ -265,13 +265,13 @@ class H2O(StatefulAttention):
         return Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)
 
     def _kernel(self, tokens: Tokens, state: HeavyState | None) -> Kernel | None:
-        """Return what computes all steps at once, without gradients: on CPUs, and of many tokens on a GPU."""
+        """Return what computes all steps at once, without gradients."""
         query, key, value = tokens.query, tokens.key, tokens.value
         if query is None or not tokens.is_plain:
             return None
         if native_takes_heavy(query, key, value, state):
             return functools.partial(cpp_heavy.forward, in_place=tokens.in_place)
-        if tokens.length == 1 or not (state is None or state.key.dtype == state.value.dtype == key.dtype):
+        if not (state is None or state.key.dtype == state.value.dtype == key.dtype):
             return None
         takes = one_kernel_takes_heavy(query, key, value, HeavyForm(self.rotary is not None))
         return triton_heavy.forward if takes else None

@@ -46,7 +46,7 @@ def check_a_model_says_the_same(path):
 
 
 def check_what_stays_with_torch(path):
-    """Gradients, single tokens, capped scores and wide heads have no kernel, and nobody is told so."""
+    """Capped scores, sinks of the model and wide heads have no kernel, and nobody is told so."""
     module, (query, key, value, _) = module_of(Case()), given(Case())
     count = torch.arange(1.0, 41.0)[None]
     some = Tokens(query, key, value, 0.5, None, count)
@@ -56,7 +56,6 @@ def check_what_stays_with_torch(path):
     with Folder(path, "1"):
         module.causal(some, None)
         with torch.no_grad():
-            module.causal(some.slice(0, 1), None)
             module.causal(Tokens(query, key, value, 0.5, None, count, softcap=5.0), None)
             module.causal(Tokens(query, key, value, 0.5, None, count, sink=torch.zeros(2)), None)
             module.causal(Tokens(wide, wide[:, :1], value, 0.5, None, count), None)
@@ -73,20 +72,27 @@ def check_the_check(path):
     key = key_of(form, torch.bfloat16, grouped=False)
     assert heavy_selftest.disagreement(key, heavy, TOKENS) is None
 
-    def forward(query, near, key, value, places, before, columns, scaling, **named):
-        return heavy.forward(query, near, key, value, places, before, columns, scaling, **named)
+    forward = heavy.forward
 
-    def turned_away(query, near, *others):
-        return forward(query, None, *others)
+    def turned_away(query, near, *others, **named):
+        return forward(query, None, *others, **named)
 
-    def never_fades(*given):
-        return forward(*given[:6], given[6]._replace(half_life=None), given[7])
+    def never_fades(*given, **named):
+        return forward(*given[:6], given[6]._replace(half_life=None), given[7], **named)
 
-    def unweighted(*given):
-        output, after = forward(*given)
+    def unweighted(*given, **named):
+        output, after = forward(*given, **named)
         return output, after._replace(weight=after.weight * 1.001)
 
-    lies = (("output", turned_away), ("weight", unweighted), ("weight", never_fades))
+    def untold(*given, **named):
+        return forward(*given)
+
+    lies = (
+        ("output", turned_away),
+        ("weight", unweighted),
+        ("weight", never_fades),
+        ("choices are not told", untold),
+    )
     for index, (what, lie) in enumerate(lies):
         with Folder(path / str(index)):
             checks = Checks(launch, TOKENS, heavies=Lying(heavy, forward=lie))

@@ -21,6 +21,8 @@ CASES = {
     "what is too far back goes first": Case(cuts=(57, 13), options=OPTIONS | {"reach": 21}, half_life=None),
     "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
     "more than a tile": Case(cuts=(75,), options=MANY, half_life=20.0),
+    "tokens one by one": Case(cuts=(30, *[1] * 8), heads=3, positions="cache", half_life=20.0),
+    "one by one, padding": Case(cuts=(26, *[1] * 7), hidden="holes"),
     "bfloat16": Case(cuts=(25, 15), dtype="bfloat16", tolerance=1e-2, positions="cache"),
 }
 

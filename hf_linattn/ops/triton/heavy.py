@@ -1,4 +1,4 @@
-"""A window with heavy hitters on GPUs, many tokens in one launch of `heavy_kernels`; without gradients.
+"""A window with heavy hitters on GPUs, all tokens of a call in one launch of `heavy_kernels`.
 
 Programs are as many as there are rows and key heads: each walks its text from one choice of tokens to the
 next. What a step reads is known on the device, so nothing waits for it, with padding neither.
@@ -26,7 +26,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return max(query.shape[-1], value.shape[-1]) <= WIDEST and group <= LARGEST_GROUP
 
 
-def tile_of(width: int, members: int, operand: str, capability: tuple[int, int]) -> Tile:
+def tile_of(width: int, members: int, operand: str, capability: tuple[int, int], length: int) -> Tile:
     """Choose the tokens and columns of a step, without spilled registers in bfloat16; nothing is timed.
 
     Args:
@@ -34,11 +34,12 @@ def tile_of(width: int, members: int, operand: str, capability: tuple[int, int])
         members: padded query heads of a key head; rows of a product are tokens times these.
         operand: as in `kernel_functions`.
         capability: of the device.
+        length: tokens of the call; one takes the smallest tile.
     """
     short, narrow = operand in ("bf16", "fp16"), width <= 64
     rows = (128 if narrow else 64) if short else 32
     # blocks are of 32 tokens by default, and no tokens of two choices come together
-    tokens = max(1, min(32, rows // members), 16 // members)
+    tokens = max(1, min(32, rows // members) if length > 1 else 1, 16 // members)
     # others have 99 KiB of shared memory for a program or less
     roomy = short and (capability == (8, 0) or capability[0] in (9, 10))
     if tokens * members * width <= 2048:
@@ -84,7 +85,7 @@ def forward(
     call = Problem(query, key, value, None, "none", True)
     operand = str(call.maps["OPERAND"])
     rows = 1 << (call.group - 1).bit_length()
-    tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability)
+    tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability, call.length)
     new = torch.empty if places.order is None else torch.zeros
     shape = call.batch, call.length, call.heads, call.Dv
     output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)

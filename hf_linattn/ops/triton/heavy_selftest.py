@@ -60,6 +60,8 @@ class Exact(NamedTuple):
         output: `[B, H, N, Dv]`, 0 for padding.
         size: the same of values without signs.
         kept: the cache after the last token.
+        chosen: ranks of what stayed after each choice, ascending, -1 for none, int32
+            `[B, Hkv, choices, heavy]`; of texts without padding.
         apart: the least relative distance between one that stayed and one that did not.
         largest: largest sum of the sizes of products in a score.
     """
@@ -67,6 +69,7 @@ class Exact(NamedTuple):
     output: Tensor
     size: Tensor
     kept: HeavyState
+    chosen: Tensor
     apart: float
     largest: float
 
@@ -84,7 +87,13 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         # a call that continues a text comes when some of it has left
         first = 0 if plain else 2 * own.size
         numbers, before, want = _clear(trial, own, first, length)
-        got, after = _run(trial, kernels, numbers, before, own, first)
+        chosen = torch.full(want.chosen.shape, -1, dtype=torch.int32, device=trial.device) if plain else None
+        # the last token comes alone where something was before: it takes a smaller tile
+        last = length if plain else length - 1
+        got, after = _run(trial, kernels, numbers, before, own, (first, last), chosen)
+        if last < length:
+            one, after = _run(trial, kernels, numbers, after, own, (last, length))
+            got = torch.cat([got, one], 2)
         after = _in_order(after, want.kept, own)
         more = want.largest * (trial.D + 16) * 2.0**-24 + 2.0**-20
         exact = {"output": want.output[:, :, first:]}, {"output": want.size[:, :, first:]}
@@ -100,6 +109,8 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
                 continue
             if not token_selftest.same(x, y):
                 return f"{name}s are not what should be kept"
+        if chosen is not None and not token_selftest.same(chosen.sort(-1).values, want.chosen):
+            return "choices are not told as they were made"
     return None
 
 
@@ -164,6 +175,8 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
         output.new_zeros(rows, kv_heads, total),
         torch.zeros(rows, kv_heads, total, dtype=torch.int32, device="cpu"),
     )
+    choices = max(columns.left(key.shape[2] - 1), 0)
+    chosen = torch.full((rows, kv_heads, choices, columns.heavy), -1, dtype=torch.int32, device="cpu")
     apart, largest, group = float("inf"), 0.0, query.shape[1] // kv_heads
     for row in range(rows):
         there = valid[row].nonzero()[:, 0]
@@ -177,7 +190,7 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
                 scores[..., : columns.sinks] = met @ sinks
                 products[..., : columns.sinks] = met.abs() @ sinks.abs()
             largest = max(largest, float(products.max()) * numbers.scaling)
-            weights, found, got, distance = _walk(scores * numbers.scaling, columns)
+            weights, found, got, distance = _walk(scores * numbers.scaling, columns, chosen[row, head])
             v = value[row, head][there].double()
             output[row, own, there], size[row, own, there] = weights @ v, weights @ v.abs()
             apart = min(apart, distance)
@@ -186,11 +199,13 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
                 kept.value[row, head, column] = value[row, head, there[token]]
                 kept.weight[row, head, column] = got[token]
                 kept.rank[row, head, column] = token
-    return Exact(output, size, kept, apart, largest)
+    return Exact(output, size, kept, chosen.sort(-1).values, apart, largest)
 
 
-def _walk(scores: Tensor, columns: HeavyColumns) -> tuple[Tensor, dict[int, int], Tensor, float]:
-    """Walk a text `[G, N, N]` of one key head from choice to choice.
+def _walk(
+    scores: Tensor, columns: HeavyColumns, chosen: Tensor
+) -> tuple[Tensor, dict[int, int], Tensor, float]:
+    """Walk a text `[G, N, N]` of one key head from choice to choice; write what stays into `chosen`.
 
     Returns:
         Weights `[G, N, N]`, the token of each column after the last one, what tokens got, and the least
@@ -209,6 +224,7 @@ def _walk(scores: Tensor, columns: HeavyColumns) -> tuple[Tensor, dict[int, int]
             if len(ranked) > most and ranked[most] not in far:
                 apart = min(apart, 1 - float(got[ranked[most]] / got[ranked[most - 1]]))
             heavy, oldest = ranked[:most], oldest + block
+            chosen[columns.left(start) - 1, : len(heavy)] = torch.tensor(heavy, device="cpu")
         stop = min(length, oldest + size + block - 1)
         seen = sorted([*range(min(sinks, stop)), *heavy, *range(oldest, stop)])
         index = torch.tensor(seen, device="cpu")
@@ -243,19 +259,27 @@ def _in_order(found: HeavyState, want: HeavyState, columns: HeavyColumns) -> Hea
 
 
 def _run(
-    trial: Key, kernels: Any, numbers: Numbers, before: HeavyState | None, columns: HeavyColumns, first: int
+    trial: Key,
+    kernels: Any,
+    numbers: Numbers,
+    before: HeavyState | None,
+    columns: HeavyColumns,
+    span: tuple[int, int],
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, HeavyState]:
-    """Launch the kernel for what comes behind the first tokens."""
+    """Launch the kernel for some tokens of the text, from the first of `span` on."""
 
     def on(x: Tensor) -> Tensor:
         return x.to(trial.device)
 
-    query, near, key, value = (None if x is None else on(x[:, :, first:]) for x in numbers[:4])
-    valid = numbers.valid[:, first:]
-    seen, count = numbers.valid[:, :first].sum(1).int(), valid.sum(1).int()
+    some = slice(*span)
+    query, near, key, value = (None if x is None else on(x[:, :, some]) for x in numbers[:4])
+    valid = numbers.valid[:, some]
+    seen, count = numbers.valid[:, : span[0]].sum(1).int(), valid.sum(1).int()
     order = valid.logical_not().int().argsort(dim=1, stable=True).int()
     places = HeavyPlaces(on(seen), on(count), None if bool(valid.all()) else on(order))
     if before is not None:
         before = HeavyState(*map(on, before._replace(weight=before.weight.float())))
-    output, after = kernels.forward(query, near, key, value, places, before, columns, numbers.scaling)
+    given = query, near, key, value, places, before, columns, numbers.scaling
+    output, after = kernels.forward(*given, chosen=chosen)
     return output, HeavyState(*after)
