@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -111,12 +112,19 @@ class StatefulAttention(Attention):
         return None
 
     def attend(self, call: Call) -> Output:
-        """Read and write the state of one call; `[B, H, N, Dv]` in the dtype of the query, no weights."""
+        """Read and write the state of one call; `[B, H, N, Dv]` in the dtype of the query, no weights.
+
+        Under autocast queries, keys and values are in its dtype, as torch's own attention has them there.
+        """
         device = call.query.device.type
         if not torch.is_autocast_enabled(device):
             return self._attend(call), None
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (
+            x.to(dtype) if x.dtype == torch.float32 else x for x in (call.query, call.key, call.value)
+        )
         with torch.autocast(device, enabled=False):  # sums stay in float32
-            return self._attend(call), None
+            return self._attend(replace(call, query=query, key=key, value=value)), None
 
     def _attend(self, call: Call) -> Tensor:
         layer, query = call.layer, call.query

@@ -45,7 +45,9 @@ class _Attention(torch.autograd.Function):
         *tensors, columns, scaling, softcap, compute = given
         key = tensors[2]
         choices = max(columns.left(key.shape[2] - 1), 0)
-        chosen = torch.full((*key.shape[:2], choices, columns.heavy), -1, dtype=torch.int32, device=key.device)
+        chosen = torch.full(
+            (*key.shape[:2], choices, columns.heavy), -1, dtype=torch.int32, device=key.device
+        )
         output, state = compute(chosen)
         ctx.save_for_backward(*tensors, chosen)
         ctx.options = columns, scaling, softcap

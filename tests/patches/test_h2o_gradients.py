@@ -71,7 +71,9 @@ def test_the_kernels_choose(name, monkeypatch):
     module, numbers, calls = module_of(CASES[name]), given(CASES[name]), []
     want = gradients(module, numbers, lambda tokens: module._forward(tokens, None))
     forward = cpp_heavy.forward
-    monkeypatch.setattr(cpp_heavy, "forward", lambda *args, **named: calls.append(1) or forward(*args, **named))
+    monkeypatch.setattr(
+        cpp_heavy, "forward", lambda *args, **named: calls.append(1) or forward(*args, **named)
+    )
     got = gradients(module, numbers, lambda tokens: module.causal(tokens, None), torch.float32)
     assert calls
     for x, y in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):

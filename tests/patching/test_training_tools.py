@@ -14,6 +14,7 @@ from helpers.oracle import as_oracle
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
+from hf_linattn.attention import StatefulAttention
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 
 IDS = tiny_models.tokens(2, 70)
@@ -83,6 +84,19 @@ def test_half_precision():
     half = model.bfloat16()(IDS, labels=IDS)
     assert half.logits.dtype == torch.bfloat16
     assert float((half.loss - loss).abs().detach()) < 0.1
+
+
+@pytest.mark.parametrize("spec", ["elu1", "window", "h2o"])
+def test_autocast_is_that_of_softmax(spec, monkeypatch):
+    """Rotated queries and keys are float32 there, values are not; kernels want one dtype."""
+    model = patch_model(tiny_models.llama(2), spec)
+    seen = []
+    attention = next(m for m in model.modules() if isinstance(m, StatefulAttention) and m.name == spec)
+    causal = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda *given: seen.append(given[0]) or causal(*given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(IDS, labels=IDS).loss.backward()
+    assert {x.dtype for tokens in seen for x in (tokens.query, tokens.key, tokens.value)} == {torch.bfloat16}
 
 
 def test_dropout_is_refused_by_linear_attention_and_applied_by_softmax1():

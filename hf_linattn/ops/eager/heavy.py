@@ -79,7 +79,9 @@ class _Part(NamedTuple):
         """Bring queries `[B, H, N, D]` to `[B, Hkv, steps, G width, D]`, zeros behind the last."""
         lacking = self.steps * self.width - (self.stop - self.start)
         x = F.pad(x[:, :, self.start : self.stop], (0, 0, 0, lacking))
-        return x.unflatten(2, (self.steps, self.width)).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4)
+        return (
+            x.unflatten(2, (self.steps, self.width)).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4)
+        )
 
     def in_order(self, x: Tensor) -> Tensor:
         """Bring them back, `[B, H, stop - start, D]`."""

@@ -90,8 +90,6 @@ def _cases(
     for length in lengths:
         for patch, wish in forms:
             for kind in KINDS:
-                if patch == "h2o" and kind == "train" and length > LENGTHS[0]:
-                    continue  # a step for every block of tokens, forward and backward: minutes
                 how = {"1": "on", "0": "off", "": "none"}[wish]
                 case = {"model": name, "patch": patch, "kernels": how, "kind": kind, "length": length}
                 found.append(Case(case, partial(_row, context, name, patch, wish, kind, length)))
