@@ -77,7 +77,7 @@ def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any
 def _gradients(
     inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...], grad: Tensor
 ) -> list[Tensor | None]:
-    """Compute the gradients of the tensors of a text, part after part, so that memory does not grow with it."""
+    """Compute the gradients of the tensors of a text, part after part, so that memory does not grow."""
     text = _wide(inputs)
     sums = heavy.HeavyText(*(None if x is None else torch.zeros_like(x) for x in text))  # type: ignore[arg-type]
     grad = grad.to(text.key.dtype)

@@ -89,7 +89,7 @@ def test_half_precision():
 @pytest.mark.parametrize("spec", ["elu1", "window", "h2o"])
 def test_autocast_is_that_of_softmax(spec, monkeypatch):
     """Rotated queries and keys are float32 there, values are not; kernels want one dtype."""
-    model = patch_model(tiny_models.llama(2), spec)
+    model = patch_model(tiny_models.llama(2).float(), spec)
     seen = []
     attention = next(m for m in model.modules() if isinstance(m, StatefulAttention) and m.name == spec)
     causal = attention.causal

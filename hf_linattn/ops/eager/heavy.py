@@ -40,7 +40,7 @@ class HeavyText(NamedTuple):
 
 
 def parts_of(text: HeavyText, columns: HeavyColumns) -> Iterator[tuple[int, int]]:
-    """Divide queries: few before the first choice, then whole steps; yields where each part begins and ends."""
+    """Divide queries: few before the first choice, then whole steps; yields where each part starts, stops."""
     length = text.key.shape[2]
     before = min(length, columns.begin(1))
     for start in range(0, before, ROWS):
