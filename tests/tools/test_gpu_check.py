@@ -109,7 +109,7 @@ def supervise(tmp_path, deed, minutes=1.0):
     """Supervise a process that does something at its second case."""
     child = tmp_path / "child.py"
     child.write_text(CHILD.format(folder=str(gpu_kit.FOLDER), deed=deed))
-    args = SimpleNamespace(output_dir=tmp_path, minutes=minutes, dry_run=False, retry=False)
+    args = SimpleNamespace(output_dir=tmp_path, minutes=minutes, dry_run=False, retry=False, only=None)
     status = gpu_check.supervised("correct", args, [sys.executable, str(child)])
     rows = gpu_check.read(tmp_path / "correct.jsonl")
     return status, {row["case"]["case"]: row for row in rows.values()}
@@ -158,7 +158,7 @@ def test_a_stage_without_time_left_goes_on_with_the_same_command(tmp_path, capsy
 
 
 def test_a_process_that_cannot_begin_says_so(tmp_path):
-    args = SimpleNamespace(output_dir=tmp_path, minutes=1.0, dry_run=True, retry=False)
+    args = SimpleNamespace(output_dir=tmp_path, minutes=1.0, dry_run=True, retry=False, only=None)
     assert gpu_check.supervised("models", args, [sys.executable, "-c", "raise SystemExit(7)"]) == 1
     (row,) = gpu_check.read(tmp_path / "models.jsonl").values()
     assert "ended with status 7 before the first case" in row["error"]
@@ -240,6 +240,21 @@ def test_failures_are_rows_and_done_cases_are_not_done_again(stage):
     assert stage.calls == []
     assert work.do("fake", stage.context, retry=True) == 0
     assert stage.calls == ["raises", "wrong"]
+
+
+def test_only_some_cases_are_done(stage):
+    assert work.do("fake", stage.context, only=["name=good", "wrong"]) == 0
+    assert stage.calls == ["good", "wrong"]
+    assert work.do("fake", stage.context, only=["nothing"]) == 0
+    assert len(gpu_check.read(stage.path)) == 2
+
+
+def test_only_goes_to_the_process_of_a_stage(tmp_path):
+    code = "import sys; open(sys.argv[1], 'w').write(' '.join(sys.argv[2:]))"
+    named = {"output_dir": tmp_path, "minutes": 1.0, "dry_run": True, "retry": False}
+    args = SimpleNamespace(**named, only=["h2o", "kind=train length=8192"])
+    gpu_check.supervised("models", args, [sys.executable, "-c", code, str(tmp_path / "words")])
+    assert (tmp_path / "words").read_text().endswith("--only h2o --only kind=train length=8192")
 
 
 def test_an_interrupted_stage_goes_on(stage):

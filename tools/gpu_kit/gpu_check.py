@@ -68,6 +68,8 @@ def build_parser():
         "--dry-run", action="store_true", help="tiny sizes on the CPU, to see that all stages run; no figures"
     )
     add("--minutes", type=float, default=9.0, help="that one stage may take (default: %(default)g)")
+    add("--only", action="append", metavar="WORDS", help="cases that have these words, such as h2o; may be "
+        "given several times")  # fmt: skip
     add("--retry", action="store_true", help="do failed cases again")
     add("--docs", type=Path, metavar="PAGE", help="write what OUT holds into this page, between its markers; "
         "alone, nothing is measured")  # fmt: skip
@@ -274,6 +276,7 @@ def supervised(stage, args, command=None):
                 str(now),
                 *(["--dry-run"] if args.dry_run else []),
                 *(["--retry"] if retry else []),
+                *(word for words in args.only or () for word in ("--only", words)),
             ]
             child = subprocess.Popen(words)
             try:

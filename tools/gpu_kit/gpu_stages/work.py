@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +118,17 @@ def stage(args: Any) -> int:
     context = Context(
         args.dry_run, "cpu" if args.dry_run else "cuda", args.output_dir, gpu_check.HERE, deadline
     )
-    return do(name, context, now=args.here, retry=args.retry)
+    return do(name, context, now=args.here, retry=args.retry, only=args.only)
 
 
-def do(name: str, context: Context, *, now: Path | None = None, retry: bool = False) -> int:
+def do(
+    name: str,
+    context: Context,
+    *,
+    now: Path | None = None,
+    retry: bool = False,
+    only: Sequence[str] | None = None,
+) -> int:
     """Do the cases of a stage that have no row yet.
 
     Args:
@@ -129,11 +136,16 @@ def do(name: str, context: Context, *, now: Path | None = None, retry: bool = Fa
         context: what the stages know.
         now: file that says which case is under way, for whoever watches this process.
         retry: do failed cases again.
+        only: cases that have one of these words; None for all.
     """
     module = importlib.import_module(f"gpu_stages.{name}")
     path = context.folder / f"{name}.jsonl"
     done = {key for key, row in gpu_check.read(path).items() if row["ok"] or not retry}
-    cases = [each for each in module.cases(context) if _key(each.case) not in done]
+    cases = [
+        each
+        for each in module.cases(context)
+        if _key(each.case) not in done and (not only or any(words in _words(each.case) for words in only))
+    ]
     _compile(path, context, cases)
     latest: dict[tuple[Any, ...], float] = {}
     status = 0
@@ -191,8 +203,12 @@ def _row(each: Case) -> Row:
     return {"case": each.case, "ok": ok, "seconds": round(time.monotonic() - start, 3), **fields}
 
 
+def _words(case: Row) -> str:
+    return " ".join(f"{key}={value}" for key, value in case.items())
+
+
 def _line(row: Row) -> str:
-    words = " ".join(f"{key}={value}" for key, value in row["case"].items())
+    words = _words(row["case"])
     if not row["ok"]:
         return f"{words}: FAILED {row['error'][:200]}"
     skip = ("case", "ok", "seconds")
