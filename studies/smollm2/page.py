@@ -109,7 +109,7 @@ SHORT_ROWS = {
     "control": "softmax, trained on {once} tokens",
     "hybrid-256": "`--preset hybrid`, {once}",
     "h2o-swapped": "`h2o` just put in, not trained",
-    "h2o-sizes": "`--preset h2o`, {once}",
+    "h2o-measured": "`--preset h2o`, {once}",
     "h2o": "the same, as many tokens in each layer",
     "window-384": "`window` of 384 tokens alone, {once}",
     "window-512": "`window` of 512 tokens alone, {once}",
