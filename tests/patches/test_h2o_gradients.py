@@ -124,3 +124,21 @@ def test_a_model_learns(dtype):
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_.*able. is deprecated:FutureWarning")
+@pytest.mark.parametrize("padded", [False, True])
+def test_activations_may_be_computed_again(padded):
+    model = tiny_models.build("LlamaForCausalLM", dtype=torch.float64, **CONFIG)
+    patch_model(model, "h2o", options={**OPTIONS, "positions": "auto"}).train()
+    ids = tiny_models.tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, : 9 * padded] = 0
+    found = []
+    for _ in range(2):
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        found.append([x.grad for x in model.parameters()])
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for x, y in zip(*found, strict=True):
+        close(x, y, 1e-12)
