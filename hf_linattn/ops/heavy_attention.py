@@ -35,7 +35,7 @@ def attention(
     Returns:
         Output `[B, H, N, Dv]`, and the cache after.
     """
-    output, *state = _Attention.apply(*text, columns, scaling, softcap, forward)
+    output, *state = _Attention.apply(*text, columns, scaling, softcap, forward)  # type: ignore[no-untyped-call]
     return output, HeavyState(*state)
 
 
@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
         )
         output, state = compute(chosen)
         ctx.save_for_backward(*tensors, chosen)
-        ctx.options = columns, scaling, softcap
+        ctx.options = heavy.Options(columns, scaling, softcap)
         ctx.mark_non_differentiable(*state)
         ctx.set_materialize_grads(False)
         return output, *state
@@ -67,22 +67,23 @@ class _Attention(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...]) -> Iterator[Tensor]:
+def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: heavy.Options) -> Iterator[Tensor]:
     """Compute outputs in the dtype of sums, part after part."""
     text = _wide(inputs)
-    for start, stop in heavy.parts_of(text, options[0]):
-        yield heavy.attended(text, chosen, *options, start, stop)
+    for start, stop in heavy.parts_of(text, options.columns):
+        yield heavy.attended(text, chosen, options, start, stop)
 
 
 def _gradients(
-    inputs: Sequence[Tensor | None], chosen: Tensor, options: tuple[Any, ...], grad: Tensor
+    inputs: Sequence[Tensor | None], chosen: Tensor, options: heavy.Options, grad: Tensor
 ) -> list[Tensor | None]:
     """Compute the gradients of the tensors of a text, part after part, so that memory does not grow."""
     text = _wide(inputs)
-    sums = heavy.HeavyText(*(None if x is None else torch.zeros_like(x) for x in text))  # type: ignore[arg-type]
+    # dense: rows of all heads are added to as one table
+    sums = heavy.HeavyText(*(None if x is None else x.new_zeros(x.shape) for x in text))  # type: ignore[arg-type]
     grad = grad.to(text.key.dtype)
-    for start, stop in heavy.parts_of(text, options[0]):
-        heavy.add_gradients(sums, grad, text, chosen, *options, start, stop)
+    for start, stop in heavy.parts_of(text, options.columns):
+        heavy.add_gradients(sums, grad, text, chosen, options, start, stop)
     return [x if x is None or y is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True)]
 
 

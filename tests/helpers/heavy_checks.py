@@ -22,6 +22,7 @@ class Case(NamedTuple):
 
     cuts: tuple[int, ...] = (40,)
     heads: int = 2
+    kv_heads: int = 1
     Dv: int = 8
     hidden: str = ""
     half_life: float | None = 512.0
@@ -49,10 +50,10 @@ def given(case):
         valid[0, 5:9] = valid[0, 30] = False
 
     def tokens(heads, width):
-        x = torch.randn(rows, length, heads, width, generator=generator).transpose(1, 2)
-        return x.to(getattr(torch, case.dtype)).masked_fill(~valid[:, None, :, None], float("nan"))
+        x = torch.randn(rows, length, heads, width, generator=generator).to(getattr(torch, case.dtype))
+        return x.masked_fill(~valid[..., None, None], float("nan")).transpose(1, 2)  # as models lay them out
 
-    return tokens(case.heads, 8), tokens(1, 8), tokens(1, case.Dv), valid
+    return tokens(case.heads, 8), tokens(case.kv_heads, 8), tokens(case.kv_heads, case.Dv), valid
 
 
 def run(case, module, numbers):

@@ -19,6 +19,8 @@ MANY = {"size": 24, "heavy": 33, "sinks": 3}
 CASES = {
     "inside the window": Case(cuts=(11,), Dv=24),
     "several choices, grouped heads, turned sinks": Case(heads=3, positions="cache", half_life=20.0),
+    "several key heads": Case(cuts=(70,), heads=6, kv_heads=3, positions="cache"),
+    "several key heads, padding": Case(cuts=(70,), heads=2, kv_heads=2, hidden="holes"),
     "left padding, turned sinks": Case(hidden="left", positions="cache"),
     "holes": Case(hidden="holes", half_life=20.0),
     "what is too far back goes first": Case(cuts=(70,), options=OPTIONS | {"reach": 21}, half_life=None),

@@ -39,6 +39,20 @@ class HeavyText(NamedTuple):
     sink: Tensor | None
 
 
+class Options(NamedTuple):
+    """What else an attention depends on.
+
+    Attributes:
+        columns: sizes of the cache.
+        scaling: of the scores.
+        softcap: of the scores; None for none.
+    """
+
+    columns: HeavyColumns
+    scaling: float
+    softcap: float | None
+
+
 def parts_of(text: HeavyText, columns: HeavyColumns) -> Iterator[tuple[int, int]]:
     """Divide queries: few before the first choice, then whole steps; yields where each part starts, stops."""
     length = text.key.shape[2]
@@ -60,7 +74,7 @@ class _Part(NamedTuple):
         start, stop: which queries.
         steps: that they are divided into.
         width: queries of a step; the last one may have fewer.
-        index: tokens that each step sees, `[B, Hkv, steps, M]`; None for the first `stop` ones.
+        tokens: that each step sees, `[B, Hkv, steps, M]`; None for the first `stop` ones.
         hidden: what of them a query does not see, expands to `[B, Hkv, steps, G, width, M]`.
     """
 
@@ -68,20 +82,19 @@ class _Part(NamedTuple):
     stop: int
     steps: int
     width: int
-    index: Tensor | None
+    tokens: Tensor | None
     hidden: Tensor
 
     def seen(self, x: Tensor) -> Tensor:
         """Take keys or values, `[B, Hkv, N, D]`, as each step sees them, `[B, Hkv, steps, M, D]`."""
-        return x[:, :, None, : self.stop] if self.index is None else _rows(x, self.index)
+        return x[:, :, None, : self.stop] if self.tokens is None else _rows(x, self.tokens)
 
     def by_step(self, x: Tensor, heads: int) -> Tensor:
         """Bring queries `[B, H, N, D]` to `[B, Hkv, steps, G width, D]`, zeros behind the last."""
         lacking = self.steps * self.width - (self.stop - self.start)
         x = F.pad(x[:, :, self.start : self.stop], (0, 0, 0, lacking))
-        return (
-            x.unflatten(2, (self.steps, self.width)).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3, 4)
-        )
+        x = x.unflatten(2, (self.steps, self.width)).unflatten(1, (heads, -1))
+        return x.transpose(2, 3).flatten(3, 4)
 
     def in_order(self, x: Tensor) -> Tensor:
         """Bring them back, `[B, H, stop - start, D]`."""
@@ -100,27 +113,17 @@ def _part(chosen: Tensor, columns: HeavyColumns, length: int, start: int, stop: 
     return _Part(start, stop, steps, columns.block, *_columns_of(some, columns, first, length))
 
 
-def attended(
-    text: HeavyText,
-    chosen: Tensor,
-    columns: HeavyColumns,
-    scaling: float,
-    softcap: float | None,
-    start: int,
-    stop: int,
-) -> Tensor:
+def attended(text: HeavyText, chosen: Tensor, options: Options, start: int, stop: int) -> Tensor:
     """Compute the outputs of a part, `[B, H, stop - start, Dv]`, with gradients.
 
     Args:
         text: in the dtype that it is computed in.
         chosen: heavy hitters after each choice, -1 for none, `[B, Hkv, choices, heavy]`.
-        columns: sizes of the cache.
-        scaling: of the scores.
-        softcap: of the scores; None for none.
+        options: what else it depends on.
         start: as `parts_of` says.
         stop: likewise.
     """
-    heads = text.key.shape[1]
+    heads, (columns, scaling, softcap) = text.key.shape[1], options
     part = _part(chosen, columns, text.key.shape[2], start, stop)
     key, value = part.seen(text.key), part.seen(text.value)
     scores = part.by_step(text.query * scaling, heads) @ key.mT
@@ -141,29 +144,20 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def add_gradients(
-    sums: HeavyText,
-    grad: Tensor,
-    text: HeavyText,
-    chosen: Tensor,
-    columns: HeavyColumns,
-    scaling: float,
-    softcap: float | None,
-    start: int,
-    stop: int,
+    sums: HeavyText, grad: Tensor, text: HeavyText, chosen: Tensor, options: Options, start: int, stop: int
 ) -> None:
     """Add what a part gives to the gradients of a text, in place.
 
     Args:
-        sums: as large as the text; written over.
+        sums: as large as the text, dense; written over.
         grad: of all outputs, `[B, H, N, Dv]`.
         text: as `attended` takes it, and all that follows.
         chosen: likewise.
-        columns: likewise.
-        scaling: likewise.
-        softcap: likewise.
+        options: likewise.
         start: likewise.
         stop: likewise.
     """
+    columns, scaling, softcap = options
     heads, sinks = text.key.shape[1], columns.sinks
     part = _part(chosen, columns, text.key.shape[2], start, stop)
     key, value = part.seen(text.key), part.seen(text.value)
@@ -198,10 +192,10 @@ def add_gradients(
         d_query, key = d_scores[..., sinks:], key[..., sinks:, :]
     sums.query[:, :, start:stop] = part.in_order(d_query @ key) * scaling
     for sum_, x in ((sums.key, d_key), (sums.value, weights.mT @ grad)):
-        if part.index is None:
+        if part.tokens is None:
             sum_[:, :, :stop] += x[:, :, 0]
         else:
-            sum_.flatten(0, 2).index_add_(0, _flat(sum_, part.index), x.flatten(0, 3))
+            sum_.view(-1, sum_.shape[3]).index_add_(0, _flat(sum_, part.tokens), x.flatten(0, 3))
 
 
 def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, length: int) -> tuple[Tensor, Tensor]:
