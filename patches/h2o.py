@@ -229,7 +229,9 @@ class H2O(StatefulAttention):
         if tokens.keep:
             key, value = (kept(x, after.rank, self.sizes, count[:, -1]) for x in (tokens.key, tokens.value))
             after = after._replace(key=key, value=value)
-        return output if order is None else output.gather(2, spread(order.argsort(1), output)), after
+        if order is not None:  # padding has no output, so none that a gradient comes from
+            output = tokens.hide(output).gather(2, spread(order.argsort(1), output))
+        return output, after
 
     def _visible_first(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return places with visible tokens first, which are visible then, and how many each has seen."""

@@ -13,6 +13,7 @@ from hf_linattn.attention import Tokens
 from hf_linattn.ops.cpp import build
 from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import heavy
+from hf_linattn.patches.h2o import H2O
 
 SMALL = {"size": 9, "heavy": 4, "sinks": 0}
 MANY = {"size": 24, "heavy": 33, "sinks": 3}
@@ -43,7 +44,8 @@ def gradients(module, numbers, how, dtype=torch.float64, **others):
     output, state = how(Tokens(*leaves[:3], 0.5, seen, count, sink=sink, **others))
     generator = torch.Generator().manual_seed(5)
     loss = 0
-    for x in (output.masked_fill(~shown, 0), state.key, state.value):
+    assert not output[~shown.expand_as(output)].any()
+    for x in (output, state.key, state.value):
         loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
     found = torch.autograd.grad(loss, leaves)
     # what is padding may have any gradient that is a number, and has none
@@ -130,17 +132,24 @@ def test_a_model_learns(dtype):
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_.*able. is deprecated:FutureWarning")
 @pytest.mark.parametrize("padded", [False, True])
-def test_activations_may_be_computed_again(padded):
-    model = tiny_models.build("LlamaForCausalLM", dtype=torch.float64, **CONFIG)
+def test_a_model_has_the_gradients_of_walking(padded, monkeypatch):
+    """Those of all weights, with several key heads, and where activations are computed again."""
+    sizes = CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny_models.build("LlamaForCausalLM", dtype=torch.float64, **sizes)
     patch_model(model, "h2o", options={**OPTIONS, "positions": "auto"}).train()
     ids = tiny_models.tokens(2, 60)
     mask = torch.ones_like(ids)
     mask[0, : 9 * padded] = 0
     found = []
-    for _ in range(2):
+    for way in ("at once", "again", "walking"):
+        if way == "again":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif way == "walking":
+            model.gradient_checkpointing_disable()
+            monkeypatch.setattr(H2O, "_learns", lambda *given: False)
         model(ids, attention_mask=mask, labels=ids).loss.backward()
         found.append([x.grad for x in model.parameters()])
         model.zero_grad()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for x, y in zip(*found, strict=True):
-        close(x, y, 1e-12)
+    for grads in found[:2]:
+        for x, y in zip(grads, found[2], strict=True):
+            close(x, y, 1e-12)
