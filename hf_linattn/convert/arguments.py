@@ -35,7 +35,7 @@ presets: what is done where you give nothing else; whatever you give wins
   linear   a gated state alone (taylor2's map, a learned layer in front of it); the same recipe
   recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
            most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
-  h2o      softmax over such a window, 4 sinks, and half as many tokens behind it, those that got most
+  h2o      softmax over 64 to 240 tokens, 4 sinks, and half as many tokens behind them, those that got most
            attention. Layers that lose more by it keep more tokens, all together as many: it measures each
            alone, before (sizes.json). Just put in it says what the model said, so that all tokens are for
            stage finetune: it learns the text, in such steps. Nearest to the control in models that recall
