@@ -264,14 +264,24 @@ def _heavy() -> Iterator[tuple[str, Tensor, Tensor]]:
     near, columns = 0.5 * query, HeavyColumns(16, 6, 2, 2, half_life=20.0, reach=24)
 
     def call(
-        start: int, stop: int, kept: HeavyState | None, columns: HeavyColumns, dtype: torch.dtype
+        start: int,
+        stop: int,
+        kept: HeavyState | None,
+        columns: HeavyColumns,
+        dtype: torch.dtype,
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, HeavyState]:
         seen, new = (torch.tensor([x], dtype=torch.int32, device="cpu") for x in (start, stop - start))
         now, met, keys, values = (x[:, :, start:stop].to(dtype) for x in (query, near, key, value))
-        return heavy.forward(now, met, keys, values, HeavyPlaces(seen, new), kept, columns, 0.3)
+        places = HeavyPlaces(seen, new)
+        return heavy.forward(now, met, keys, values, places, kept, columns, 0.3, chosen=chosen)
 
+    chosen = torch.full((1, 1, columns.left(39), columns.heavy), -1, dtype=torch.int32, device="cpu")
     want, weight = _walk(query, near, key, value, columns)
-    first, kept = call(0, 40, None, columns, torch.float32)
+    first, kept = call(0, 40, None, columns, torch.float32, chosen)
+    stayed = kept.rank[:, :, columns.sinks : columns.sinks + columns.heavy]
+    last, stayed = (x.sort()[0].float() for x in (chosen[:, :, -1], stayed))
+    yield "a window with heavy hitters, what it chose", last, stayed
     second, kept = call(40, TOKENS - 1, kept, columns, torch.float32)
     third, kept = call(TOKENS - 1, TOKENS, kept, columns, torch.float32)
     yield "a window with heavy hitters", torch.cat([first, second, third], 2), want
