@@ -16,7 +16,7 @@ from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.eager.heavy import HeavyText, kept
+from hf_linattn.ops.eager.heavy import HeavyText, Options, kept, table_rows
 from hf_linattn.ops.heavy_attention import attention
 from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import by_torch_alone, exporting
@@ -225,7 +225,7 @@ class H2O(StatefulAttention):
         def forward(chosen: Tensor) -> tuple[Tensor, HeavyState]:
             return self._forward(tokens, None, chosen)
 
-        output, after = attention(text, self.sizes, tokens.scaling, tokens.softcap, forward)
+        output, after = attention(text, Options(self.sizes, tokens.scaling, tokens.softcap), forward)
         if tokens.keep:
             key, value = (kept(x, after.rank, self.sizes, count[:, -1]) for x in (tokens.key, tokens.value))
             after = after._replace(key=key, value=value)
@@ -408,8 +408,7 @@ class H2O(StatefulAttention):
         sinks, rest = (x.expand(*chosen.shape[:2], -1) for x in (column[: self.sinks], rest))
         index = torch.cat([sinks, chosen + self.sinks, rest], -1)
         index = torch.where(step.evicts[:, None, None], index, column)
-        rows = torch.arange(index.shape[0] * index.shape[1], device=index.device) * self.columns
-        rows = (index.flatten(0, 1) + rows[:, None]).flatten()  # much faster than to gather
+        rows = table_rows(index, self.columns)
         return HeavyState(*(x.flatten(0, 2).index_select(0, rows).view_as(x) for x in before))
 
     def _attended(

@@ -14,43 +14,39 @@ from torch import Tensor
 
 from hf_linattn.ops.eager import heavy
 from hf_linattn.ops.second_order import gradients
-from hf_linattn.ops.types import HeavyColumns, HeavyState, accumulator_dtype
+from hf_linattn.ops.types import HeavyState, accumulator_dtype
 
 Forward = Callable[[Tensor], tuple[Tensor, HeavyState]]
 """Computes outputs and the cache after; writes what stays after each choice into its argument."""
 
 
-def attention(
-    text: heavy.HeavyText, columns: HeavyColumns, scaling: float, softcap: float | None, forward: Forward
-) -> tuple[Tensor, HeavyState]:
+def attention(text: heavy.HeavyText, options: heavy.Options, forward: Forward) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window; outputs have gradients, the cache has none.
 
     Args:
         text: in the dtype of the model.
-        columns: sizes of the cache.
-        scaling: of the scores.
-        softcap: of the scores; None for none.
+        options: what else it depends on.
         forward: called without gradients.
 
     Returns:
         Output `[B, H, N, Dv]`, and the cache after.
     """
-    output, *state = _Attention.apply(*text, columns, scaling, softcap, forward)  # type: ignore[no-untyped-call]
+    output, *state = _Attention.apply(*text, options, forward)  # type: ignore[no-untyped-call]
     return output, HeavyState(*state)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        *tensors, columns, scaling, softcap, compute = given
-        key = tensors[2]
+        *tensors, options, compute = given
+        key, columns = tensors[2], options.columns
         choices = max(columns.left(key.shape[2] - 1), 0)
         chosen = torch.full(
             (*key.shape[:2], choices, columns.heavy), -1, dtype=torch.int32, device=key.device
         )
         output, state = compute(chosen)
         ctx.save_for_backward(*tensors, chosen)
-        ctx.options = heavy.Options(columns, scaling, softcap)
+        ctx.options = options
         ctx.mark_non_differentiable(*state)
         ctx.set_materialize_grads(False)
         return output, *state
@@ -64,7 +60,7 @@ class _Attention(torch.autograd.Function):
             found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
         else:
             found = _gradients(inputs, chosen, ctx.options, grad)
-        return *found, None, None, None, None
+        return *found, None, None
 
 
 def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: heavy.Options) -> Iterator[Tensor]:

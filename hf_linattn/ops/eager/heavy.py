@@ -191,11 +191,12 @@ def add_gradients(
         sums.near[:, :, start:stop] = part.in_order(d_near @ key[..., :sinks, :]) * scaling
         d_query, key = d_scores[..., sinks:], key[..., sinks:, :]
     sums.query[:, :, start:stop] = part.in_order(d_query @ key) * scaling
+    rows = None if part.tokens is None else table_rows(part.tokens, text.key.shape[2])
     for sum_, x in ((sums.key, d_key), (sums.value, weights.mT @ grad)):
-        if part.tokens is None:
+        if rows is None:
             sum_[:, :, :stop] += x[:, :, 0]
         else:
-            sum_.view(-1, sum_.shape[3]).index_add_(0, _flat(sum_, part.tokens), x.flatten(0, 3))
+            sum_.view(-1, sum_.shape[3]).index_add_(0, rows, x.flatten(0, 3))
 
 
 def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, length: int) -> tuple[Tensor, Tensor]:
@@ -207,30 +208,36 @@ def _columns_of(chosen: Tensor, columns: HeavyColumns, first: int, length: int) 
         first: blocks that have left before the first of them.
         length: tokens of the text.
     """
-    steps, most = chosen.shape[2], length - 1
+    of_steps = chosen.shape[:3]
     at = torch.arange(columns.size + columns.block - 1, device=chosen.device)
-    gone = (torch.arange(steps, device=chosen.device) + first) * columns.block + columns.sinks
-    window = (gone[:, None] + at).clamp_max(most)
-    sinks = at.new_tensor(range(columns.sinks)).expand(steps, -1)
-    fixed = torch.cat([sinks, window], -1).expand(*chosen.shape[:3], -1)
-    index = torch.cat([fixed[..., : columns.sinks], chosen.clamp_min(0), fixed[..., columns.sinks :]], -1)
+    gone = (torch.arange(of_steps[2], device=chosen.device) + first) * columns.block + columns.sinks
+    window = (gone[:, None] + at).clamp_max(length - 1).expand(*of_steps, -1)
+    sinks = torch.arange(columns.sinks, device=chosen.device).expand(*of_steps, -1)
+    tokens = torch.cat([sinks, chosen.clamp_min(0), window], -1)
     query = torch.arange(columns.block, device=chosen.device)[:, None]
-    hidden = torch.cat([query.new_zeros(columns.block, columns.sinks).bool(), at >= columns.size + query], -1)
-    hidden = hidden.expand(*chosen.shape[:3], 1, -1, -1)
-    lacking = (chosen < 0)[..., None, None, :].expand(-1, -1, -1, -1, columns.block, -1)
-    parts = hidden[..., : columns.sinks], lacking, hidden[..., columns.sinks :]
-    return index, torch.cat(parts, -1)
+    behind = (at >= columns.size + query).expand(*of_steps, 1, -1, -1)
+    lacking = (chosen < 0)[..., None, None, :].expand(*of_steps, 1, columns.block, -1)
+    shown = lacking.new_zeros(*of_steps, 1, columns.block, columns.sinks)
+    return tokens, torch.cat([shown, lacking, behind], -1)
 
 
-def _flat(x: Tensor, index: Tensor) -> Tensor:
-    """Count tokens of each row and head, `[B, Hkv, ...]`, among all of `[B, Hkv, N, D]`."""
-    first = torch.arange(x.shape[0] * x.shape[1], device=x.device) * x.shape[2]
+def table_rows(index: Tensor, length: int) -> Tensor:
+    """Return which rows of one table tokens of each row and key head are, `[B, Hkv, ...]`, flat.
+
+    To select rows is much faster than to gather.
+
+    Args:
+        index: of tokens.
+        length: tokens of a row and key head.
+    """
+    first = torch.arange(index.shape[0] * index.shape[1], device=index.device) * length
     return (index.flatten(0, 1) + first.view(-1, *(1,) * (index.dim() - 2))).flatten()
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Take tokens of each row and head, `[B, Hkv, ...]` of `[B, Hkv, N, D]`; much faster than to gather."""
-    return x.flatten(0, 2).index_select(0, _flat(x, index)).view(*index.shape, x.shape[3])
+    """Take tokens of each row and head: `[B, Hkv, ...]` of `[B, Hkv, N, D]`."""
+    rows = table_rows(index, x.shape[2])
+    return x.flatten(0, 2).index_select(0, rows).view(*index.shape, x.shape[3])
 
 
 def kept(x: Tensor, rank: Tensor, columns: HeavyColumns, count: Tensor) -> Tensor:
