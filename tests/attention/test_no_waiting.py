@@ -50,19 +50,24 @@ def test_prefill_and_decode_do_not_wait(meta, spec):
 
 @pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
 @torch.no_grad()
-def test_the_kernel_of_h2o_does_not_wait_for_padding(meta, monkeypatch):
+def test_the_kernels_of_h2o_do_not_wait_for_padding(meta, monkeypatch):
     launched = []
     monkeypatch.setattr(h2o, "one_kernel_takes_heavy", lambda *about: True)
-    monkeypatch.setattr(Problem, "launch", lambda self, kernel, grid, *about, **given: launched.append(grid))
+    monkeypatch.setattr(
+        Problem, "launch", lambda self, kernel, *about, **given: launched.append(kernel.__name__)
+    )
     model = patch_model(tiny_models.llama(), "h2o", options=SPECS["h2o"]).float().to(meta)
     module = model.model.layers[0].self_attn.linattn.h2o
     query, key, value = (torch.zeros(2, heads, 20, 8, device=meta) for heads in (4, 2, 2))
     valid, count = torch.ones(2, 20, dtype=torch.bool, device=meta), torch.ones(2, 20, device=meta)
-    state = None
+    state, whole = None, Tokens(query, key, value, 1.0, valid, count)
     for _ in range(2):
-        output, state = module.causal(Tokens(query, key, value, 1.0, valid, count), state)
-    assert launched == [(4,)] * 2
+        output, state = module.causal(whole, state)
     assert output.shape == query.shape
+    one = Tokens(query[:, :, :1], key[:, :, :1], value[:, :, :1], 1.0, valid[:, :1], count[:, :1])
+    _, state = module.causal(one, state)
+    prompt = ["prompt_sums", "prompt_choices", "prompt_outputs", "prompt_cache"]
+    assert launched == [*prompt, *prompt, "window_and_heavy"]
     assert state.key.shape == (2, 2, module.columns, 8)
 
 

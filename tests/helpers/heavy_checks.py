@@ -18,7 +18,7 @@ DOUBLE = torch.float64
 
 
 class Case(NamedTuple):
-    """A text in parts; `hidden` is what of it is padding, "" for nothing."""
+    """A text in parts; `hidden` is what of it is padding, "" for nothing, "long" for more than a part."""
 
     cuts: tuple[int, ...] = (40,)
     heads: int = 2
@@ -45,7 +45,7 @@ def given(case):
     rows, length = 1 + bool(case.hidden), sum(case.cuts)
     valid = torch.ones(rows, length, dtype=torch.bool)
     if case.hidden:
-        valid[1, :9] = False
+        valid[1, : 19 if case.hidden == "long" else 9] = False
     if case.hidden == "holes":
         valid[0, 5:9] = valid[0, 30] = False
 

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(
 
 SMALL = {"size": 9, "heavy": 4, "sinks": 0}
 MANY = {"size": 24, "heavy": 33, "sinks": 3}
+WIDE = {"size": 48, "heavy": 10, "sinks": 2}
 CASES = {
     "inside the window": Case(cuts=(11,), Dv=24),
     "several choices, grouped heads, turned sinks": Case(heads=3, positions="cache", half_life=20.0),
@@ -21,6 +22,11 @@ CASES = {
     "what is too far back goes first": Case(cuts=(57, 13), options=OPTIONS | {"reach": 21}, half_life=None),
     "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
     "more than a tile": Case(cuts=(75,), options=MANY, half_life=20.0),
+    "a prompt goes on": Case(cuts=(43, 30), heads=3, positions="cache", half_life=20.0),
+    "a prompt goes on behind padding": Case(cuts=(30, 37), hidden="holes", positions="cache"),
+    "nothing but padding first": Case(cuts=(18, 40), hidden="long", half_life=20.0),
+    "steps of several tiles": Case(cuts=(75, 20), heads=8, options=WIDE, half_life=20.0),
+    "blocks of several tiles": Case(cuts=(345,), options={"size": 272, "heavy": 5, "sinks": 1}),
     "tokens one by one": Case(cuts=(30, *[1] * 8), heads=3, positions="cache", half_life=20.0),
     "one by one, padding": Case(cuts=(26, *[1] * 7), hidden="holes"),
     "bfloat16": Case(cuts=(25, 15), dtype="bfloat16", tolerance=1e-2, positions="cache"),

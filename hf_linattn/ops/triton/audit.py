@@ -19,6 +19,7 @@ from hf_linattn.errors import DataError, OptionError
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.triton.targets import (
     CALLS,
+    HEAVY,
     LINEAR,
     PREFILL,
     SINKS,
@@ -194,6 +195,9 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
     if any(report.launches[call] for _, _, report in found for call in PREFILL):
         lines += ["", "Both of a prompt, without gradients. Kernels one after the other / one for both:", ""]
         lines += _calls_table(found, PREFILL)
+    if any(report.launches[call] for _, _, report in found for call in HEAVY):
+        lines += ["", f"A window of {SPAN} tokens and heavy hitters. A prompt / one token:", ""]
+        lines += _calls_table(found, HEAVY)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]
     names = list(dict.fromkeys(name for name, _, _ in shown))

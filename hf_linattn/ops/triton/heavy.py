@@ -1,10 +1,14 @@
-"""A window with heavy hitters on GPUs, all tokens of a call in one launch of `heavy_kernels`.
+"""A window with heavy hitters on GPUs: few tokens in one launch of `heavy_kernels`, a prompt in four.
 
-Programs are as many as there are rows and key heads: each walks its text from one choice of tokens to the
-next. What a step reads is known on the device, so nothing waits for it, with padding neither.
+What is kept is chosen step by step, so of each key head of a row one program walks from choice to choice. Few
+tokens are all in its way; of a prompt the other three kernels of `heavy_prompt_kernels` compute all but what
+choices need, all tokens at once. What a step reads is known on the device, so nothing waits for it, with
+padding neither.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,10 @@ WIDEST = 128
 """Heads: wider ones leave no registers beside a softmax of all query heads of a key head."""
 LARGEST_GROUP = 64
 """Query heads of a key head."""
+NO_CUDA = (0, 0)
+"""Capability of AMD's devices."""
+FEW = 16
+"""Tokens of a call that has a launch of its own: below, more of them take longer than one program."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -34,17 +42,19 @@ def tile_of(width: int, members: int, operand: str, capability: tuple[int, int],
         members: padded query heads of a key head; rows of a product are tokens times these.
         operand: as in `kernel_functions`.
         capability: of the device.
-        length: tokens of the call; one takes the smallest tile.
+        length: tokens that come together at most: of the call, or of a block.
     """
     short, narrow = operand in ("bf16", "fp16"), width <= 64
     rows = (128 if narrow else 64) if short else 32
-    # blocks are of 32 tokens by default, and no tokens of two choices come together
-    tokens = max(1, min(32, rows // members) if length > 1 else 1, 16 // members)
+    # no tokens of two choices come together
+    tokens = min(32, rows // members, 1 << (length - 1).bit_length())
+    tokens = max(1, tokens, 16 // members)
     # others have 99 KiB of shared memory for a program or less
     roomy = short and (capability == (8, 0) or capability[0] in (9, 10))
     # of heads of 64 on an H100 these take the least time: many tokens by narrow tiles, one by wide ones
     if tokens * members * width <= 2048:
-        return Tile(tokens, 64 if short and narrow and length == 1 else 32, 4, 2 if roomy else 1)
+        one = short and narrow and length == 1 and capability != (8, 0)
+        return Tile(tokens, 64 if one else 32, 4, 2 if roomy else 1)
     wide = not narrow and roomy and capability[0] != 10
     return Tile(tokens, 64 if wide else 32, 8, 2 if roomy else 1)
 
@@ -81,12 +91,12 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
-    from hf_linattn.ops.triton import heavy_kernels
-
     call = Problem(query, key, value, None, "none", True)
     operand = str(call.maps["OPERAND"])
     rows = 1 << (call.group - 1).bit_length()
-    tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability, call.length)
+    few = call.length < FEW and chosen is None
+    together = call.length if few else min(call.length, columns.block)
+    tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability, together)
     new = torch.empty if places.order is None else torch.zeros
     shape = call.batch, call.length, call.heads, call.Dv
     output = new(shape, dtype=value.dtype, device=call.device).transpose(1, 2)
@@ -99,48 +109,95 @@ def forward(
     )
     near = None if near is None else last_contiguous(near)
     old = (None, None, None, None) if before is None else tuple(x.contiguous() for x in before)
-    call.launch(
-        heavy_kernels.window_and_heavy,
-        (call.batch_heads,),
-        tile,
-        Q=call.query,
-        NEAR=near,
-        K=call.key,
-        V=call.value,
-        ORDER=places.order,
-        SEEN=places.seen,
-        COUNT=places.new,
-        OLD_K=old[0],
-        OLD_V=old[1],
-        OLD_WEIGHT=old[2],
-        OLD_RANK=old[3],
-        SOURCE=call.new(*held[:2], 2, columns.total, dtype=torch.int32),
-        WEIGHT=call.new(*held[:2], 2, columns.total),
-        CHOSEN=chosen,
-        OUT=output,
-        NEW_K=after.key,
-        NEW_V=after.value,
-        NEW_WEIGHT=after.weight,
-        NEW_RANK=after.rank,
+    given = {
+        "Q": call.query,
+        "NEAR": near,
+        "K": call.key,
+        "V": call.value,
+        "ORDER": places.order,
+        "SEEN": places.seen,
+        "COUNT": places.new,
+        "OLD_K": old[0],
+        "OLD_V": old[1],
+        "OLD_WEIGHT": old[2],
+        "OLD_RANK": old[3],
+        "OUT": output,
+        "NEW_K": after.key,
+        "NEW_V": after.value,
+        "NEW_WEIGHT": after.weight,
+        "NEW_RANK": after.rank,
+        "CHOSEN": chosen,
         **strides(q=call.query, near=near, k=call.key, v=call.value, out=output),
-        kv_heads=call.kv_heads,
-        length=call.length,
-        choices=0 if chosen is None else chosen.shape[2],
-        size=columns.size,
-        heavy=columns.heavy,
-        sinks=columns.sinks,
-        block=columns.block,
-        reach=columns.reach or 0,
-        scale=scaling * LOG2E,
-        rate=0.0 if columns.half_life is None else 1 / columns.half_life,
-        D=call.D,
-        DV=call.Dv,
-        BLOCK_D=padded(call.D),
-        BLOCK_V=padded(call.Dv),
-        GROUP=call.group,
-        MEMBERS=rows,
-        TOKENS=tile.chunk,
-        COLUMNS=tile.block,
-        OPERAND=operand,
-    )
+        "kv_heads": call.kv_heads,
+        "length": call.length,
+        "choices": 0 if chosen is None else chosen.shape[2],
+        "size": columns.size,
+        "heavy": columns.heavy,
+        "sinks": columns.sinks,
+        "block": columns.block,
+        "reach": columns.reach or 0,
+        "scale": scaling * LOG2E,
+        "rate": 0.0 if columns.half_life is None else 1 / columns.half_life,
+        "D": call.D,
+        "DV": call.Dv,
+        "BLOCK_D": padded(call.D),
+        "BLOCK_V": padded(call.Dv),
+        "GROUP": call.group,
+        "MEMBERS": rows,
+        "TOKENS": tile.chunk,
+        "COLUMNS": tile.block,
+        "OPERAND": operand,
+    }
+    if few:
+        _few(call, tile, given, columns)
+    else:
+        _prompt(call, tile, given, columns)
     return output, after
+
+
+def _few(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns) -> None:
+    """Launch the kernel of few tokens."""
+    from hf_linattn.ops.triton import heavy_kernels
+
+    held = call.batch, call.kv_heads, 2, columns.total
+    own = {"SOURCE": call.new(*held, dtype=torch.int32), "WEIGHT": call.new(*held)}
+    _launch(call, heavy_kernels.window_and_heavy, call.batch_heads, tile, given | own)
+
+
+def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns) -> None:
+    """Launch the kernels of a prompt."""
+    from hf_linattn.ops.triton import heavy_prompt_kernels as kernels
+
+    steps, width = -(-call.length // columns.block) + 1, columns.heavy + columns.block
+    own: dict[str, Any] = {
+        "LSE": call.new(call.batch, call.heads, call.length),
+        "SOURCE": call.new(call.batch, call.kv_heads, steps + 1, width, dtype=torch.int32),
+        "WEIGHT": call.new(call.batch, call.kv_heads, 2, width),
+        "slots": steps + 1,
+    }
+    given = given | own
+    tiles = call.batch_heads * steps * -(-columns.block // tile.chunk)
+    of_cache = call.batch_heads * -(-columns.total // tile.block)
+    # scores stay in registers; of few sizes, for each of them is compiled
+    rows, roomy = tile.chunk * given["MEMBERS"], call.about.capability != NO_CUDA
+    most, looking = 32, tile.chunk
+    if given["OPERAND"] in ("bf16", "fp16"):
+        most = 32 if not roomy else min(64 if columns.heavy <= 64 else 128, 16384 // rows)
+        looking *= 4 if rows < 64 else 2 if roomy else 1
+    chosen = {
+        "COLUMNS": most,
+        "ONE_TILE": columns.heavy <= most,
+        "LEAVING": 32,
+        "LOOKING": looking,
+        "RANKED": 128 if width <= 128 or not roomy else 256,
+    }
+    _launch(call, kernels.prompt_sums, tiles, tile, given)
+    # a program alone: as many warps as share its steps
+    _launch(call, kernels.prompt_choices, call.batch_heads, tile._replace(warps=8), given | chosen)
+    _launch(call, kernels.prompt_outputs, tiles, tile, given)
+    _launch(call, kernels.prompt_cache, of_cache, tile, given)
+
+
+def _launch(call: Problem, kernel: Any, programs: int, tile: Tile, given: dict[str, Any]) -> None:
+    """Run a kernel with those of the arguments that it has."""
+    call.launch(kernel, (programs,), tile, **{name: given[name] for name in kernel.arg_names})

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (the bodies are Triton's language; Python's types do not describe them)
-"""Softmax over sinks, heavy hitters and a window, all steps of a text in one kernel. `heavy` launches it.
+"""Softmax over sinks, heavy hitters and a window, of few tokens in one kernel. `heavy` launches it.
 
 A program walks the text of a key head, for the choice of what stays waits for the one before. It moves no
 keys: it keeps the source of each column, and what it weighs, twice, so that an eviction reads the one and
@@ -68,37 +68,44 @@ def ranked_by(WEIGHT, SOURCE, OLD_RANK, index, heavy, block, held, seen, oldest,
 
 
 @triton.jit
-def evict(
-    SOURCE, WEIGHT, OLD_RANK, CHOSEN, now, after, heavy, sinks, block, held, seen, oldest, total,
-    COLUMNS: tl.constexpr,
+def choose(
+    SOURCE, WEIGHT, OLD_RANK, CHOSEN, NEW_SOURCE, NEW_WEIGHT, heavy, block, held, seen, oldest, total,
+    OWN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one.
+    """Choose which of `heavy + block` sources stay, by what they weigh: OWN against COLUMNS at a time.
 
-    CHOSEN gets the ranks of what stays, of a text from its first token on; None for nowhere.
+    CHOSEN gets them as tokens of the call; None for nowhere.
     """
-    first_weight, first_source = WEIGHT + now + sinks, SOURCE + now + sinks
-    for first in range(0, heavy + block, COLUMNS):
-        index = first + tl.arange(0, COLUMNS)
-        own = ranked_by(
-            first_weight, first_source, OLD_RANK, index, heavy, block, held, seen, oldest, total
-        )  # fmt: skip
-        ahead = tl.zeros([COLUMNS], tl.int32)
+    for first in range(0, heavy + block, OWN):
+        index = first + tl.arange(0, OWN)
+        own = ranked_by(WEIGHT, SOURCE, OLD_RANK, index, heavy, block, held, seen, oldest, total)
+        ahead = tl.zeros([OWN], tl.int32)
         for start in range(0, heavy + block, COLUMNS):
             others = start + tl.arange(0, COLUMNS)
-            weight = ranked_by(
-                first_weight, first_source, OLD_RANK, others, heavy, block, held, seen, oldest, total
-            )  # fmt: skip
+            weight = ranked_by(WEIGHT, SOURCE, OLD_RANK, others, heavy, block, held, seen, oldest, total)
             more = weight[None, :] > own[:, None]
             same = (weight[None, :] == own[:, None]) & (others[None, :] < index[:, None])
             ahead += tl.sum((more | same).to(tl.int32), 1)
         there = index < heavy + block
-        source = tl.load(first_source + index, mask=there, other=-1)
-        weight = tl.load(first_weight + index, mask=there, other=0.0)
+        source = tl.load(SOURCE + index, mask=there, other=-1)
+        weight = tl.load(WEIGHT + index, mask=there, other=0.0)
         stays = there & (ahead < heavy)
-        tl.store(SOURCE + after + sinks + ahead, source, mask=stays)
-        tl.store(WEIGHT + after + sinks + ahead, weight, mask=stays)
+        tl.store(NEW_SOURCE + ahead, source, mask=stays)
+        tl.store(NEW_WEIGHT + ahead, weight, mask=stays)
         if CHOSEN is not None:
             tl.store(CHOSEN + ahead, source - total, mask=stays & (own > -2))
+
+
+@triton.jit
+def evict(
+    SOURCE, WEIGHT, OLD_RANK, now, after, heavy, sinks, block, held, seen, oldest, total,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Choose what stays of the heavy hitters and of the oldest block; the window moves up by one."""
+    choose(
+        SOURCE + now + sinks, WEIGHT + now + sinks, OLD_RANK, None, SOURCE + after + sinks,
+        WEIGHT + after + sinks, heavy, block, held, seen, oldest, total, COLUMNS, COLUMNS,
+    )  # fmt: skip
     for first in range(0, total, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         moves = (column < total) & ((column < sinks) | (column >= sinks + heavy))
@@ -107,6 +114,15 @@ def evict(
         weight = tl.load(WEIGHT + now + origin, mask=moves, other=0.0)
         tl.store(SOURCE + after + column, source, mask=moves)
         tl.store(WEIGHT + after + column, weight, mask=moves)
+
+
+@triton.jit
+def load_queries(Q, strides, ORDER, batch, row_head, token, inside, rows, D: tl.constexpr):
+    """Load a row of Q `[B, H, N, D]` for each of some heads and visible tokens; 0 where not `inside`."""
+    place = places_of(ORDER, token, inside).to(tl.int64)
+    offset = batch * strides[0] + row_head * strides[1] + place * strides[2]
+    wide = inside[:, None] & (rows < D)[None, :]
+    return tl.load(Q + offset[:, None] + rows[None, :], mask=wide, other=0.0)
 
 
 @triton.jit
@@ -134,9 +150,9 @@ def meet_columns(
 
 @triton.jit
 def window_and_heavy(
-    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, CHOSEN, OUT, NEW_K,
-    NEW_V, NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
-    kv_heads, length, choices, size, heavy, sinks, block, reach, scale, rate,
+    Q, NEAR, K, V, ORDER, SEEN, COUNT, OLD_K, OLD_V, OLD_WEIGHT, OLD_RANK, SOURCE, WEIGHT, OUT, NEW_K, NEW_V,
+    NEW_WEIGHT, NEW_RANK, q_strides, near_strides, k_strides, v_strides, out_strides,
+    kv_heads, length, size, heavy, sinks, block, reach, scale, rate,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
     MEMBERS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +160,7 @@ def window_and_heavy(
 
     ORDER `[B, length]` lists the visible tokens of each row first, None where all are; SEEN and COUNT `[B]`
     count those before the call and in it. SOURCE and WEIGHT `[B, Hkv, 2, columns]` hold nothing yet. OLD and
-    NEW are states, dense; OLD_K None for none. CHOSEN `[B, Hkv, choices, heavy]` gets what stays after each
-    choice, None for nowhere.
+    NEW are states, dense; OLD_K None for none.
     """
     batch_head = tl.program_id(0).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -158,8 +173,6 @@ def window_and_heavy(
         OLD_RANK += batch_head * total
     SOURCE += batch_head * 2 * total
     WEIGHT += batch_head * 2 * total
-    if CHOSEN is not None:
-        CHOSEN += batch_head * choices * heavy
     rows = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_V)
     for first in range(0, total, COLUMNS):
@@ -196,11 +209,9 @@ def window_and_heavy(
             held = gone - block
             oldest = tl.where(reach > 0, seen + done - reach, 0)
             evict(
-                SOURCE, WEIGHT, OLD_RANK, CHOSEN, now, total - now, heavy, sinks, block, held, seen, oldest,
-                total, COLUMNS,
+                SOURCE, WEIGHT, OLD_RANK, now, total - now, heavy, sinks, block, held, seen, oldest, total,
+                COLUMNS,
             )  # fmt: skip
-            if CHOSEN is not None:
-                CHOSEN += heavy
             now = total - now
             tl.debug_barrier()
         token = done + tl.arange(0, TOKENS)
@@ -214,9 +225,7 @@ def window_and_heavy(
         token = done + of_query
         inside = (token < stop) & (member < GROUP)
         place = places_of(ORDER, token, inside).to(tl.int64)
-        offset = batch * q_strides[0] + row_head * q_strides[1] + place * q_strides[2]
-        wide = inside[:, None] & (rows < D)[None, :]
-        q = tl.load(Q + offset[:, None] + rows[None, :], mask=wide, other=0.0)
+        q = load_queries(Q, q_strides, ORDER, batch, row_head, token, inside, rows, D)
         near = batch * near_strides[0] + row_head * near_strides[1] + place * near_strides[2]
         rank = seen + token
         top = tl.full([TOKENS * MEMBERS], float("-inf"), tl.float32)

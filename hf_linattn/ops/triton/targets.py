@@ -26,8 +26,8 @@ LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
 PREFILL = ("apart", "at once")
 """Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
-HEAVY = ("heavy",)
-"""Window and heavy hitters of a prompt, whose kernel chooses them."""
+HEAVY = ("heavy", "heavy token")
+"""Window and heavy hitters of a prompt, whose kernels choose them, and of one token."""
 CALLS = LINEAR + WINDOWS + PREFILL + HEAVY
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
@@ -204,7 +204,7 @@ def report(
             calls_of[call] = calls_of.get(call, 0) + 1
             return
         built = _build(kernel, grid, tile, arguments)
-        code = machine_code.read(built)
+        code, step = machine_code.read(built), arguments.get("STEP", arguments.get("LOOKING", 1))
         found[kernel.__name__] = Compiled(
             kernel.__name__,
             {call: 1},
@@ -212,7 +212,7 @@ def report(
             grid,
             large,
             _resident(target, code, tile.warps),
-            _work(shape, code, grid, tile, call, kernel.__name__, arguments.get("STEP", 1)),
+            _work(shape, code, grid, tile, call, kernel.__name__, step),
             code,
         )
 
@@ -310,8 +310,11 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     places = HeavyPlaces(numbers, numbers, documents)
     of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
     kept = HeavyState(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
+    last_of = new(batch, 1, dtype=torch.int32)
+    of_one = HeavyPlaces(numbers, numbers, None if documents is None else last_of)
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
+        "heavy token": lambda: heavy.forward(*one[:1], *one[:3], of_one, kept, COLUMNS, 0.1),
     }
 
 
@@ -373,15 +376,30 @@ def _work(
         taken, steps = code.inner if len(code.inner) == 2 else (0, *code.inner)
         again = (tile.chunk // step - 1) * taken + (-(-(tile.chunk + SPAN - 1) // tile.block) - 1) * steps
         return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
-    if name == "window_and_heavy":  # all columns twice for each chunk of tokens
+    if name.startswith("prompt"):
+        of_warp = _prompt_work(code, tile, name, step, shape.length)
+        return round(of_warp * tile.warps * programs * 64 / shape.length)
+    if name == "window_and_heavy":  # all columns twice for a token
         again = (-(-COLUMNS.total // tile.block) - 1) * sum(code.inner)
-        return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
+        return round((code.loop + again) * tile.warps * programs)
     if "token" in call:
         again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
         return round((code.instructions + again * code.loop) * tile.warps * programs)
     if tile is problem.SCAN:
         return round(code.instructions * tile.warps * grid[0] * grid[1] / rows * 64 / shape.length)
     return round(code.loop * tile.warps * programs * 64 / tile.chunk)
+
+
+def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, length: int) -> int:
+    """Count the instructions of a warp of one program: of a prompt's kernels with heavy hitters."""
+    if name == "prompt_choices":  # a step: its heavy hitters, and who looked at a block that leaves
+        met, left = code.inner
+        steps = -(-(SPAN + COLUMNS.block) // looking)
+        again = (-(-COLUMNS.block // tile.chunk) - 1) * met + (steps - 1) * left
+        return (code.loop + again) * (length // COLUMNS.block)
+    columns = COLUMNS.total - (COLUMNS.heavy if name == "prompt_sums" else 0)
+    steps = -(-(SPAN + COLUMNS.block) // tile.chunk) if name == "prompt_cache" else -(-columns // tile.block)
+    return code.instructions + (steps - 1) * code.loop
 
 
 def _host(run: Callable[[], Any]) -> float:
