@@ -154,8 +154,8 @@ windows, with a linear attention for the rest or without:
                                      inside the window in one call of it
   CUDA                               Triton kernels with sinks and the rest's sums, a decoded token with its
                                      state, a prompt with the rest (triton/window.py, triton/window_token.py,
-                                     triton/window_rest.py), as above; a prompt with heavy hitters
-                                     (triton/heavy.py), which torch operations compute elsewhere
+                                     triton/window_rest.py), as above; heavy hitters (triton/heavy.py),
+                                     of which torch operations compute a prompt elsewhere
   any other device                   vectorised torch operations (eager/window.py)
 learned maps [softmax(W x), softmax(-W x)], for causal linear attention in C++:
   CPU with a library of C++ kernels, at most 32 bits
