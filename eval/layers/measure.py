@@ -65,6 +65,11 @@ class Measured:
         """Share that guessing answers."""
         return _mean("chance", self.recall or [])
 
+    @property
+    def logprob(self) -> float | None:
+        """Mean log-probability of the right answers, in nats."""
+        return _mean("logprob", self.recall or [])
+
     def accuracy_at(self, length: int) -> float | None:
         """Compute `accuracy` among the questions of one length."""
         return _mean("accuracy", [row for row in self.recall or [] if row["length"] == length])

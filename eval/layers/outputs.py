@@ -34,8 +34,8 @@ def rows_from(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Key, Meas
 
 def layer_rows(ranking: Ranking) -> list[dict[str, Any]]:
     """Make the rows of layers.csv: each layer alone, its scores and its places by every rank."""
-    layers, kl = ranking.layers, ranking.layer_values["kl"]
-    orders = {rank: ordered(layers, scores, kl) for rank, scores in ranking.scores.items()}
+    layers, worth = ranking.layers, ranking.layer_values
+    orders = {rank: ordered(layers, scores, worth) for rank, scores in ranking.scores.items()}
     rows = []
     for index, (layer, own) in enumerate(zip(layers, single_layer(layers, ranking.sense), strict=True)):
         measured = ranking.rows[key_of(own)]

@@ -21,6 +21,8 @@ CAP = 50.0
 """Highest `recall_over_perplexity`, HALO's."""
 LEAST_RECALL = 0.1
 """Recall of the original above chance below which what a layer costs cannot be told from noise."""
+LEAST_LOGPROB = 0.1
+"""Nats of log-probability of an answer below which a loss does not decide between layers."""
 NOTHING = 1e-12
 """Differences of accuracies and nats up to here are rounding."""
 
@@ -63,7 +65,8 @@ def recalls(original: Measured) -> bool:
 def layer_values(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str, list[float]]:
     """Compute what each layer's own attention is worth: what its loss costs, or its return brings.
 
-    "perplexity" and "kl" in nats per token, "recall" in accuracy; the last is absent where none was measured.
+    "perplexity" and "kl" in nats per token, "recall" in accuracy, "logprob" in nats of the right answer's
+    log-probability; the last two are absent where none was measured.
     """
     before, sign = rows[key_of(reference(layers, sense))], 1 if sense == "replace" else -1
     after = [rows[key_of(own)] for own in single_layer(layers, sense)]
@@ -74,6 +77,8 @@ def layer_values(layers: Sequence[Layer], rows: Rows, sense: Sense) -> dict[str,
     accuracies = [row.accuracy for row in after]
     if before.accuracy is not None and None not in accuracies:
         values["recall"] = [sign * (before.accuracy - (x or 0.0)) for x in accuracies]
+        nats = before.logprob or 0.0
+        values["logprob"] = [sign * (nats - (row.logprob or 0.0)) for row in after]
     return values
 
 
@@ -123,10 +128,26 @@ def scores_of(values: Mapping[str, Sequence[float]], noise: float = 0.0) -> dict
     return scores
 
 
-def ordered(layers: Sequence[Layer], scores: Sequence[float], kl: Sequence[float]) -> list[int]:
-    """Order the layers' numbers, the first to stay first; equal scores by KL, then by number."""
-    keys = zip(numbers_of(layers), scores, kl, strict=True)
-    return [number for number, *_ in sorted(keys, key=lambda key: (-round(key[1], 12), -key[2], key[0]))]
+def ordered(
+    layers: Sequence[Layer], scores: Sequence[float], values: Mapping[str, Sequence[float]]
+) -> list[int]:
+    """Order the layers' numbers, the first to stay first.
+
+    Equal scores go by what a layer costs the right answers in log-probability, where that is measured and
+    more than `LEAST_LOGPROB`; then by KL, then by number. A layer alone seldom turns an answer that is sure.
+
+    Args:
+        layers: all of them.
+        scores: of each.
+        values: as `layer_values` computes them.
+    """
+    lost = values.get("logprob", [0.0] * len(layers))
+    keys = zip(scores, lost, values["kl"], numbers_of(layers), strict=True)
+    ranked = sorted(
+        (-round(score, 12), -nats if nats > LEAST_LOGPROB else 0.0, -kl, number)
+        for score, nats, kl, number in keys
+    )
+    return [number for *_, number in ranked]
 
 
 def even(layers: Sequence[Layer], keep: int) -> tuple[int, ...]:
@@ -171,7 +192,7 @@ class Ranking:
             return even(self.layers, keep)
         if curve in (None, self.rank):
             return tuple(sorted(self.order[:keep]))
-        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.layer_values["kl"])[:keep]))
+        return tuple(sorted(ordered(self.layers, self.scores[str(curve)], self.layer_values)[:keep]))
 
 
 def plan_for(ranking: Ranking, keep: int, kept: Spec | str = OWN) -> dict[str, Any]:

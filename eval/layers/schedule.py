@@ -105,7 +105,7 @@ class Schedule:
         if not usable:
             values.pop("recall", None)
         scores = scores_of(values, noise_threshold(original))
-        order = ordered(self.layers, scores[chosen], values["kl"])
+        order = ordered(self.layers, scores[chosen], values)
         return Ranking(list(self.layers), chosen, sense, order, scores, values, self.rows, note)
 
     def tradeoff(

@@ -55,7 +55,13 @@ def test_noise_is_two_errors_or_a_sample():
 
 
 def test_equal_scores_go_by_divergence_and_then_by_number():
-    assert ordered(stack(4), [1.0, 2.0, 1.0, 1.0], [0.1, 0.0, 0.3, 0.3]) == [1, 2, 3, 0]
+    assert ordered(stack(4), [1.0, 2.0, 1.0, 1.0], {"kl": [0.1, 0.0, 0.3, 0.3]}) == [1, 2, 3, 0]
+
+
+def test_equal_scores_go_by_the_log_probability_of_answers_first():
+    """As measured of SmolLM2: one layer turns answers, another makes them a hundred times less likely."""
+    values = {"kl": [0.0012, 0.0011, 0.0019, 0.0016], "logprob": [3.72, 6.93, 0.06, -0.2]}
+    assert ordered(stack(4), [0.0, 50.0, 0.0, 0.0], values) == [1, 0, 2, 3]
 
 
 @pytest.mark.parametrize(
