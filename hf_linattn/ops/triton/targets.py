@@ -314,7 +314,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     of_one = HeavyPlaces(numbers, numbers, None if documents is None else last_of)
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
-        "heavy token": lambda: heavy.forward(*one[:1], *one[:3], of_one, kept, COLUMNS, 0.1),
+        "heavy token": lambda: heavy.forward(one[0], one[0], one[1], one[2], of_one, kept, COLUMNS, 0.1),
     }
 
 
