@@ -111,13 +111,14 @@ SHORT_ROWS = {
     "h2o-swapped": "`h2o` just put in, not trained",
     "h2o-measured": "`--preset h2o`, {once}",
     "h2o": "the same, as many tokens in each layer",
+    "h2o-recall-swapped": "`h2o` in 23 layers, softmax in 7 that recall, not trained",
     "window-384": "`window` of 384 tokens alone, {once}",
     "window-512": "`window` of 512 tokens alone, {once}",
     "recall-quarter": "`--preset recall`, {once}",
     "linear": "`--preset linear`, {once}",
     "control-long": "softmax, {long}",
     "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
-    "control-h2o": "softmax, {long} on a GPU, then `h2o` put in",
+    "h2o-long": "`--preset h2o`, {long}",
 }
 """Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
 
