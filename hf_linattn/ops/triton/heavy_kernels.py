@@ -59,7 +59,8 @@ def ranked_by(WEIGHT, SOURCE, OLD_RANK, index, heavy, block, held, seen, oldest,
     """
     there = index < heavy + block
     bits = tl.load(WEIGHT + index, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    found = (bits + 0x7F + ((bits >> 8) & 1)) >> 8
+    # NaN would come behind what is no candidate, and places stay empty
+    found = tl.maximum((bits + 0x7F + ((bits >> 8) & 1)) >> 8, 0)
     source = tl.load(SOURCE + index, mask=index < heavy, other=total)
     rank = ranks_of(OLD_RANK, source, seen, total, index < heavy)
     found = tl.where((index < heavy) & (rank < oldest), -1, found)
