@@ -18,8 +18,8 @@ def option(default: Any, text: str, **extra: Any) -> Any:
     Args:
         default: its default.
         text: its help.
-        **extra: choices, minimum, maximum, metavar, `parse`: "patch" or "json", how the text is read, and
-            `formerly`: its value in runs of versions that did not know it, where that is not the default.
+        **extra: choices, minimum, maximum, metavar, `parse`: "patch", "json" or a function, how the text is
+            read, and `formerly`: its value in runs of versions that did not know it, where that is not the default.
     """
     return dataclasses.field(default=default, metadata={"help": text, **extra})
 
@@ -85,7 +85,11 @@ def _add_option(
         "patch": argparse_type(_patch),
         "json": argparse_type(json_object),
     }
-    kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
+    kind: Callable[[str], Any]
+    if callable(parse):
+        kind = argparse_type(parse)
+    else:
+        kind = kinds.get(parse or str(item.type).removesuffix(" | None"), str)
     if not required and item.default is not None:
         extra["help"] += " (default: %(default)s)"
     default = None if required else item.default

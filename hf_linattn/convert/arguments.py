@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_linattn.cli.arguments import add_options, option
-from hf_linattn.convert.presets import AUTO, PLAIN, PRESETS, SMALL, STAGES, Preset, find_preset
+from hf_linattn.convert.presets import (
+    AUTO,
+    NAMED,
+    PLAIN,
+    PRESETS,
+    QUARTER,
+    RECALL,
+    SMALL,
+    STAGES,
+    Preset,
+    find_preset,
+)
 from hf_linattn.errors import OptionError
 from hf_linattn.training.arguments import TrainingArguments
 
@@ -109,6 +120,18 @@ GROUPS = {
 }
 
 
+def number_of_layers(value: int | str | None) -> int | str | None:
+    """Read how many layers stay softmax: a whole number of at least 1, `quarter`, or None.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if number is None or number == QUARTER or (isinstance(number, int) and number >= 1):
+        return number
+    raise OptionError(f"--keep must be a number of layers of at least 1, or {QUARTER}, not {value!r}")
+
+
 def of_preset(name: str, text: str, **extra: Any) -> Any:
     """Declare a field that the preset fills; what an earlier version did not know was as `plain` has it."""
     return option(None, f"{text} (default: the preset's)", formerly=PLAIN[name], **extra)
@@ -158,10 +181,14 @@ class ConvertArguments(TrainingArguments):
         "0 never does, and keeps the last",
         minimum=0,
     )
-    preset: str = option(AUTO, "what is wanted (see below)", metavar=f"{{{','.join((AUTO, *PRESETS))}}}")
+    preset: str = option(AUTO, "what is wanted (see below)", metavar=f"{{{','.join((*NAMED, *PRESETS))}}}")
     tokens: int = option(1_000_000, "tokens to train on, in all stages together", minimum=1)
-    keep: int | None = option(
-        None, "softmax layers of --preset recall (default: a quarter of all)", metavar="N", minimum=1
+    keep: int | str | None = option(
+        None,
+        f"layers that stay softmax, those that the model needs most to recall: a number, or {QUARTER} "
+        f"(default: none; {QUARTER} for --preset recall)",
+        metavar="N",
+        parse=number_of_layers,
     )
     stages: str | None = option(None, "stages to run, joined by commas (default: those of the preset)")
     transfer_tokens: int | None = option(None, "tokens of stage transfer", minimum=0)
@@ -224,23 +251,8 @@ class ConvertArguments(TrainingArguments):
             if "drop_window" not in self.filled:
                 raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
             self.drop_window = 0.0
-        stages = self.chosen_stages()
-        if self.chosen_preset.chooses_layers:
-            self._check_chosen_layers(stages)
-        elif self.keep is not None:
-            raise OptionError("--keep says how many layers of --preset recall stay softmax: give that, too")
-
-    def _check_chosen_layers(self, stages: list[str]) -> None:
-        refused = {
-            "ranks what stage transfer has trained, and trains the choice: run it and a stage behind it": (
-                "transfer" not in stages or len(stages) < 2
-            ),
-            "chooses layers itself: give --patch one name for all": isinstance(self.patch, dict),
-            "puts the original's layers back: leave out --train-projections": self.train_projections,
-        }
-        for why, refuse in refused.items():
-            if refuse:
-                raise OptionError(f"--preset {self.preset} {why}")
+        self.chosen_stages()
+        self.keep = number_of_layers(QUARTER if self.preset == RECALL and self.keep is None else self.keep)
 
     @property
     def chosen_preset(self) -> Preset:

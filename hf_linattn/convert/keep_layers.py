@@ -1,4 +1,4 @@
-"""Preset `recall`: which layers stay softmax is measured on the model that stage transfer leaves."""
+"""Which layers stay softmax is measured: on the model that stage transfer leaves, or on the patched one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_linattn.cli.files import read_json, write_json, writing
+from hf_linattn import patch_model
+from hf_linattn.cli.files import filling, read_json, write_json, writing
 from hf_linattn.cli.jobs import Job, run_jobs
+from hf_linattn.convert.layer_sizes import row_length
+from hf_linattn.convert.presets import QUARTER
 from hf_linattn.convert.resolve import ConversionPlan
-from hf_linattn.convert.stages import first_tokens
+from hf_linattn.convert.stages import first_tokens, load_original
 from hf_linattn.errors import DataError
+from hf_linattn.finetune.model import load_config
+from hf_linattn.registry import parse
 
 TOKENS = 8192
 """Tokens of the text that each arrangement of layers is measured on."""
@@ -21,18 +26,27 @@ TOKENS = 8192
 GPU_TOKENS = 4096
 """Tokens of a forward pass on a GPU, which would wait for Python with a row at a time."""
 
+PATCHED = "patched"
+"""Folder of the model with the patch in every layer, while its layers are ranked."""
+
+PASSKEYS = ("--tasks", "passkey", "--samples", "2")
+"""Six questions: what they lose in log-probability ranks layers whose answers are still right."""
+PASSKEYS_FROM = 512
+"""Tokens of a row; shorter ones have no room for them with every tokenizer, and random tokens come again."""
+
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 """Environment of a process that is none of this run's."""
 
 
 def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None) -> dict[str, Any]:
-    """Rank the layers by `hf_linattn.eval.layers`, and leave the hybrid whose best layers stay softmax.
+    """Rank the layers by `hf_linattn.eval.layers`, and leave the model whose best layers stay softmax.
 
     A call of all processes: the first works, once, and goes on where an earlier start ended; the others wait.
-    The maps of the layers that stay linear are those that stage transfer has trained.
+    What the other layers have learned in stage transfer stays. Without that stage, passkeys count in
+    rows longer than the windows: of patches that say what the model said as soon as they are put in (`h2o`).
 
     Args:
-        plan: of the conversion, whose `kept` is the folder of the hybrid.
+        plan: of the conversion, whose `kept` is the folder of that model.
         accelerator: of this process.
         data: text as `load_documents` takes it, in the place of --data.
 
@@ -64,17 +78,44 @@ def _rank(plan: ConversionPlan, kept: Path, accelerator: Accelerator, data: Any)
         shutil.rmtree(kept, ignore_errors=True)  # of a start that was killed while it wrote
     if not text.exists():
         _write_text(plan, text, data)
-    words = [sys.executable, "-m", "hf_linattn.eval.layers", "--model", str(folder.parent / "transfer")]
+    transferred = plan.stages[0].name == "transfer"
+    model = plan.stages[0].folder if transferred else _write_patched(plan, folder / PATCHED)
+    length = arguments.block_size if transferred else _long_row(plan)
+    words = [sys.executable, "-m", "hf_linattn.eval.layers", "--model", str(model)]
     words += ["--original", plan.original, "--data", str(text), "--bos", "no", "--dtype", dtype]
-    words += ["--length", str(arguments.block_size), "--max-tokens", str(TOKENS), "--counts", "keep"]
-    words += ["--seed", str(arguments.seed), "--output-dir", str(folder), "--save", str(kept)]
+    words += ["--length", str(length), "--max-tokens", str(TOKENS if transferred else length)]
+    words += ["--counts", "keep", "--seed", str(arguments.seed), "--output-dir", str(folder)]
+    words += ["--save", str(kept), *(PASSKEYS if length >= PASSKEYS_FROM and not transferred else ())]
     if accelerator.device.type != "cpu":
-        words += ["--batch-size", str(max(1, GPU_TOKENS // arguments.block_size))]
-    if arguments.keep is not None:
+        words += ["--batch-size", str(max(1, GPU_TOKENS // length))]
+    if arguments.keep != QUARTER:  # its default
         words += ["--keep", str(arguments.keep)]
     environment = {**ALONE, "CUDA_VISIBLE_DEVICES": ""} if arguments.cpu else ALONE
     job = Job("layers", words, finished=(kept / "config.json").exists, progress=lambda: _measured(folder))
     run_jobs([job], folder / "logs", at_once=1, environment=environment)
+    shutil.rmtree(folder / PATCHED, ignore_errors=True)
+
+
+def _write_patched(plan: ConversionPlan, folder: Path) -> Path:
+    """Write the original with the patch in every layer, unless an earlier start has; returns the folder."""
+    if not (folder / "config.json").exists():
+        model = load_original(plan.original, plan.arguments.dtype, plan.objective)
+        patch_model(model, plan.patch, options=plan.options, sliding=plan.arguments.sliding)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with filling(folder) as partial:
+            model.save_pretrained(partial)
+            plan.tokenizer.save_pretrained(partial)
+    return folder
+
+
+def _long_row(plan: ConversionPlan) -> int:
+    """Count the tokens of a row in which the windows of the patch lose what stands in front."""
+    assert isinstance(plan.arguments.patch, str)  # else layers are not chosen
+    options = parse(plan.arguments.patch, plan.arguments.options).options
+    sizes = [values["size"] for values in options.values() if "size" in values]
+    length = row_length(max(sizes), load_config(plan.original)) if sizes else TOKENS // 4
+    return max(length, plan.arguments.block_size)
 
 
 def _measured(folder: Path) -> float:

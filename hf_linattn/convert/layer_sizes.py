@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedConfig
 
 from hf_linattn import bypassed, describe, patch_model
 from hf_linattn.cli.files import read_json, write_json, writing
@@ -103,6 +104,12 @@ def share(losses: Mapping[str, float], size: int) -> dict[str, int]:
     return sizes(low)
 
 
+def row_length(size: int, config: PreTrainedConfig) -> int:
+    """Count the tokens of a row of text in which windows of a size show what they lose."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(WINDOWS * size, context or TOKENS)
+
+
 @torch.no_grad()
 def layer_losses(
     model: Any, rows: Sequence[Tensor], comparison: ComparisonTarget, first: int
@@ -146,8 +153,7 @@ def _measured(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> dict
     size = options["size"]
     ids = first_tokens(plan, TOKENS, data)
     model = load_original(plan.original, arguments.dtype, plan.objective).to(accelerator.device)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    length = min(WINDOWS * size, context, len(ids))
+    length = min(row_length(size, model.config), len(ids))
     if length <= 2 * size:
         return {"sizes": {}, "losses": {}}
     trained = sum(stage.tokens for stage in plan.stages)

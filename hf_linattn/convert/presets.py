@@ -15,6 +15,12 @@ from hf_linattn.registry import parse, patches
 STAGES = ("transfer", "distill", "finetune")
 AUTO = "auto"
 """In the place of a preset: what is best for a model of this size."""
+RECALL = "recall"
+"""The same, with softmax in a quarter of the layers."""
+NAMED = (AUTO, RECALL)
+"""What stands for a preset until the model is known."""
+QUARTER = "quarter"
+"""Of all layers, as a number of those that stay softmax."""
 SMALL = 100_000_000
 """Parameters; below, hybrids of a recipe that was measured train all weights, above LoRA."""
 
@@ -61,7 +67,6 @@ class Preset:
         recipe: values of options.
         patch: None for the patch that is the default of conversions.
         options: of the patch.
-        chooses_layers: whether some layers stay softmax, those that the model needs most.
         sizes_layers: whether layers keep as many tokens as they need, as measured.
         encoders: whether it converts them too, with the patch that is the default of conversions.
     """
@@ -70,7 +75,6 @@ class Preset:
     recipe: Mapping[str, Any]
     patch: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    chooses_layers: bool = False
     sizes_layers: bool = False
     encoders: bool = True
 
@@ -116,7 +120,6 @@ _LINEAR = {"feature_map": "taylor2", "front": True, "shortest": 4, "half_life": 
 PRESETS = {
     "hybrid": Preset(**_HYBRID),
     "linear": Preset(**{**_HYBRID, "patch": "gated", "options": _LINEAR}),
-    "recall": Preset(**_HYBRID, chooses_layers=True),
     "h2o": Preset(
         # just put in it says what the model said: what is left to learn is the text
         {"transfer": 0.0, "distill": 0.0, "finetune": 1.0},
@@ -136,7 +139,7 @@ def find_preset(name: str) -> Preset:
     Raises:
         OptionError: there is none, or none any more.
     """
-    if name == AUTO:  # until it is known which
+    if name in NAMED:  # until it is known which
         name = "hybrid"
     if name in FORMER:
         raise OptionError(
@@ -144,7 +147,7 @@ def find_preset(name: str) -> Preset:
             f"what it did is now {FORMER[name]}"
         )
     if name not in PRESETS:
-        raise OptionError(f"--preset must be one of {', '.join((AUTO, *PRESETS))}, not {name!r}")
+        raise OptionError(f"--preset must be one of {', '.join((*NAMED, *PRESETS))}, not {name!r}")
     return PRESETS[name]
 
 

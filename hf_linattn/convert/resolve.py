@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from hf_linattn.attention import LinearAttention
 from hf_linattn.convert.arguments import ConvertArguments
 from hf_linattn.convert.outputs import LAYERS, OWN_EVAL_TEXT, OWN_TEXT, conversion_folder
-from hf_linattn.convert.presets import AUTO, default_patch, default_preset, merge_options
+from hf_linattn.convert.presets import NAMED, RECALL, default_patch, default_preset, merge_options
 from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.model import count_parameters, load_config
 from hf_linattn.patching.interface import NAME
@@ -66,8 +66,8 @@ class ConversionPlan:
         tokenizer: of all texts.
         objective: what the original predicts, in rows of `block_size` tokens.
         stages: in their order, at least one.
-        kept: folder of the model some of whose layers were chosen to stay softmax, between stage transfer and
-            the next; None where none are.
+        kept: folder of the model some of whose layers were chosen to stay softmax, behind stage transfer or
+            before all stages; None where none are.
         sizes_layers: what each layer keeps is to be measured before it is patched.
         layers: the patch of each attention module by its name, where that was; else None.
     """
@@ -122,7 +122,8 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     original = config if teacher is None else load_config(teacher, "--teacher")
     if _learns_states(arguments, original) and "ce_weight" in arguments.filled:
         arguments = replace(arguments, ce_weight=0.0)  # there is no text to predict
-    if arguments.preset == AUTO:
+    asked = f"--preset {RECALL}" if arguments.preset == RECALL else "--keep"
+    if arguments.preset in NAMED:
         arguments = copy.copy(arguments)
         arguments.preset = _preset_for(arguments, config)
     sizes_layers = arguments.chosen_preset.sizes_layers and not (arguments.patch or hasattr(config, NAME))
@@ -135,10 +136,10 @@ def resolve(arguments: ConvertArguments) -> ConversionPlan:
     if arguments.cache_teacher is not None:
         _check_cacheable(objective, names)
     sources = [arguments.model, *(str(folder.path / name) for name in names[:-1])]
-    if arguments.chosen_preset.chooses_layers:
-        _check_can_choose(arguments, config, objective)
+    if arguments.keep is not None:
+        _check_can_choose(asked, arguments, config, objective)
         kept = folder.path / LAYERS / "hybrid"
-        sources[1] = str(kept)
+        sources[1 if "transfer" in names else 0] = str(kept)
     stages = tuple(
         StagePlan(
             name,
@@ -166,19 +167,33 @@ def _preset_for(arguments: ConvertArguments, config: PreTrainedConfig) -> str:
     return default_preset(count_parameters(config))
 
 
-def _check_can_choose(arguments: ConvertArguments, config: PreTrainedConfig, objective: Objective) -> None:
+def _check_can_choose(
+    asked: str, arguments: ConvertArguments, config: PreTrainedConfig, objective: Objective
+) -> None:
     """See that layers of a model can be chosen, before anything is trained.
 
     Raises:
-        OptionError: it is patched, it is none that continues text, or has no more layers than --keep.
+        OptionError: it is patched, it is none that continues text, or has no more layers than --keep; or the
+            other options leave nothing to choose by.
     """
-    asked = f"--preset {arguments.preset}"
+    transfers = [name == "transfer" for name in arguments.chosen_stages()]
+    untrained = arguments.chosen_preset.shares["transfer"] > 0 and not any(transfers)
+    refused = {
+        "ranks what stage transfer has trained, and trains the choice: run it and a stage behind it": (
+            untrained or all(transfers)
+        ),
+        "chooses layers itself: give --patch one name for all": isinstance(arguments.patch, dict),
+        "puts the original's layers back: leave out --train-projections": arguments.train_projections,
+    }
+    for why, refuse in refused.items():
+        if refuse:
+            raise OptionError(f"{asked} {why}")
     if hasattr(config, NAME):
         raise OptionError(f"{asked} begins with an unpatched model, and --model {arguments.model} is patched")
     if objective.name != "causal":
         raise OptionError(f"{asked} asks causal models what they recall: take --preset hybrid for others")
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if arguments.keep is not None and layers is not None and arguments.keep >= layers:
+    if isinstance(arguments.keep, int) and layers is not None and arguments.keep >= layers:
         raise OptionError(f"--keep {arguments.keep}: the model has {layers} layers, and some become linear")
 
 

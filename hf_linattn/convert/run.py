@@ -38,7 +38,7 @@ from hf_linattn.convert.stages import (
     stage_recipe,
 )
 from hf_linattn.convert.teacher_cache import Rows, fill_cache, vocabulary_digest, weights_digest
-from hf_linattn.errors import TrainingError
+from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
 from hf_linattn.finetune.recipe import TrainingRecipe
@@ -290,6 +290,11 @@ def _begin(
     transfers = any(stage.name == "transfer" for stage in plan.stages)
     if transfers and not rows.parameters and not arguments.train_projections:  # before anything is written
         raise nothing_to_transfer(arguments)
+    if plan.kept is not None and not transfers and rows.parameters:
+        raise OptionError(
+            f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: give "
+            "a preset with stage transfer, such as --preset hybrid"
+        )
     validation.add("swapped", model)
     hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)
     parameters = sum(parameter.numel() for parameter in model.parameters())

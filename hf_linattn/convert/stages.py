@@ -237,7 +237,7 @@ def stage_arguments(
         processes: that share the work.
     """
     arguments = plan.arguments
-    first = stage is plan.stages[0]
+    patches = stage is plan.stages[0] and stage.source != str(plan.kept)  # that is patched
     lora = 0 if stage.name == "transfer" else lora
     rows = arguments.batch_size * arguments.grad_accum * processes
     distilled = any(other.name == "distill" for other in plan.stages)
@@ -248,8 +248,8 @@ def stage_arguments(
         "data": plan.text,
         "eval_data": plan.eval_text,
         "output_dir": str(stage.folder),
-        "patch": plan.patch if first else None,
-        "options": plan.options if first and plan.patch is not None else None,
+        "patch": plan.patch if patches else None,
+        "options": plan.options if patches and plan.patch is not None else None,
         "objective": "auto" if stage.objective.name == "states" else stage.objective.name,
         "tokenizer": arguments.tokenizer or arguments.model,
         "block_size": stage.length,

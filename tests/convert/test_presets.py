@@ -2,6 +2,7 @@
 # ruff: noqa: F401  fixtures are imported, and then named as arguments
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,7 @@ def test_what_is_given_wins():
     ],
 )
 def test_windows_grow_with_the_context(config, size, beside_kept):
-    for name in ("hybrid", "recall"):
-        assert PRESETS[name].options_for(config) == {**PRESETS["hybrid"].options, "size": size}
+    assert PRESETS["hybrid"].options_for(config) == {**PRESETS["hybrid"].options, "size": size}
     assert PRESETS["linear"].options_for(config) == PRESETS["linear"].options
 
     tokens_kept = {"size": beside_kept, "heavy": beside_kept // 2, "sinks": 4}
@@ -154,7 +154,10 @@ def test_former_presets_say_what_to_give(name, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 1}, "--keep says how many layers of --preset recall"),
+        ({"keep": "half"}, "--keep must be a number of layers of at least 1, or quarter, not 'half'"),
+        ({"keep": 0}, "--keep must be a number of layers of at least 1"),
+        ({"keep": 1, "stages": "distill"}, "--keep ranks what stage transfer has trained"),
+        ({"preset": "h2o", "keep": 1, "stages": "transfer"}, "and trains the choice"),
         ({"preset": "recall", "stages": "distill"}, "ranks what stage transfer has trained"),
         ({"preset": "recall", "patch": {"0": "elu1"}}, "give --patch one name for all"),
         ({"preset": "recall", "train_projections": True}, "leave out --train-projections"),
@@ -203,6 +206,60 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
     monkeypatch.setattr(keep_layers, "run_jobs", None)
     assert main([*argv, "--output-dir", "recalls", "--resume"]) == 0
     assert weights_of("recalls/distill") == weights
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_h2o_keeps_the_layers_that_are_ranked_first_before_anything_is_trained(monkeypatch):
+    shutil.copytree("model", "longer")
+    config = AutoConfig.from_pretrained("longer")
+    config.max_position_embeddings = 512
+    config.save_pretrained("longer")
+    argv = [*SMALL, "--model", "longer", "--preset", "h2o", "--keep", "1", "--options", '{"size": 64}']
+    argv += ["--tokens", "128"]
+    assert main([*argv, "--output-dir", "recalls"]) == 0
+    out = Path("recalls")
+    [kept] = json.loads((out / "layers/chosen.json").read_text())["layers"]
+    ranking = json.loads((out / "layers/results.json").read_text())
+    assert kept == ranking["order"][0]
+    asked = {name: ranking["arguments"][name] for name in ("tasks", "recall_lengths", "length", "samples")}
+    assert asked == {"tasks": ["passkey"], "recall_lengths": None, "length": 512, "samples": 2}
+    patches = ["softmax" if layer == kept else "h2o" for layer in range(2)]
+    sizes = [*json.loads((out / "sizes.json").read_text())["sizes"].values()]
+    for folder in ("layers/hybrid", "finetune"):
+        rows = [*describe(from_pretrained(out / folder))]
+        assert [row.patch for row in rows] == patches, folder
+        assert rows[1 - kept].options["h2o"]["size"] == sizes[1 - kept]
+    assert not (out / "layers/patched").exists()
+    # nothing of the original is rounded or renamed on the way
+    before, after = (from_pretrained(name).state_dict() for name in ("longer", "recalls/layers/hybrid"))
+    assert all(torch.equal(before[name], weight) for name, weight in after.items())
+    weights = weights_of(out / "finetune")
+    for path in (out / "finetune").iterdir():
+        path.unlink()
+    monkeypatch.setattr(keep_layers, "run_jobs", None)
+    assert main([*argv, "--output-dir", "recalls", "--resume"]) == 0
+    assert weights_of(out / "finetune") == weights
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_layers_are_not_ranked_by_weights_that_nothing_has_trained(capsys):
+    argv = [*SMALL, "--preset", "h2o", "--keep", "1", "--patch", "hedgehog", "--tokens", "128"]
+    assert main([*argv, "--output-dir", "refused"]) == 2
+    assert "--keep would rank layers by weights of hedgehog" in capsys.readouterr().err
+    assert not Path("refused").exists()
+
+
+def test_recall_is_the_best_for_the_model_with_softmax_in_a_quarter(monkeypatch):
+    small = resolve(told(preset="recall"))
+    assert (small.arguments.preset, small.arguments.keep) == ("hybrid", "quarter")
+    assert [stage.source for stage in small.stages] == ["model", "out/layers/hybrid"]
+    monkeypatch.setattr("hf_linattn.convert.presets.SMALL", 1000)
+    large = resolve(told(preset="recall"))
+    assert (large.arguments.preset, large.arguments.keep, large.sizes_layers) == ("h2o", "quarter", True)
+    assert [stage.source for stage in large.stages] == ["out/layers/hybrid"]
+    few = resolve(told(keep=1))
+    assert (few.arguments.preset, few.arguments.keep) == ("h2o", 1)
+    assert resolve(told(keep=1, patch="window+gated")).arguments.preset == "hybrid"
 
 
 @pytest.mark.full
