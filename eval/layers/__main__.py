@@ -32,6 +32,9 @@ examples (`layers` stands for `python -m hf_linattn.eval.layers`):
   # write the hybrid: what the layers that stay linear have learned stays
   layers --model DIR --data held-out/ --keep 4 --output-dir out --save hybrid
 
+  # the same for text of any length: the kept layers see 8,192 tokens, the model's context
+  layers --model DIR --data held-out/ --keep 4 --output-dir out --save hybrid --window 8188
+
 From Python, for a model in memory: from hf_linattn.eval.layers import rank_layers, plan_for
 
 The folder gets results.json, layers.csv (a row per layer), tradeoff.csv, layers.png and tradeoff.png. Each
@@ -88,6 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     context_help = "tokens for which the state is computed (default: 4096,32768,131072)"
     contexts = [4096, 32768, 131072]
     add("--context", type=cli.positive_ints, default=contexts, metavar="N,...", help=context_help)
+    window_help = "kept layers of the plan and of --save see the last N tokens and 4 sinks, not all: behind "
+    window_help += "the model's context, where its softmax breaks, perplexity stays flat and memory constant"
+    add("--window", type=cli.positive_int, metavar="N", help=window_help)
     add("--save", type=Path, metavar="DIR", help="write the model with the plan, learned maps kept, to DIR")
     cli.add_output_arguments(parser)
     return parser
@@ -99,9 +105,10 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
         raise OptionError(f"--rank {args.rank} needs recall, and --tasks none measures none")
     if args.force_recall and not args.tasks:
         raise OptionError("--force-recall has no meaning with --tasks none")
-    if args.save is not None and args.nope:
+    if (args.save is not None or args.window is not None) and args.nope:
         raise OptionError(
-            "--save writes softmax layers as they were: leave out --nope, what it measured stays"
+            "--save and --window write softmax layers with RoPE as it was: leave out --nope, what it measured "
+            "stays"
         )
     if args.save is not None and args.save.resolve() == Path(args.model).resolve():
         raise OptionError("--save would write over --model, whose maps are wanted for other plans")

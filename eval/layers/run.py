@@ -31,6 +31,9 @@ MEASURED_BY = (
 """Arguments that a measurement depends on; the others can change from start to start."""
 
 
+SINKS = 4
+"""First tokens that stay visible behind `--window`: pretrained models give them much of their attention."""
+
 FACTS = ("layers", "sliding", "weights")
 """Facts of the model in results.json, without which its rows mean nothing."""
 
@@ -58,6 +61,11 @@ def _load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluato
     lengths = tuple(args.recall_lengths or [args.length])
     recall = Recall(tuple(args.tasks), lengths, args.samples, args.seed) if args.tasks else None
     return Evaluator(model, tokenizer, layers, plan, recall, args.batch_size)
+
+
+def _kept_spec(args: argparse.Namespace) -> Spec:
+    """Return the attention of the kept layers in the plan: their own, or all that `--window` lets them see."""
+    return (OWN, {}) if args.window is None else ("window", {"size": args.window, "sinks": SINKS})
 
 
 def _kept_of(args: argparse.Namespace) -> list[Spec]:
@@ -99,7 +107,7 @@ def run(args: argparse.Namespace, command: str) -> str:
 
     schedule = Schedule(layers, evaluator, rows, save, progress=True)
     ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
-    plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [(OWN, {}), *kept]}
+    plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [_kept_spec(args), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
     curves.sort(key=lambda curve: curve != ranking.rank)  # tables and pictures go by the first
     points = schedule.tradeoff(ranking, [*curves, EVEN], counts, kept)
@@ -125,7 +133,8 @@ def run(args: argparse.Namespace, command: str) -> str:
 def _save_hybrid(args: argparse.Namespace, evaluator: Evaluator, own: Collection[int]) -> None:
     """Write the model with softmax in the layers `own`; the maps of the others stay, in their own dtype."""
     model: Any = load_model(ModelSpec("", args.model))  # not the one measured, which --dtype may have rounded
-    put(model, {layer.module: None for layer in evaluator.layers if layer.number in own})
+    spec = None if args.window is None else _kept_spec(args)
+    put(model, {layer.module: spec for layer in evaluator.layers if layer.number in own})
     with writing(args.save):
         args.save.mkdir(parents=True, exist_ok=True)
     with filling(args.save) as partial:

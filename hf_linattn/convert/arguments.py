@@ -28,7 +28,8 @@ examples:
   python -m hf_linattn.convert ... --tokens 10000000               # better, in ten times the time
   python -m hf_linattn.convert ... --resume                         # after a crash or Ctrl-C
   python -m hf_linattn.convert ... --preset linear                 # no softmax, one state of constant size
-  python -m hf_linattn.convert ... --preset recall --keep 2        # two softmax layers, those that recall
+  python -m hf_linattn.convert ... --preset recall                 # softmax in a quarter of the layers
+  python -m hf_linattn.convert ... --keep 2                        # in two, those that recall
   python -m hf_linattn.convert ... --patch window+hedgehog --options '{"size": 32}'   # another attention
   python -m hf_linattn.convert ... --options '{"size": 128}'       # the preset's, with a larger window
   python -m hf_linattn.convert ... --patch elu1 --learn-front      # a learned layer in front of a fixed map
@@ -39,19 +40,21 @@ examples:
 presets: what is done where you give nothing else; whatever you give wins
   auto     h2o for causal models of 100 million parameters or more, hybrid for others, and where you name a
            patch, stages, their tokens or --cache-teacher
+  recall   the same, but a quarter of the layers stay softmax: auto --keep quarter
   hybrid   a window of 64 to 256 tokens (a thirty-second of the context) and 4 sinks, and a gated state for
            what lies before (window+gated, hedgehog's map); a tenth of the tokens for stage transfer, the rest
            for distill with the text's own loss, in steps of 2 rows (--batch-size 2 --adam-beta2 0.999
            --patch-rate 10 --ce-weight 1 --eval-every 200)
   linear   a gated state alone (taylor2's map, a learned layer in front of it); the same recipe
-  recall   the hybrid, but a quarter of the layers (or --keep N) stay softmax: those that this model needs
-           most, as hf_linattn.eval.layers finds after stage transfer; what it measured is in layers/
   h2o      softmax over 64 to 240 tokens, 4 sinks, and half as many tokens behind them, those that got most
            attention. Layers that lose more by it keep more tokens, all together as many: it measures each
            alone, before (sizes.json). Just put in it says what the model said, so that all tokens are for
            stage finetune: it learns the text, in such steps. Nearest to the control in models that recall
   plain    hedgehog and the options' own defaults, for experiments: a fifth of the tokens for transfer, the
            rest for distill, steps of 8 rows
+  With --keep N some layers stay softmax, whatever the preset: those without which the model finds least
+  again, as hf_linattn.eval.layers measures after stage transfer or, with h2o, before it trains. What it
+  measured is in layers/. For each layer that is a pass over eight rows, with h2o of up to 1,920 tokens.
   With --patch the preset's patch and options are left out, its recipe stays. Encoders have no state that
   forgets: presets give them hedgehog. A patched --model keeps what it has.
 

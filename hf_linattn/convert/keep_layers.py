@@ -26,6 +26,11 @@ TOKENS = 8192
 GPU_TOKENS = 4096
 """Tokens of a forward pass on a GPU, which would wait for Python with a row at a time."""
 
+SINKS = 4
+"""Of `eval.layers --window`."""
+LONGEST = 8192
+"""Tokens of the longest context whose kept layers get a window, which has its memory from the first token on."""
+
 PATCHED = "patched"
 """Folder of the model with the patch in every layer, while its layers are ranked."""
 
@@ -88,6 +93,8 @@ def _rank(plan: ConversionPlan, kept: Path, accelerator: Accelerator, data: Any)
     words += ["--save", str(kept), *(PASSKEYS if length >= PASSKEYS_FROM and not transferred else ())]
     if accelerator.device.type != "cpu":
         words += ["--batch-size", str(max(1, GPU_TOKENS // length))]
+    if (window := _window(plan)) is not None:
+        words += ["--window", str(window)]
     if arguments.keep != QUARTER:  # its default
         words += ["--keep", str(arguments.keep)]
     environment = {**ALONE, "CUDA_VISIBLE_DEVICES": ""} if arguments.cpu else ALONE
@@ -116,6 +123,15 @@ def _long_row(plan: ConversionPlan) -> int:
     sizes = [values["size"] for values in options.values() if "size" in values]
     length = row_length(max(sizes), load_config(plan.original)) if sizes else TOKENS // 4
     return max(length, plan.arguments.block_size)
+
+
+def _window(plan: ConversionPlan) -> int | None:
+    """Count the tokens that kept layers see beside the sinks: the model's context; None for all tokens.
+
+    Behind its context softmax breaks, and with it a model of which a few layers are softmax.
+    """
+    context = getattr(load_config(plan.original).get_text_config(), "max_position_embeddings", None)
+    return context - SINKS if context is not None and SINKS < context <= LONGEST else None
 
 
 def _measured(folder: Path) -> float:

@@ -23,7 +23,7 @@ from hf_linattn.cli.arguments import positive_int
 from hf_linattn.cli.jobs import Job, last_step, run_jobs
 from hf_linattn.cli.main import exit_status
 from hf_linattn.cli.processor import multiplies_bf16
-from hf_linattn.convert.presets import PRESETS
+from hf_linattn.convert.presets import NAMED, PRESETS, default_preset
 from hf_linattn.demo import smollm2
 from hf_linattn.patching.loading import load_tokenizer
 
@@ -32,6 +32,7 @@ from .texts import prepare
 HERE = Path(__file__).resolve().parent
 Json = dict[str, Any]
 BLOCK, BATCH = 512, 2
+PARAMETERS = 135_000_000
 TOKENS = 1_000_000
 GPU_BATCH = 8
 """Rows of a step on a GPU: with 2 it would wait for Python most of the time."""
@@ -153,7 +154,8 @@ def result(row: Row, tokens: int, work: Path) -> Path:
         return work / "model" if row.training == "none" else folder
     words = shlex.split(row.arguments)
     said = dict(itertools.pairwise(words))
-    shares = PRESETS[said.get("--preset", "hybrid")].shares
+    name = said.get("--preset", "hybrid")
+    shares = PRESETS[default_preset(PARAMETERS) if name in NAMED else name].shares
     stages = said["--stages"].split(",") if "--stages" in said else [name for name in shares if shares[name]]
     return folder / stages[-1]
 
