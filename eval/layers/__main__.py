@@ -107,8 +107,7 @@ def _checked(args: argparse.Namespace) -> argparse.Namespace:
         raise OptionError("--force-recall has no meaning with --tasks none")
     if (args.save is not None or args.window is not None) and args.nope:
         raise OptionError(
-            "--save and --window write softmax layers with RoPE as it was: leave out --nope, what it measured "
-            "stays"
+            "--save and --window leave softmax layers their RoPE: leave out --nope, what it measured stays"
         )
     if args.save is not None and args.save.resolve() == Path(args.model).resolve():
         raise OptionError("--save would write over --model, whose maps are wanted for other plans")

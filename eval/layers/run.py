@@ -64,7 +64,7 @@ def _load_evaluator(args: argparse.Namespace, known: dict[str, Any]) -> Evaluato
 
 
 def _kept_spec(args: argparse.Namespace) -> Spec:
-    """Return the attention of the kept layers in the plan: their own, or all that `--window` lets them see."""
+    """Return the attention of the kept layers in the plan: their own, or over what `--window` shows."""
     return (OWN, {}) if args.window is None else ("window", {"size": args.window, "sinks": SINKS})
 
 

@@ -19,7 +19,8 @@ def option(default: Any, text: str, **extra: Any) -> Any:
         default: its default.
         text: its help.
         **extra: choices, minimum, maximum, metavar, `parse`: "patch", "json" or a function, how the text is
-            read, and `formerly`: its value in runs of versions that did not know it, where that is not the default.
+            read, and `formerly`: its value in runs of versions that did not know it, where that is not the
+            default.
     """
     return dataclasses.field(default=default, metadata={"help": text, **extra})
 

@@ -29,7 +29,7 @@ GPU_TOKENS = 4096
 SINKS = 4
 """Of `eval.layers --window`."""
 LONGEST = 8192
-"""Tokens of the longest context whose kept layers get a window, which has its memory from the first token on."""
+"""Longest context whose kept layers get a window: it takes its memory from the first token on."""
 
 PATCHED = "patched"
 """Folder of the model with the patch in every layer, while its layers are ranked."""
@@ -56,7 +56,8 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
         data: text as `load_documents` takes it, in the place of --data.
 
     Returns:
-        "layers", the numbers of those that stay softmax, and "rank", what decided.
+        "layers", the numbers of those that stay softmax, "rank", what decided, and "window", the tokens that
+        they see beside the sinks; None for all.
 
     Raises:
         DataError: the text cannot be read.
@@ -68,7 +69,8 @@ def keep_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
         _rank(plan, plan.kept, accelerator, data)
         results = read_json(plan.kept.parent / "results.json")
         layers = sorted(results["order"][: results["keep"]])
-        write_json(chosen, {"layers": layers, "rank": results["rank"], "note": results["note"]})
+        found = {"layers": layers, "rank": results["rank"], "note": results["note"], "window": _window(plan)}
+        write_json(chosen, found)
     accelerator.wait_for_everyone()
     return read_json(chosen)
 

@@ -131,7 +131,8 @@ def summary(result: ConversionResult) -> str:
     page = result.folder.parent / PAGE
     if kept := result.record.get("kept"):
         numbers = ", ".join(map(str, kept["layers"]))
-        lines.append(f"layers that stay softmax, by {kept['rank']}: {numbers} ({page.parent / LAYERS})")
+        seen = f" over {kept['window']} tokens and the first" if kept.get("window") else ""
+        lines.append(f"layers that stay softmax{seen}, by {kept['rank']}: {numbers} ({page.parent / LAYERS})")
     if "sizes" in result.record:
         sizes = sorted(result.record["sizes"].values())
         found = f"{sizes[0]} to {sizes[-1]} tokens" if sizes else "the same, as the text is too short to tell"

@@ -292,8 +292,8 @@ def _begin(
         raise nothing_to_transfer(arguments)
     if plan.kept is not None and not transfers and rows.parameters:
         raise OptionError(
-            f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: give "
-            "a preset with stage transfer, such as --preset hybrid"
+            f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: "
+            "give a preset with stage transfer, such as --preset hybrid"
         )
     validation.add("swapped", model)
     hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)

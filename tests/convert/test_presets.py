@@ -191,14 +191,15 @@ def test_recall_keeps_the_layers_that_are_ranked_first_and_what_the_others_have_
     # of two layers each alone is linear where the other is kept: nothing more to compare
     assert keep_layers._measured(Path("recalls/layers")) == len(ranking["rows"]) / 6 == 4 / 6
     [kept] = chosen["layers"]
-    patches = ["softmax" if layer == kept else "window+gated" for layer in range(2)]
+    patches = ["window" if layer == kept else "window+gated" for layer in range(2)]
     for folder in ("recalls/layers/hybrid", "recalls/distill"):
         assert [row.patch for row in describe(from_pretrained(folder))] == patches, folder
     before, after = (
         from_pretrained(f"recalls/{name}").state_dict() for name in ("transfer", "layers/hybrid")
     )
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
-    assert f"Layers that stay softmax: {kept} (by " in Path("recalls/report.html").read_text()
+    page = Path("recalls/report.html").read_text()
+    assert f"Layers that stay softmax over 60 tokens and the first: {kept} (by " in page
     # killed behind the ranking, it goes on with the same choice
     weights = weights_of("recalls/distill")
     for path in Path("recalls/distill").iterdir():
@@ -216,28 +217,29 @@ def test_h2o_keeps_the_layers_that_are_ranked_first_before_anything_is_trained(m
     config.save_pretrained("longer")
     argv = [*SMALL, "--model", "longer", "--preset", "h2o", "--keep", "1", "--options", '{"size": 64}']
     argv += ["--tokens", "128"]
-    assert main([*argv, "--output-dir", "recalls"]) == 0
-    out = Path("recalls")
+    assert main([*argv, "--output-dir", "recalls-h2o"]) == 0
+    out = Path("recalls-h2o")
     [kept] = json.loads((out / "layers/chosen.json").read_text())["layers"]
     ranking = json.loads((out / "layers/results.json").read_text())
     assert kept == ranking["order"][0]
     asked = {name: ranking["arguments"][name] for name in ("tasks", "recall_lengths", "length", "samples")}
     assert asked == {"tasks": ["passkey"], "recall_lengths": None, "length": 512, "samples": 2}
-    patches = ["softmax" if layer == kept else "h2o" for layer in range(2)]
+    patches = ["window" if layer == kept else "h2o" for layer in range(2)]
     sizes = [*json.loads((out / "sizes.json").read_text())["sizes"].values()]
     for folder in ("layers/hybrid", "finetune"):
         rows = [*describe(from_pretrained(out / folder))]
         assert [row.patch for row in rows] == patches, folder
         assert rows[1 - kept].options["h2o"]["size"] == sizes[1 - kept]
+        assert rows[kept].options["window"] == {"size": 508, "sinks": 4}  # the model's context
     assert not (out / "layers/patched").exists()
     # nothing of the original is rounded or renamed on the way
-    before, after = (from_pretrained(name).state_dict() for name in ("longer", "recalls/layers/hybrid"))
+    before, after = (from_pretrained(name).state_dict() for name in ("longer", "recalls-h2o/layers/hybrid"))
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
     weights = weights_of(out / "finetune")
     for path in (out / "finetune").iterdir():
         path.unlink()
     monkeypatch.setattr(keep_layers, "run_jobs", None)
-    assert main([*argv, "--output-dir", "recalls", "--resume"]) == 0
+    assert main([*argv, "--output-dir", "recalls-h2o", "--resume"]) == 0
     assert weights_of(out / "finetune") == weights
 
 
@@ -262,6 +264,14 @@ def test_recall_is_the_best_for_the_model_with_softmax_in_a_quarter(monkeypatch)
     assert resolve(told(keep=1, patch="window+gated")).arguments.preset == "hybrid"
 
 
+def test_kept_layers_see_the_context_unless_it_would_take_much_memory(monkeypatch):
+    plan = resolve(told(keep=1))
+    for context, want in ((64, 60), (8192, 8188), (8193, None), (None, None)):
+        config = LlamaConfig(max_position_embeddings=context)
+        monkeypatch.setattr(keep_layers, "load_config", lambda name, config=config: config)
+        assert keep_layers._window(plan) == want
+
+
 @pytest.mark.full
 def test_two_processes_keep_the_same_layer():
     """The first ranks the layers while the second waits; both train the hybrid that it leaves."""
@@ -270,5 +280,5 @@ def test_two_processes_keep_the_same_layer():
     [kept] = json.loads(Path("recalls-2/layers/chosen.json").read_text())["layers"]
     trained = describe(from_pretrained("recalls-2/distill"))
     assert [row.patch for row in trained] == [
-        "softmax" if layer == kept else "window+gated" for layer in range(2)
+        "window" if layer == kept else "window+gated" for layer in range(2)
     ]

@@ -11,9 +11,10 @@ class WindowDecode : KeyHead<WindowDecodeProblem> {
     static constexpr int TILE = 64;  // columns that are brought to float32 together
 
     const float scaling_;
-    const int columns_, sinks_, first_sink_, columns_row_, features_, features_row_;
     const int64_t column_;
     const bool *valid_, token_counts_;
+    const int first_column_, columns_;  // those that may count: a long window takes a short text's time
+    const int sinks_, first_sink_, columns_row_, features_, features_row_;
     float *query_, *sink_query_, *scores_, *numerator_, *tile_, *sum_, *top_;
     float *phi_q_, *phi_k_, *evicted_value_, *tail_numerator_, *tail_total_, *log_scale_, *S_, *z_;
     float* phi_map_;
@@ -22,15 +23,16 @@ public:
     WindowDecode(const WindowDecodeProblem& p, float scaling, int64_t batch_head)
         : KeyHead(p, batch_head),
           scaling_(scaling),
-          columns_(p.columns),
+          column_(at<int64_t>(p.head_index)[row_]),
+          valid_(at<bool>(p.ring_valid) + row_ * p.ring_valid_row),
+          token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]),
+          first_column_(first_visible()),
+          columns_(last_visible() - first_column_ + 1),
           sinks_(p.sinks),
           first_sink_(padded(columns_)),
           columns_row_(first_sink_ + padded(sinks_)),
           features_(p.features),
-          features_row_(padded(features_)),
-          column_(at<int64_t>(p.head_index)[row_]),
-          valid_(at<bool>(p.ring_valid) + row_ * p.ring_valid_row),
-          token_counts_(!p.token_valid || at<bool>(p.token_valid)[row_ * p.token_valid_row]) {
+          features_row_(padded(features_)) {
         const int64_t widest = std::max(key_row_, value_row_);
         reserve(shared_ * (2 * key_row_ + columns_row_ + features_row_ + 2 * value_row_ + 4) + TILE * widest +
                 2 * features_row_ + value_row_ + features_ * value_row_ + 2 * padded(features_ / 2));
@@ -64,9 +66,9 @@ public:
         for (int from = 0; from < sinks_; from += TILE) score_sinks(from, std::min(TILE, sinks_ - from));
         for (int i = 0; i < shared_; ++i) softmax_row(i);
         for (int from = 0; from < columns_; from += TILE)
-            add_values(p_.ring_value, from, std::min(TILE, columns_ - from), scores_, from > 0);
+            add_values(p_.ring_value, first_column_, from, std::min(TILE, columns_ - from), scores_, from > 0);
         for (int from = 0; from < sinks_; from += TILE)
-            add_values(p_.sink_value, from, std::min(TILE, sinks_ - from), scores_ + first_sink_, true);
+            add_values(p_.sink_value, 0, from, std::min(TILE, sinks_ - from), scores_ + first_sink_, true);
         for (int i = 0; i < shared_; ++i) write_row(i);
     }
 
@@ -90,7 +92,20 @@ private:
         }
     }
 
-    bool visible(int column) const { return valid_[column] || (column == column_ && token_counts_); }
+    bool visible(int64_t column) const { return valid_[column] || (column == column_ && token_counts_); }
+
+    // The first column where none counts.
+    int first_visible() const {
+        for (int column = 0; column < p_.columns; ++column)
+            if (visible(column)) return column;
+        return 0;
+    }
+
+    int last_visible() const {
+        for (int column = p_.columns - 1; column > first_column_; --column)
+            if (visible(column)) return column;
+        return first_column_;
+    }
 
     void write_column(const Array& from, const Array& to, int count) const {
         if (!token_counts_) return;
@@ -181,14 +196,14 @@ private:
         for (int i = count; i < row; ++i) to[i] = 0;
     }
 
-    // Scores of some columns.
+    // Scores of some columns, counted from the first that may count.
     void score_columns(int from, int count) {
-        const Rows keys = rows_of(p_.ring_key, from, count, head_dim_, key_row_, tile_);
+        const Rows keys = rows_of(p_.ring_key, first_column_ + from, count, head_dim_, key_row_, tile_);
         for (int i = 0; i < shared_; ++i) {
             float *scores = scores_ + i * columns_row_ + from, *query = query_ + i * key_row_;
             dots(query, keys.data, keys.stride, count, key_row_, scores);
             for (int j = 0; j < count; ++j)
-                if (!visible(from + j)) scores[j] = NEGATIVE_INFINITY;
+                if (!visible(first_column_ + from + j)) scores[j] = NEGATIVE_INFINITY;
         }
     }
 
@@ -210,8 +225,8 @@ private:
         sum_[i] = found.sum;
     }
 
-    void add_values(const Array& from, int first, int count, const float* scores, bool add) {
-        const Rows values = rows_of(from, first, count, value_dim_, value_row_, tile_);
+    void add_values(const Array& from, int start, int first, int count, const float* scores, bool add) {
+        const Rows values = rows_of(from, start + first, count, value_dim_, value_row_, tile_);
         product({scores + first, columns_row_, 1}, shared_, count, values.data, values.stride, numerator_,
                 value_row_, value_row_, add);
     }

@@ -190,6 +190,23 @@ def test_a_hybrid_is_written(folder, data, tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
+def test_kept_layers_see_no_more_than_a_window(folder, data, tmp_path, capsys):
+    out, same = tmp_path / "out", ("--tasks", "none", "--counts", "1", "--keep", "1", "--save")
+    assert main(command(folder, data, out, *same, tmp_path / "all")) == 0
+    capsys.readouterr()
+    assert main(command(folder, data, out, *same, tmp_path / "last", "--window", "36")) == 0
+    first, ids = results(out)["order"][0], tiny_models.tokens(1, 60)
+    want, got = (from_pretrained(tmp_path / name) for name in ("all", "last"))
+    [kept] = [row for row in describe(got) if row.patch == "window"]
+    assert kept.module == f"model.layers.{first}.self_attn"
+    assert kept.options["window"] == {"size": 36, "sinks": 4}
+    assert plans_in(capsys.readouterr().out)[-1][str(first)] == ["window", kept.options["window"]]
+    # 36 tokens and 4 sinks are all of the first 40
+    want, got = want(ids).logits, got(ids).logits
+    torch.testing.assert_close(got[:, :40], want[:, :40], rtol=1e-4, atol=1e-5)
+    assert (got - want)[:, 41:].abs().max() > 1e-4
+
+
 def test_no_recall_to_speak_of_is_said(folder, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_linattn.eval.recall.measure_recall", recall_of(COSTS, best=0.02))
     assert main(command(folder, data, tmp_path / "out", "--counts", "0")) == 0
@@ -211,6 +228,8 @@ def test_no_recall_to_speak_of_is_said(folder, data, tmp_path, capsys, monkeypat
         (("--keep", "-1"), 2, "at least 1"),
         (("--counts", "0,x"), 2, "at least 1, got 'x'"),
         (("--tasks", "none", "--nope", "--save", "x"), 2, "leave out --nope"),
+        (("--tasks", "none", "--nope", "--window", "9"), 2, "leave out --nope"),
+        (("--window", "0"), 2, "at least 1"),
         (("--length", "0"), 2, "at least 1"),
         (("--tasks", "none", "--keep", "9"), 1, "9 softmax layers, and"),
         (("--tasks", "none", "--counts", "4"), 1, "4 softmax layers, and"),
