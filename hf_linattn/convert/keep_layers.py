@@ -83,16 +83,20 @@ def _rank(plan: ConversionPlan, kept: Path, accelerator: Accelerator, data: Any)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(kept, ignore_errors=True)  # of a start that was killed while it wrote
-    if not text.exists():
-        _write_text(plan, text, data)
     transferred = plan.stages[0].name == "transfer"
     model = plan.stages[0].folder if transferred else _write_patched(plan, folder / PATCHED)
-    length = arguments.block_size if transferred else _long_row(plan)
+    length = asked = arguments.block_size if transferred else _long_row(plan)
+    if not text.exists():
+        _write_text(plan, text, max(TOKENS, 2 * length), data)
+    if not transferred and _tokens_of(plan, text) < length:
+        length = arguments.block_size
     words = [sys.executable, "-m", "hf_linattn.eval.layers", "--model", str(model)]
     words += ["--original", plan.original, "--data", str(text), "--bos", "no", "--dtype", dtype]
     words += ["--length", str(length), "--max-tokens", str(TOKENS if transferred else length)]
     words += ["--counts", "keep", "--seed", str(arguments.seed), "--output-dir", str(folder)]
-    words += ["--save", str(kept), *(PASSKEYS if length >= PASSKEYS_FROM and not transferred else ())]
+    words += ["--save", str(kept)]
+    if not transferred:
+        words += ["--recall-lengths", str(asked), *(PASSKEYS if asked >= PASSKEYS_FROM else ())]
     if accelerator.device.type != "cpu":
         words += ["--batch-size", str(max(1, GPU_TOKENS // length))]
     if (window := _window(plan)) is not None:
@@ -145,8 +149,13 @@ def _measured(folder: Path) -> float:
     return min(len(results["rows"]) / (len(results["layers"]) + 4), 1.0)
 
 
-def _write_text(plan: ConversionPlan, path: Path, data: Any) -> None:
+def _write_text(plan: ConversionPlan, path: Path, count: int, data: Any) -> None:
     """Write the first tokens of the text that the stages learn from as plain text."""
-    ids = first_tokens(plan, TOKENS, data).tolist()
+    ids = first_tokens(plan, count, data).tolist()
     with writing(path):
         path.write_text(str(plan.tokenizer.decode(ids, skip_special_tokens=True)), encoding="utf-8")
+
+
+def _tokens_of(plan: ConversionPlan, path: Path) -> int:
+    text = path.read_text(encoding="utf-8")
+    return len(plan.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

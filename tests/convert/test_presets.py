@@ -223,7 +223,7 @@ def test_h2o_keeps_the_layers_that_are_ranked_first_before_anything_is_trained(m
     ranking = json.loads((out / "layers/results.json").read_text())
     assert kept == ranking["order"][0]
     asked = {name: ranking["arguments"][name] for name in ("tasks", "recall_lengths", "length", "samples")}
-    assert asked == {"tasks": ["passkey"], "recall_lengths": None, "length": 512, "samples": 2}
+    assert asked == {"tasks": ["passkey"], "recall_lengths": [512], "length": 512, "samples": 2}
     patches = ["window" if layer == kept else "h2o" for layer in range(2)]
     sizes = [*json.loads((out / "sizes.json").read_text())["sizes"].values()]
     for folder in ("layers/hybrid", "finetune"):
