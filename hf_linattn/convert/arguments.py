@@ -132,7 +132,7 @@ def number_of_layers(value: int | str | None) -> int | str | None:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number is None or number == QUARTER or (isinstance(number, int) and number >= 1):
         return number
-    raise OptionError(f"--keep must be a number of layers of at least 1, or {QUARTER}, not {value!r}")
+    raise OptionError(f"softmax layers to keep must be at least 1, or {QUARTER}, not {value!r}")
 
 
 def of_preset(name: str, text: str, **extra: Any) -> Any:

@@ -6,9 +6,11 @@ changes nothing, and a padded token that comes alone leaves the ring of its row 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,9 @@ from torch import Tensor
 from hf_linattn.attention import Tokens
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.ops.types import State
+
+LARGE = 2**20
+"""Bytes of keys that are still to come, from which a CPU takes memory as they do."""
 
 
 class KeyValues(NamedTuple):
@@ -396,7 +401,25 @@ def padded(kept: KeyValues, before: int, behind: int) -> KeyValues:
     sides, whole = (0, 0, before, behind), torch.contiguous_format
     if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
         return KeyValues(*(x.clone(memory_format=whole) for x in kept))
+    if not before and all(_takes_pages_late(x, behind) for x in kept[:2]):
+        return KeyValues(*(_with_room(x, behind) for x in kept[:2]), F.pad(kept.valid, (0, behind)))
     return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.valid, (before, behind)))
+
+
+def _takes_pages_late(x: Tensor, behind: int) -> bool:
+    """Whether zeros behind these tokens are so many that memory should not be written before tokens come."""
+    if x.device.type != "cpu" or x.requires_grad or type(x) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return x[:, :, :1].numel() * behind * x.element_size() >= LARGE
+
+
+def _with_room(x: Tensor, behind: int) -> Tensor:
+    """Put zeros behind tokens, in memory of which the system gives a page when it is written to."""
+    shape = (*x.shape[:2], x.shape[2] + behind, x.shape[3])
+    memory = numpy.zeros(math.prod(shape) * x.element_size(), numpy.uint8)  # torch.zeros would write it
+    new = torch.from_numpy(memory).view(x.dtype).view(shape)
+    new[:, :, : x.shape[2]] = x
+    return new
 
 
 def nobody(tokens: Tokens) -> Tokens:

@@ -154,8 +154,8 @@ def test_former_presets_say_what_to_give(name, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": "half"}, "--keep must be a number of layers of at least 1, or quarter, not 'half'"),
-        ({"keep": 0}, "--keep must be a number of layers of at least 1"),
+        ({"keep": "half"}, "softmax layers to keep must be at least 1, or quarter, not 'half'"),
+        ({"keep": 0}, "softmax layers to keep must be at least 1"),
         ({"keep": 1, "stages": "distill"}, "--keep ranks what stage transfer has trained"),
         ({"preset": "h2o", "keep": 1, "stages": "transfer"}, "and trains the choice"),
         ({"preset": "recall", "stages": "distill"}, "ranks what stage transfer has trained"),

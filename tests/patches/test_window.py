@@ -6,9 +6,11 @@ from helpers import tiny_models
 from helpers.cases import CASES
 from helpers.oracle import Case, as_oracle, softmax_weights
 from helpers.properties import FAMILIES, check_decode, check_forward, check_gradient, check_padding, model_of
+from transformers import DynamicCache
 
 from hf_linattn import patch_model
 from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patches.window import ring
 from hf_linattn.patches.window.window import Window
 
 ROTATED = ["llama", "mqa, odd head_dim", "qwen3", "olmo2", "gpt_neox"]
@@ -47,6 +49,50 @@ def calls(monkeypatch):
         lambda *args, **kwargs: (found.append(1), real(*args, **kwargs))[1],
     )
     return found
+
+
+def check_long_window(sinks):
+    """Decode behind a short text in a window as long as a real context, padding left and between."""
+    model = tiny_models.llama()
+    mask = torch.ones(2, 80, dtype=torch.long)
+    mask[0, :7], mask[0, 70:72] = 0, 0
+    ids = tiny_models.tokens(2, 80).masked_fill(mask == 0, 0)
+    places = tiny_models.positions(mask)
+
+    def decoded():
+        cache, logits = DynamicCache(config=model.config), []
+        for start, stop in [(0, 60), *((token, token + 1) for token in range(60, 80))]:
+            given = {"attention_mask": mask[:, :stop], "position_ids": places[:, start:stop]}
+            logits.append(model(ids[:, start:stop], past_key_values=cache, **given).logits)
+        return torch.cat(logits, 1)[mask.bool()]
+
+    with torch.no_grad():
+        want = decoded()
+        patch_model(model, "window", options={"size": 16384, "sinks": sinks, "positions": "text"})
+        assert tiny_models.distance(decoded(), want) < 1e-5
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_a_long_window_behind_a_short_text_is_softmax(sinks, monkeypatch):
+    sizes, real = [], ring._with_room
+    monkeypatch.setattr(ring, "_with_room", lambda x, n: (sizes.append(n), real(x, n))[1])
+    check_long_window(sinks)
+    assert sizes == [16384 - 60] * 4  # keys and values of both layers
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_kernels_in_cpp_read_what_is_filled_of_a_long_window(sinks, compiled):
+    check_long_window(sinks)
+
+
+def test_room_behind_tokens_is_zeros_in_rows_of_its_own():
+    x = torch.randn(2, 40, 3, 8, dtype=torch.bfloat16).transpose(1, 2)
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    got = ring.padded(ring.KeyValues(x, x[..., :4], valid), 0, 2**18)
+    for after, before in zip(got[:2], (x, x[..., :4]), strict=True):
+        assert after.is_contiguous()
+        assert torch.equal(after, torch.nn.functional.pad(before, (0, 0, 0, 2**18)))
+    assert got.valid.sum() == 80
 
 
 class TestWindow:
