@@ -127,7 +127,16 @@ def run(args: argparse.Namespace, command: str) -> str:
     if facts["sliding"] != "keep":
         lines.append(f"(with sliding={facts['sliding']!r}, as the folder was patched)")
     lines += [f"nothing was trained; numbers and pictures in {args.output_dir}"]
-    return "\n".join(lines + ([f"the model with this plan in {args.save}"] if args.save else []))
+    return "\n".join(lines + (_saved(args) if args.save else []))
+
+
+def _saved(args: argparse.Namespace) -> list[str]:
+    """Say where the model is, and how it stays flat behind its context."""
+    lines = [f"the model with this plan in {args.save}"]
+    context = getattr(load_config(args.model).get_text_config(), "max_position_embeddings", None)
+    if args.window is None and context and context > SINKS:
+        lines.append(f"for texts of more than {context} tokens add --window {context - SINKS} (see --help)")
+    return lines
 
 
 def _save_hybrid(args: argparse.Namespace, evaluator: Evaluator, own: Collection[int]) -> None:
