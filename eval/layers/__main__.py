@@ -72,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--recall-lengths", type=cli.positive_ints, metavar="N,...", help=lengths_help)
     samples_help = "questions per length and depth (default: %(default)s)"
     add("--samples", type=cli.positive_int, default=20, help=samples_help)
-    rank_help = "what decides (default: recall_over_perplexity where the original can recall, else kl)"
+    rank_help = "what decides (default: recall_over_perplexity where the original can recall, logprob with "
+    rank_help += "fewer than 20 questions; else kl)"
     add("--rank", choices=RANKS, help=rank_help)
     force_help = "measure and rank by recall although the original can hardly do the task"
     add("--force-recall", action="store_true", help=force_help)

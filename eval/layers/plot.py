@@ -19,6 +19,7 @@ from .ranking import EVEN, Ranking, numbers_of, state_bytes
 TITLES = {
     "recall_over_perplexity": "recall lost over nats lost",
     "recall": "recall lost",
+    "logprob": "log-probability of answers lost",
     "perplexity": "nats per token lost",
     "kl": "KL to the original",
 }

@@ -12,7 +12,7 @@ from hf_linattn.errors import OptionError
 from .measure import Key, Measured, key_of
 from .model import OWN, Layer, Spec
 
-Rank = Literal["recall_over_perplexity", "recall", "perplexity", "kl"]
+Rank = Literal["recall_over_perplexity", "recall", "logprob", "perplexity", "kl"]
 RANKS: tuple[Rank, ...] = get_args(Rank)
 Sense = Literal["replace", "restore"]
 SENSES: tuple[Sense, ...] = get_args(Sense)
@@ -23,6 +23,8 @@ LEAST_RECALL = 0.1
 """Recall of the original above chance below which what a layer costs cannot be told from noise."""
 LEAST_LOGPROB = 0.1
 """Nats of log-probability of an answer below which a loss does not decide between layers."""
+FEW = 20
+"""Questions of recall below which their log-probability ranks the layers, and not how many are answered."""
 NOTHING = 1e-12
 """Differences of accuracies and nats up to here are rounding."""
 
@@ -31,7 +33,7 @@ Rows = Mapping[Key, Measured]
 
 def by_recall(rank: str) -> bool:
     """Tell whether the rank needs recall."""
-    return rank.startswith("recall")
+    return rank == "logprob" or rank.startswith("recall")
 
 
 def numbers_of(layers: Sequence[Layer]) -> list[int]:
@@ -119,10 +121,18 @@ def recall_over_perplexity(
     return scores
 
 
-def scores_of(values: Mapping[str, Sequence[float]], noise: float = 0.0) -> dict[str, list[float]]:
-    """Score the layers by each rank, highest where softmax should stay; by recall only where there is any."""
-    scores: dict[str, list[float]] = {rank: list(values[rank]) for rank in RANKS if rank in values}
-    if "recall" in values:
+def scores_of(
+    values: Mapping[str, Sequence[float]], noise: float = 0.0, chosen: str = ""
+) -> dict[str, list[float]]:
+    """Score the layers by each rank, highest where softmax should stay; by recall only where there is any.
+
+    Where `chosen` is "logprob", shares of questions say nothing beside it.
+    """
+    scores: dict[str, list[float]] = {rank: list(values[rank]) for rank in ("perplexity", "kl")}
+    if chosen == "logprob":
+        lost = [nats if nats > LEAST_LOGPROB else 0.0 for nats in values["logprob"]]
+        scores = {"logprob": lost, **scores}
+    elif "recall" in values:
         ratio = recall_over_perplexity(values["recall"], values["perplexity"], noise)
         scores = {"recall_over_perplexity": ratio, **scores, "recall": beyond_noise(values["recall"], noise)}
     return scores

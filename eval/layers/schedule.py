@@ -15,6 +15,7 @@ from ..common.windows import Bos, encode, plan_windows
 from .measure import Evaluator, Key, Measured, Recall, key_of
 from .model import OWN, Layer, Spec, layers_of
 from .ranking import (
+    FEW,
     RANKS,
     Rank,
     Ranking,
@@ -82,7 +83,8 @@ class Schedule:
         """Measure the layers one by one and rank them.
 
         Args:
-            rank: None takes "recall_over_perplexity" where the original can recall, else "kl".
+            rank: None takes "kl" where the original cannot recall, "logprob" where it was asked fewer than
+                `FEW` questions, else "recall_over_perplexity".
             sense: see `single_layer`.
             recall: whether recall is asked for at all.
             force: rank by recall also where the original has none to speak of.
@@ -98,13 +100,14 @@ class Schedule:
                 if recall
                 else f"{rank} needs recall, and no task is measured"
             )
-        chosen = rank or ("recall_over_perplexity" if usable else "kl")
+        by_answers: Rank = "logprob" if original.samples < FEW else "recall_over_perplexity"
+        chosen = rank or (by_answers if usable else "kl")
         note = f"{_why_not(original)}, so layers are ranked by {chosen}" if recall and not usable else ""
         self.measure([reference(self.layers, sense), (), *single_layer(self.layers, sense)], recall=usable)
         values = layer_values(self.layers, self.rows, sense)
         if not usable:
             values.pop("recall", None)
-        scores = scores_of(values, noise_threshold(original))
+        scores = scores_of(values, noise_threshold(original), chosen)
         order = ordered(self.layers, scores[chosen], values)
         return Ranking(list(self.layers), chosen, sense, order, scores, values, self.rows, note)
 
@@ -174,8 +177,8 @@ def rank_layers(
         model: patched in every layer, its other weights those of the original; left unchanged.
         tokenizer: its tokenizer.
         documents: held-out texts.
-        rank: "recall_over_perplexity", "recall", "perplexity" or "kl"; None for the first where the original
-            can recall, else the last.
+        rank: "recall_over_perplexity", "recall", "logprob", "perplexity" or "kl"; None for the last where the
+            original cannot recall, "logprob" where it was asked fewer than 20 questions, else the first.
         sense: "replace" puts the linear form into one layer of the original; "restore" gives one layer of the
             linear model its own attention back.
         length: tokens per window; windows lie side by side.

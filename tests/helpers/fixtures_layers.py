@@ -1,5 +1,6 @@
 """What the tests of eval.layers share: a small linear model, texts, and a recall of our own."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,8 @@ def recall_of(costs, best=0.9, calls=None):
             and layer.self_attn.linattn.keeps_state
         ]  # fmt: skip
         accuracy = max(0.0, best - sum(costs[i] for i in linear))
-        return [Answer(t, n, 0.5, samples, accuracy, 0.0, -1.0, 0.01) for t in tasks for n in lengths]
+        nats = math.log(max(accuracy, 0.01))
+        return [Answer(t, n, 0.5, samples, accuracy, 0.0, nats, 0.01) for t in tasks for n in lengths]
 
     return measure_recall
 

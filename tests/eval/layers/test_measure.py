@@ -155,6 +155,9 @@ def test_recall_decides_where_there_is_any(model, tokenizer, fake):
     want = recall_over_perplexity(COSTS, found.layer_values["perplexity"])
     assert found.scores["recall_over_perplexity"] == pytest.approx(want)
     assert set(found.order[:2]) == {1, 2}
+    few = ranked(model, tokenizer, recall=Recall(samples=2))
+    assert (few.rank, few.order[:2]) == ("logprob", [1, 2])
+    assert list(few.scores) == ["logprob", "perplexity", "kl"]
     assert ranked(model, tokenizer, rank="recall", recall=Recall()).order[:2] == [1, 2]
     back = ranked(model, tokenizer, rank="recall", sense="restore", recall=Recall())
     assert back.layer_values["recall"] == pytest.approx(COSTS)

@@ -13,6 +13,7 @@ from hf_linattn.eval.layers.ranking import (
     noise_threshold,
     ordered,
     recall_over_perplexity,
+    scores_of,
 )
 
 
@@ -62,6 +63,19 @@ def test_equal_scores_go_by_the_log_probability_of_answers_first():
     """As measured of SmolLM2: one layer turns answers, another makes them a hundred times less likely."""
     values = {"kl": [0.0012, 0.0011, 0.0019, 0.0016], "logprob": [3.72, 6.93, 0.06, -0.2]}
     assert ordered(stack(4), [0.0, 50.0, 0.0, 0.0], values) == [1, 0, 2, 3]
+
+
+def test_few_questions_rank_by_the_log_probability_of_their_answers():
+    """As measured of six layers of SmolLM2 by six questions, of which the original answers four."""
+    recall = [0.0, -0.333, 0.667, 0.167, -0.167, 0.0]
+    lost = [-0.023, -0.028, 4.146, 0.347, 0.173, 0.148]
+    kl = [0.0022, 0.0026, 0.0013, 0.0012, 0.0016, 0.0018]
+    values = {"perplexity": [0.0] * 6, "kl": kl, "recall": recall, "logprob": lost}
+    scores = scores_of(values, 1 / 6, "logprob")
+    assert scores == {"logprob": [0, 0, *lost[2:]], "perplexity": [0.0] * 6, "kl": kl}
+    assert ordered(stack(6), scores["logprob"], values) == [2, 3, 4, 5, 1, 0]
+    # what a question more or less makes of the same: a layer that changes no answer costs as much as any
+    assert scores_of(values, 1 / 6)["recall"][0] == pytest.approx(0.333)
 
 
 @pytest.mark.parametrize(
