@@ -60,7 +60,7 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
         row |= {"recall": measured.accuracy}
         lengths = sorted({part["length"] for part in measured.recall or []})
         row |= {f"recall_{length}": measured.accuracy_at(length) for length in lengths}
-        row |= {f"bytes_{n}": state_bytes(ranking.layers, measured.own, n) for n in contexts}
+        row |= {f"bytes_{n}": state_bytes(ranking.layers, measured.own, n, ranking.most) for n in contexts}
         rows.append(row)
     return rows
 
@@ -109,7 +109,7 @@ def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence
     lines = []
     for count in sorted({point["count"] for point in points}):
         first = by_count[labels[0], count]
-        states = [state_bytes(ranking.layers, first.own, n) for n in contexts]
+        states = [state_bytes(ranking.layers, first.own, n, ranking.most) for n in contexts]
         cells = [str(count), *("?" if state is None else size(state) for state in states)]
         cells.append(",".join(map(str, first.own)) or "-")
         for name in labels:

@@ -177,6 +177,7 @@ class Ranking:
         scores: rank -> score per layer, for every rank that can be had.
         layer_values: measure -> what each layer's own attention is worth.
         rows: everything that was measured.
+        most: tokens that softmax layers of the plan keep; None for all.
     """
 
     layers: list[Layer]
@@ -187,6 +188,7 @@ class Ranking:
     layer_values: dict[str, list[float]]
     rows: dict[Key, Measured]
     note: str = ""
+    most: int | None = None
 
     def kept(self, keep: int, curve: str | None = None) -> tuple[int, ...]:
         """Choose the layers that stay, by the chosen rank, another one, or `even`.
@@ -247,17 +249,27 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def state_bytes(layers: Sequence[Layer], own: Collection[int], tokens: int) -> int | None:
+def state_bytes(
+    layers: Sequence[Layer], own: Collection[int], tokens: int, most: int | None = None
+) -> int | None:
     """Count bytes of one sequence's state and cache after so many tokens; None where a layer's are unknown.
 
-    A layer with a window is counted with all tokens: what its cache holds is its implementation's choice.
+    A layer with a window of the model's is counted with all tokens: what its cache holds is its
+    implementation's choice.
+
+    Args:
+        layers: all of them.
+        own: numbers of the softmax layers.
+        tokens: of the sequence.
+        most: tokens that a softmax layer keeps, for which it has its memory from the first on; None for all.
     """
     total = 0
     for layer in layers:
-        if layer.number not in own and layer.state_bytes is not None:
+        linear = layer.number not in own
+        if linear and layer.state_bytes is not None:
             total += layer.state_bytes
         elif layer.bytes_per_token is None:
             return None
         else:
-            total += layer.bytes_per_token * tokens
+            total += layer.bytes_per_token * (tokens if linear or most is None else most)
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -107,6 +107,7 @@ def run(args: argparse.Namespace, command: str) -> str:
 
     schedule = Schedule(layers, evaluator, rows, save, progress=True)
     ranking = schedule.ranking(args.rank, args.sense, recall=bool(args.tasks), force=args.force_recall)
+    ranking = replace(ranking, most=None if args.window is None else args.window + SINKS)
     plans = {spec[0]: plan_for(ranking, keep, spec) for spec in [_kept_spec(args), *kept]}
     curves = list(ranking.scores) if args.curves == "all" else [ranking.rank]
     curves.sort(key=lambda curve: curve != ranking.rank)  # tables and pictures go by the first
