@@ -203,8 +203,8 @@ def test_kept_layers_see_no_more_than_a_window(folder, data, tmp_path, capsys):
     assert plans_in(capsys.readouterr().out)[-1][str(first)] == ["window", kept.options["window"]]
     point = next(row for row in table(out / "tradeoff.csv") if row["softmax_layers"] == "1")
     rows = list(describe(from_pretrained(tmp_path / "all")))
-    want = sum(row.state_bytes or 40 * row.bytes_per_token for row in rows)
-    assert {point[name] for name in point if name.startswith("bytes_")} == {str(want)}  # at all lengths
+    size = sum(row.state_bytes or 40 * row.bytes_per_token for row in rows)
+    assert {point[name] for name in point if name.startswith("bytes_")} == {str(size)}  # at all lengths
     # 36 tokens and 4 sinks are all of the first 40
     want, got = want(ids).logits, got(ids).logits
     torch.testing.assert_close(got[:, :40], want[:, :40], rtol=1e-4, atol=1e-5)
