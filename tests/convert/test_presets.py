@@ -266,8 +266,8 @@ def test_recall_is_the_best_for_the_model_with_softmax_in_a_quarter(monkeypatch)
 
 def test_kept_layers_see_the_context_unless_it_would_take_much_memory(monkeypatch):
     plan = resolve(told(keep=1))
-    for context, want in ((64, 60), (8192, 8188), (8193, None), (None, None)):
-        config = LlamaConfig(max_position_embeddings=context)
+    models = {length: LlamaConfig(max_position_embeddings=length) for length in (64, 8192, 8193)}
+    for config, want in [*zip(models.values(), (60, 8188, None), strict=True), (BloomConfig(), None)]:
         monkeypatch.setattr(keep_layers, "load_config", lambda name, config=config: config)
         assert keep_layers._window(plan) == want
 

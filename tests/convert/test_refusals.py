@@ -77,7 +77,7 @@ def test_a_loss_that_is_no_number(capsys):
         ({"ce_weight": -1.0}, "--ce-weight must be at least 0"),
         ({"patience": 2}, "give --eval-data"),
         ({"resume": True, "overwrite": True}, "exclude each other"),
-        ({"preset": "slow"}, "--preset must be one of auto, hybrid, linear, recall, h2o, plain"),
+        ({"preset": "slow"}, "--preset must be one of auto, recall, hybrid, linear, h2o, plain"),
         ({"block_size": 1}, "--block-size must be at least 2"),
     ],
 )
