@@ -254,7 +254,7 @@ class ConvertArguments(TrainingArguments):
             if "drop_window" not in self.filled:
                 raise OptionError("--drop-window needs --compile or --gradient-checkpointing left out")
             self.drop_window = 0.0
-        self.chosen_stages()
+        self.chosen_stages()  # raises where there is none
         self.keep = number_of_layers(QUARTER if self.preset == RECALL and self.keep is None else self.keep)
 
     @property
