@@ -112,6 +112,7 @@ def _rank(plan: ConversionPlan, kept: Path, accelerator: Accelerator, data: Any)
 def _write_patched(plan: ConversionPlan, folder: Path) -> Path:
     """Write the original with the patch in every layer, unless an earlier start has; returns the folder."""
     if not (folder / "config.json").exists():
+        assert plan.patch is not None  # else --model is patched, which is refused
         model = load_original(plan.original, plan.arguments.dtype, plan.objective)
         patch_model(model, plan.patch, options=plan.options, sliding=plan.arguments.sliding)
         with writing(folder):

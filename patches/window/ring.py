@@ -402,7 +402,8 @@ def padded(kept: KeyValues, before: int, behind: int) -> KeyValues:
     if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
         return KeyValues(*(x.clone(memory_format=whole) for x in kept))
     if not before and all(_takes_pages_late(x, behind) for x in kept[:2]):
-        return KeyValues(*(_with_room(x, behind) for x in kept[:2]), F.pad(kept.valid, (0, behind)))
+        key, value = (_with_room(x, behind) for x in kept[:2])
+        return KeyValues(key, value, F.pad(kept.valid, (0, behind)))
     return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.valid, (before, behind)))
 
 
