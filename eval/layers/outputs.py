@@ -11,7 +11,7 @@ from hf_linattn.errors import DataError
 from ..common.formatting import size, text_table
 from .measure import Key, Measured, key_of
 from .model import OWN
-from .ranking import Ranking, ordered, single_layer, state_bytes
+from .ranking import Ranking, ordered, single_layer
 
 FORMAT = "hf_linattn.layers/1"
 Point = dict[str, Any]
@@ -60,7 +60,7 @@ def tradeoff_rows(ranking: Ranking, points: Sequence[Point], contexts: Sequence[
         row |= {"recall": measured.accuracy}
         lengths = sorted({part["length"] for part in measured.recall or []})
         row |= {f"recall_{length}": measured.accuracy_at(length) for length in lengths}
-        row |= {f"bytes_{n}": state_bytes(ranking.layers, measured.own, n, ranking.most) for n in contexts}
+        row |= {f"bytes_{n}": ranking.state_bytes(measured.own, n) for n in contexts}
         rows.append(row)
     return rows
 
@@ -109,7 +109,7 @@ def tradeoff_table(ranking: Ranking, points: Sequence[Point], contexts: Sequence
     lines = []
     for count in sorted({point["count"] for point in points}):
         first = by_count[labels[0], count]
-        states = [state_bytes(ranking.layers, first.own, n, ranking.most) for n in contexts]
+        states = [ranking.state_bytes(first.own, n) for n in contexts]
         cells = [str(count), *("?" if state is None else size(state) for state in states)]
         cells.append(",".join(map(str, first.own)) or "-")
         for name in labels:

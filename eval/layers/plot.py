@@ -14,7 +14,7 @@ from hf_linattn.cli.files import replacing
 from ..common.plotting import look
 from .model import OWN
 from .outputs import Point, label
-from .ranking import EVEN, Ranking, numbers_of, state_bytes
+from .ranking import EVEN, Ranking, numbers_of
 
 TITLES = {
     "recall_over_perplexity": "recall lost over nats lost",
@@ -92,7 +92,7 @@ def save_tradeoff(path: Path, ranking: Ranking, points: Sequence[Point], context
 def _draw_state(axes: Axes, ranking: Ranking, contexts: Sequence[int]) -> None:
     counts = range(len(ranking.layers) + 1)
     for index, tokens in enumerate(contexts):
-        sizes = [state_bytes(ranking.layers, ranking.kept(count), tokens, ranking.most) for count in counts]
+        sizes = [ranking.state_bytes(ranking.kept(count), tokens) for count in counts]
         if None not in sizes:
             style = {**look(index), "marker": "", "label": f"{tokens:,} tokens"}
             axes.plot(list(counts), [(size or 0) / MIB for size in sizes], **style)

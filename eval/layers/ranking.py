@@ -190,6 +190,10 @@ class Ranking:
     note: str = ""
     most: int | None = None
 
+    def state_bytes(self, own: Collection[int], tokens: int) -> int | None:
+        """Count bytes of one sequence with softmax in the layers `own`; see `state_bytes`."""
+        return state_bytes(self.layers, own, tokens, self.most)
+
     def kept(self, keep: int, curve: str | None = None) -> tuple[int, ...]:
         """Choose the layers that stay, by the chosen rank, another one, or `even`.
 

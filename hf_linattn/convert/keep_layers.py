@@ -13,7 +13,7 @@ from hf_linattn import patch_model
 from hf_linattn.cli.files import filling, read_json, write_json, writing
 from hf_linattn.cli.jobs import Job, run_jobs
 from hf_linattn.convert.layer_sizes import row_length
-from hf_linattn.convert.presets import QUARTER
+from hf_linattn.convert.presets import QUARTER, context_of
 from hf_linattn.convert.resolve import ConversionPlan
 from hf_linattn.convert.stages import first_tokens, load_original
 from hf_linattn.errors import DataError
@@ -137,7 +137,7 @@ def _window(plan: ConversionPlan) -> int | None:
 
     Behind its context softmax breaks, and with it a model of which a few layers are softmax.
     """
-    context = getattr(load_config(plan.original).get_text_config(), "max_position_embeddings", None)
+    context = context_of(load_config(plan.original))
     return context - SINKS if context is not None and SINKS < context <= LONGEST else None
 
 

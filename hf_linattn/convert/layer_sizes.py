@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from hf_linattn import bypassed, describe, patch_model
 from hf_linattn.cli.files import read_json, write_json, writing
 from hf_linattn.convert.outputs import SIZES
+from hf_linattn.convert.presets import context_of
 from hf_linattn.convert.resolve import ConversionPlan
 from hf_linattn.convert.stages import first_tokens, load_original
 from hf_linattn.registry import parse
@@ -106,8 +107,7 @@ def share(losses: Mapping[str, float], size: int) -> dict[str, int]:
 
 def row_length(size: int, config: PreTrainedConfig) -> int:
     """Count the tokens of a row of text in which windows of a size show what they lose."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(WINDOWS * size, context or TOKENS)
+    return min(WINDOWS * size, context_of(config) or TOKENS)
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class Preset:
         tokens are kept beside it, for the same share.
         """
         options = dict(self.options)
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(config)
         if "size" in options and context is not None:
             part, most = (34, 240) if "heavy" in options else (32, 256)
             options["size"] = min(max(context // part, options["size"]), most)
@@ -131,6 +131,12 @@ PRESETS = {
     ),
     "plain": Preset({"transfer": 0.2, "distill": 0.8, "finetune": 0.0}, PLAIN),
 }
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens of context a model has; None where its config does not say."""
+    context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context
 
 
 def find_preset(name: str) -> Preset:
