@@ -22,7 +22,7 @@ from hf_linattn.ops.softmax import capped
 from hf_linattn.ops.tracing import by_torch_alone, exporting
 from hf_linattn.ops.triton import heavy as triton_heavy
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
-from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
+from hf_linattn.ops.types import HeavyChoices, HeavyColumns, HeavyPlaces, HeavyState
 from hf_linattn.ops.window_attention import native_takes_heavy, one_kernel_takes_heavy
 from hf_linattn.patches.window.ring import counted, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
@@ -178,12 +178,12 @@ class H2O(StatefulAttention):
         return self._forward(tokens, state)
 
     def _forward(
-        self, tokens: Tokens, state: HeavyState | None, chosen: Tensor | None = None
+        self, tokens: Tokens, state: HeavyState | None, choices: HeavyChoices | None = None
     ) -> tuple[Tensor, HeavyState]:
-        """Compute step after step; writes what stays after each choice into `chosen`."""
-        kernel = self._kernel(tokens, state)
+        """Compute step after step; tells `choices` what stays after each of them."""
+        kernel = self._kernel(tokens, state, choices)
         if kernel is not None:
-            return self._by_kernel(functools.partial(kernel, chosen=chosen), tokens, state)
+            return self._by_kernel(kernel, tokens, state)
         after, ours = state or self._empty(tokens), state is None or tokens.in_place
         functional = torch.is_grad_enabled() or torch.compiler.is_compiling()
         outputs = []
@@ -193,10 +193,10 @@ class H2O(StatefulAttention):
         queries = self._queries(tokens)
         for number, step in enumerate(steps):
             after = self._without_evicted(after, step)
-            if chosen is not None and number:
-                holds = torch.arange(self.heavy, device=chosen.device) < number * self.block
+            if choices is not None and number:
                 ranks = after.rank[..., self.sinks : self.first]
-                chosen[:, :, number - 1] = ranks.masked_fill(~holds, -1)
+                holds = torch.arange(self.heavy, device=ranks.device) < number * self.block
+                choices.chosen[:, :, number - 1] = ranks.masked_fill(~holds, -1)
             output, after = self._attended(tokens, queries, after, step, in_place=ours and not functional)
             outputs.append(output)
             ours = True
@@ -222,8 +222,8 @@ class H2O(StatefulAttention):
         near = self._near(upcast(query), tokens)
         text = HeavyText(query, near, tokens.key, tokens.value, tokens.sink)
 
-        def forward(chosen: Tensor) -> tuple[Tensor, HeavyState]:
-            return self._forward(tokens, None, chosen)
+        def forward(choices: HeavyChoices) -> tuple[Tensor, HeavyState]:
+            return self._forward(tokens, None, choices)
 
         output, after = attention(text, Options(self.sizes, tokens.scaling, tokens.softcap), forward)
         if tokens.keep:
@@ -266,17 +266,21 @@ class H2O(StatefulAttention):
         ranks = once(count, "h2o ranks", (), lambda: with_notes(count - 1))
         return Turn(self.rotary, self.sinks + self.size - 1).of(query, ranks)
 
-    def _kernel(self, tokens: Tokens, state: HeavyState | None) -> Kernel | None:
+    def _kernel(
+        self, tokens: Tokens, state: HeavyState | None, choices: HeavyChoices | None
+    ) -> Kernel | None:
         """Return what computes all steps at once, without gradients."""
         query, key, value = tokens.query, tokens.key, tokens.value
         if query is None or not tokens.is_plain:
             return None
         if native_takes_heavy(query, key, value, state):
-            return functools.partial(cpp_heavy.forward, in_place=tokens.in_place)
+            chosen = None if choices is None else choices.chosen
+            return functools.partial(cpp_heavy.forward, in_place=tokens.in_place, chosen=chosen)
         if not (state is None or state.key.dtype == state.value.dtype == key.dtype):
             return None
-        takes = one_kernel_takes_heavy(query, key, value, HeavyForm(self.rotary is not None))
-        return triton_heavy.forward if takes else None
+        form = HeavyForm(self.rotary is not None, choices is not None)
+        takes = one_kernel_takes_heavy(query, key, value, form)
+        return functools.partial(triton_heavy.forward, choices=choices) if takes else None
 
     def _by_kernel(
         self, kernel: Kernel, tokens: Tokens, state: HeavyState | None

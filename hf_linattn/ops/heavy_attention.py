@@ -1,7 +1,8 @@
 """A window with heavy hitters that learns: forward by whatever chooses, backward from what it chose.
 
 The forward keeps queries, keys, values and the choices. They are constants to the gradient, so the backward
-computes all steps again at once; nothing walks from one choice to the next a second time.
+computes all steps again at once; nothing walks from one choice to the next a second time. Triton kernels
+compute it where others computed the forward, else torch's operations.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from hf_linattn.ops.eager import heavy
 from hf_linattn.ops.second_order import gradients
-from hf_linattn.ops.types import HeavyState, accumulator_dtype
+from hf_linattn.ops.triton import heavy_backward
+from hf_linattn.ops.types import HeavyChoices, HeavyState, accumulator_dtype
 
-Forward = Callable[[Tensor], tuple[Tensor, HeavyState]]
-"""Computes outputs and the cache after; writes what stays after each choice into its argument."""
+Forward = Callable[[HeavyChoices], tuple[Tensor, HeavyState]]
+"""Computes outputs and the cache after; tells its argument what the backward needs."""
 
 
 def attention(text: heavy.HeavyText, options: heavy.Options, forward: Forward) -> tuple[Tensor, HeavyState]:
@@ -40,12 +42,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *tensors, options, compute = given
         key, columns = tensors[2], options.columns
-        choices = max(columns.left(key.shape[2] - 1), 0)
-        chosen = torch.full(
-            (*key.shape[:2], choices, columns.heavy), -1, dtype=torch.int32, device=key.device
-        )
-        output, state = compute(chosen)
-        ctx.save_for_backward(*tensors, chosen)
+        number = max(columns.left(key.shape[2] - 1), 0)
+        chosen = torch.full((*key.shape[:2], number, columns.heavy), -1, dtype=torch.int32, device=key.device)
+        choices = HeavyChoices(chosen)
+        output, state = compute(choices)
+        by_kernels = choices.log_sum is not None
+        told = (chosen, choices.count, choices.log_sum, output if by_kernels else None)
+        ctx.save_for_backward(*tensors, *told)
         ctx.options = options
         ctx.mark_non_differentiable(*state)
         ctx.set_materialize_grads(False)
@@ -53,11 +56,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        *inputs, chosen = ctx.saved_tensors
+        *inputs, chosen, count, log_sum, output = ctx.saved_tensors
+        found: Sequence[Tensor | None]
         if grad is None:
-            found: list[Tensor | None] = [None] * len(inputs)
+            found = [None] * len(inputs)
         elif torch.is_grad_enabled():  # as under create_graph=True
             found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
+        elif log_sum is not None:
+            choices = HeavyChoices(chosen, count, log_sum)
+            found = *_by_kernels(heavy.HeavyText(*inputs), grad, output, choices, ctx.options), None
         else:
             found = _gradients(inputs, chosen, ctx.options, grad)
         return *found, None, None
@@ -81,6 +88,16 @@ def _gradients(
     for start, stop in heavy.parts_of(text, options.columns):
         heavy.add_gradients(sums, grad, text, chosen, options, start, stop)
     return [x if x is None or y is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True)]
+
+
+def _by_kernels(
+    text: heavy.HeavyText, grad: Tensor, output: Tensor, choices: HeavyChoices, options: heavy.Options
+) -> heavy_backward.Gradients:
+    """Compute the gradients of the tensors of a text by Triton kernels, as its outputs were."""
+    near = None if text.near is None else text.near.to(text.query.dtype)
+    return heavy_backward.backward(
+        grad, text.query, near, text.key, text.value, output, choices, options.columns, options.scaling
+    )
 
 
 def _wide(inputs: Sequence[Tensor | None]) -> heavy.HeavyText:

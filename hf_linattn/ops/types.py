@@ -7,6 +7,7 @@ an input is float64. Queries, keys and values may be strided; outputs lie token 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -342,6 +343,22 @@ class HeavyState(NamedTuple):
     value: Tensor
     weight: Tensor
     rank: Tensor
+
+
+@dataclass
+class HeavyChoices:
+    """What a forward with heavy hitters tells its backward, of a text from its first token on.
+
+    Attributes:
+        chosen: tokens that stay after each choice, -1 for none, int32 `[B, Hkv, choices, heavy]`; the
+            forward writes into it.
+        count: visible tokens of each row, int32 `[B]`; None where the forward has no backward of its own.
+        log_sum: logarithms to base 2 of the sums that outputs are divided by, float32 `[B, H, N]`, likewise.
+    """
+
+    chosen: Tensor
+    count: Tensor | None = None
+    log_sum: Tensor | None = None
 
 
 class DeltaConfig(NamedTuple):

@@ -32,6 +32,10 @@ class Case(NamedTuple):
     options: dict = OPTIONS
 
 
+SMALL = {"size": 9, "heavy": 4, "sinks": 0}
+MANY = {"size": 24, "heavy": 33, "sinks": 3}
+
+
 def module_of(case):
     """The attention of a model's only layer."""
     model = tiny_models.build("LlamaForCausalLM", dtype=torch.float32, **CONFIG)
@@ -103,3 +107,25 @@ def check_case(case, takes="one_kernel_takes_heavy"):
     close(state.weight, after.weight, 3e-6, "weight")
     holds = after.weight > 0
     assert torch.equal(state.rank[holds], after.rank[holds])
+
+
+def gradients(module, numbers, how, dtype=torch.float64, **others):
+    """Outputs, the state and the gradients of queries, keys, values and sinks, of a loss on all of it."""
+    *inputs, valid = numbers
+    shown = valid[:, None, :, None]
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    sink = others.pop("sink", None)
+    if sink is not None:
+        leaves.append(sink := sink.to(dtype).requires_grad_())
+    seen = None if bool(valid.all()) else valid
+    count = valid.cumsum(1)
+    output, state = how(Tokens(*leaves[:3], 0.5, seen, count, sink=sink, **others))
+    generator = torch.Generator().manual_seed(5)
+    loss = 0
+    assert not output[~shown.expand_as(output)].any()
+    for x in (output, state.key, state.value):
+        loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
+    found = torch.autograd.grad(loss, leaves)
+    # what is padding may have any gradient that is a number, and has none
+    assert not any(x[~shown.expand_as(x)].any() for x in found[:3])
+    return output.detach(), state._replace(key=state.key.detach(), value=state.value.detach()), found

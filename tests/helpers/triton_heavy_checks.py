@@ -9,17 +9,82 @@ import torch
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops.triton import check, heavy, heavy_selftest, launch
+from hf_linattn.ops.triton import (
+    check,
+    heavy,
+    heavy_backward,
+    heavy_backward_kernels,
+    heavy_selftest,
+    launch,
+)
 from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
+from hf_linattn.ops.types import HeavyChoices
+from hf_linattn.patches import h2o
 
 from . import tiny_models
-from .heavy_checks import CONFIG, OPTIONS, Case, given, module_of
+from .heavy_checks import CONFIG, OPTIONS, Case, given, gradients, module_of
+from .properties import close
 from .triton_selftest_checks import Folder
 from .triton_window_checks import Lying, key_of
 
 TOKENS = 17
 """Of the package's check: few, but more than fill what is kept."""
+
+
+def check_gradients(case):
+    """Those of all kernels, in float32, against those of walking in float64."""
+    module, numbers = module_of(case), given(case)
+    want = gradients(module, numbers, lambda tokens: module._forward(tokens, None))
+    got = _by_kernels(module, numbers)
+    for x, y in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
+        close(x, y, 3e-6)
+
+
+def _by_kernels(module, numbers):
+    backward, patch, calls = heavy_backward.backward, pytest.MonkeyPatch(), []
+    with patch.context() as here:
+        here.setattr(heavy_backward, "backward", lambda *x: calls.append(1) or backward(*x))
+        here.setattr(h2o, "one_kernel_takes_heavy", lambda *about: True)
+        found = gradients(module, numbers, lambda tokens: module.causal(tokens, None), torch.float32)
+    assert calls
+    return found
+
+
+def check_the_same_bits(path):
+    """Whether parts of all key heads are there at a time or those of one, and twice."""
+    case = Case(cuts=(26,), kv_heads=2, hidden="left", positions="cache")
+    module, numbers, patch, found = module_of(case), given(case), pytest.MonkeyPatch(), []
+    for most in (heavy_backward.BYTES, heavy_backward.BYTES, 1):
+        with patch.context() as here:
+            here.setattr(heavy_backward, "BYTES", most)
+            found.append(_by_kernels(module, numbers)[2])
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+def check_a_model_learns_the_same(path):
+    """The gradients of all weights, with padding and where activations are computed again."""
+    ids, patch = tiny_models.tokens(2, 40), pytest.MonkeyPatch()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model = tiny_models.build("LlamaForCausalLM", dtype=torch.float32, **CONFIG)
+    patch_model(model, "h2o", options=OPTIONS).train()
+    patch.setattr(check, "CHECKS", Checks(launch, TOKENS))
+    found = []
+    for wish in ("0", "1", "again"):
+        if wish == "again":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with Folder(path, "1" if wish == "again" else wish):
+            model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+            lines = check.CHECKS.summary()
+        found.append([x.grad for x in model.parameters()])
+        model.zero_grad()
+    patch.undo()
+    assert "turned sinks, gradients, grouped, products in ieee: triton, checked" in lines[0]
+    for x, *others in zip(*found, strict=True):
+        for y in others:
+            close(y, x, 1e-5)
 
 
 def check_a_model_says_the_same(path):
@@ -84,8 +149,8 @@ def check_the_check(path):
         output, after = forward(*given, **named)
         return output, after._replace(weight=after.weight * 1.001)
 
-    def untold(*given, **named):
-        return forward(*given)
+    def untold(*given, choices=None, **named):
+        return forward(*given, choices=choices and HeavyChoices(choices.chosen.clone()))
 
     lies = (
         ("output", turned_away),
@@ -98,3 +163,35 @@ def check_the_check(path):
             checks = Checks(launch, TOKENS, heavies=Lying(heavy, forward=lie))
             with pytest.warns(UserWarning, match=f"disagree with float64: {what}.*report"):
                 assert not checks.takes(key_of(form, grouped=False))
+
+
+def check_the_check_of_gradients(path):
+    """It takes the kernels in 16 bits, and finds what is left out or changed."""
+    form = HeavyForm(turned=True, learns=True)
+    key = key_of(form, torch.bfloat16, grouped=False)
+    assert heavy_selftest.disagreement(key, heavy, TOKENS) is None
+    backward, kernels = heavy_backward.backward, heavy_backward_kernels
+
+    def no_parts(chosen, sinks, length):
+        places, begins = by_token(chosen, sinks, length)
+        return places, torch.zeros_like(begins)
+
+    def one_more(number, size, sinks, block):
+        return number * block + size + sinks
+
+    def unturned(grad, query, near, *others):
+        return backward(grad, query, near, *others)._replace(near=torch.zeros_like(near))
+
+    by_token = heavy_backward._by_token
+    lies = (
+        ("d_key", heavy_backward, "_by_token", no_parts),
+        ("d_near", heavy_backward, "backward", unturned),
+        ("d_key", kernels, "first_behind", one_more),
+    )
+    for index, (what, module, name, lie) in enumerate(lies):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(module, name, lie)
+        warned = pytest.warns(UserWarning, match=f"disagree with float64: {what}.*report")
+        with Folder(path / str(index)), warned:
+            assert not Checks(launch, TOKENS).takes(key_of(form, grouped=False))
+        patch.undo()

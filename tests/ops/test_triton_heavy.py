@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import triton_heavy_checks as checks
-from helpers.heavy_checks import OPTIONS, Case, check_case
+from helpers.heavy_checks import MANY, OPTIONS, SMALL, Case, check_case
 
 from hf_linattn.ops.triton import launch
 
@@ -10,8 +10,6 @@ pytestmark = pytest.mark.skipif(
     not launch.available("cuda"), reason="triton is not installed: pip install triton"
 )
 
-SMALL = {"size": 9, "heavy": 4, "sinks": 0}
-MANY = {"size": 24, "heavy": 33, "sinks": 3}
 WIDE = {"size": 48, "heavy": 10, "sinks": 2}
 CASES = {
     "inside the window": Case(cuts=(11,), Dv=24),
@@ -38,9 +36,32 @@ def test_all_steps_are_those_of_torch(interpreted, name):
     interpreted(check_case, CASES[name])
 
 
+LEARN = {
+    "inside the window": Case(cuts=(11,), Dv=24),
+    "several choices, grouped heads, turned sinks": Case(heads=3, positions="cache", half_life=20.0),
+    "several key heads, holes": Case(kv_heads=2, hidden="holes"),
+    "left padding, turned sinks": Case(hidden="left", positions="cache"),
+    "no sinks, blocks of one token": Case(cuts=(19,), options=SMALL),
+    "more than a tile, not full": Case(cuts=(37,), options=MANY),
+    "steps of several tiles": Case(cuts=(80,), heads=8, options=WIDE, positions="cache"),
+}
+
+
+@pytest.mark.parametrize("name", LEARN)
+def test_gradients_are_those_of_walking(interpreted, name):
+    interpreted(checks.check_gradients, LEARN[name])
+
+
 @pytest.mark.parametrize(
     "check",
-    [checks.check_a_model_says_the_same, checks.check_what_stays_with_torch, checks.check_the_check],
+    [
+        checks.check_a_model_says_the_same,
+        checks.check_a_model_learns_the_same,
+        checks.check_the_same_bits,
+        checks.check_what_stays_with_torch,
+        checks.check_the_check,
+        checks.check_the_check_of_gradients,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_property(interpreted, tmp_path, check):

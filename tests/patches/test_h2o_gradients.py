@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from helpers import tiny_models
-from helpers.heavy_checks import CONFIG, OPTIONS, Case, given, module_of
+from helpers.heavy_checks import CONFIG, MANY, OPTIONS, SMALL, Case, given, gradients, module_of
 from helpers.properties import close
 
 from hf_linattn import patch_model
@@ -15,8 +15,6 @@ from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import heavy
 from hf_linattn.patches.h2o import H2O
 
-SMALL = {"size": 9, "heavy": 4, "sinks": 0}
-MANY = {"size": 24, "heavy": 33, "sinks": 3}
 CASES = {
     "inside the window": Case(cuts=(11,), Dv=24),
     "several choices, grouped heads, turned sinks": Case(heads=3, positions="cache", half_life=20.0),
@@ -29,28 +27,6 @@ CASES = {
     "heavy hitters are not full": Case(cuts=(37,), options=MANY),
 }
 OTHERS = ({}, {"softcap": 2.0}, {"sink": torch.tensor([0.5, -1.0], dtype=torch.float64)})
-
-
-def gradients(module, numbers, how, dtype=torch.float64, **others):
-    """Outputs, the state and the gradients of queries, keys, values and sinks, of a loss on all of it."""
-    *inputs, valid = numbers
-    shown = valid[:, None, :, None]
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    sink = others.pop("sink", None)
-    if sink is not None:
-        leaves.append(sink := sink.to(dtype).requires_grad_())
-    seen = None if bool(valid.all()) else valid
-    count = valid.cumsum(1)
-    output, state = how(Tokens(*leaves[:3], 0.5, seen, count, sink=sink, **others))
-    generator = torch.Generator().manual_seed(5)
-    loss = 0
-    assert not output[~shown.expand_as(output)].any()
-    for x in (output, state.key, state.value):
-        loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
-    found = torch.autograd.grad(loss, leaves)
-    # what is padding may have any gradient that is a number, and has none
-    assert not any(x[~shown.expand_as(x)].any() for x in found[:3])
-    return output.detach(), state._replace(key=state.key.detach(), value=state.value.detach()), found
 
 
 @pytest.mark.parametrize("others", OTHERS, ids=["plain", "softcap", "sink"])

@@ -196,7 +196,11 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
         lines += ["", "Both of a prompt, without gradients. Kernels one after the other / one for both:", ""]
         lines += _calls_table(found, PREFILL)
     if any(report.launches[call] for _, _, report in found for call in HEAVY):
-        lines += ["", f"A window of {SPAN} tokens and heavy hitters. A prompt / one token:", ""]
+        lines += [
+            "",
+            f"A window of {SPAN} tokens and heavy hitters. A prompt / its gradients / one token:",
+            "",
+        ]
         lines += _calls_table(found, HEAVY)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_linattn.ops.triton.problem import Problem, last_contiguous, strides
 from hf_linattn.ops.triton.tiles import Tile, padded
 from hf_linattn.ops.triton.window import LOG2E
-from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
+from hf_linattn.ops.types import HeavyChoices, HeavyColumns, HeavyPlaces, HeavyState
 
 WIDEST = 128
 """Heads: wider ones leave no registers beside a softmax of all query heads of a key head."""
@@ -68,7 +68,7 @@ def forward(
     before: HeavyState | None,
     columns: HeavyColumns,
     scaling: float,
-    chosen: Tensor | None = None,
+    choices: HeavyChoices | None = None,
 ) -> tuple[Tensor, HeavyState]:
     """Attend to sinks, heavy hitters and window, choosing anew whenever a block leaves.
 
@@ -81,8 +81,7 @@ def forward(
         before: the cache; None for nothing. Stays as it is.
         columns: its sizes.
         scaling: of the scores.
-        chosen: where ranks of what stays after each choice are written, of a text from its first token on,
-            int32 `[B, Hkv, choices, heavy]`; nothing is written for who is not there. None for nowhere.
+        choices: told what a backward needs, of a text from its first token on; None for nobody.
 
     Returns:
         Output `[B, H, N, Dv]` in the dtype of the values, 0 for padding, a view of `[B, N, H, Dv]`; and the
@@ -94,7 +93,7 @@ def forward(
     call = Problem(query, key, value, None, "none", True)
     operand = str(call.maps["OPERAND"])
     rows = 1 << (call.group - 1).bit_length()
-    few = call.length < FEW and chosen is None
+    few = call.length < FEW and choices is None
     together = call.length if few else min(call.length, columns.block)
     tile = tile_of(padded(max(call.D, call.Dv)), rows, operand, call.about.capability, together)
     new = torch.empty if places.order is None else torch.zeros
@@ -126,11 +125,11 @@ def forward(
         "NEW_V": after.value,
         "NEW_WEIGHT": after.weight,
         "NEW_RANK": after.rank,
-        "CHOSEN": chosen,
+        "CHOSEN": None if choices is None else choices.chosen,
         **strides(q=call.query, near=near, k=call.key, v=call.value, out=output),
         "kv_heads": call.kv_heads,
         "length": call.length,
-        "choices": 0 if chosen is None else chosen.shape[2],
+        "choices": 0 if choices is None else choices.chosen.shape[2],
         "size": columns.size,
         "heavy": columns.heavy,
         "sinks": columns.sinks,
@@ -151,7 +150,9 @@ def forward(
     if few:
         _few(call, tile, given, columns)
     else:
-        _prompt(call, tile, given, columns)
+        log_sum = _prompt(call, tile, given, columns)
+        if choices is not None:
+            choices.count, choices.log_sum = places.new, log_sum
     return output, after
 
 
@@ -164,13 +165,14 @@ def _few(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns
     _launch(call, heavy_kernels.window_and_heavy, call.batch_heads, tile, given | own)
 
 
-def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns) -> None:
-    """Launch the kernels of a prompt."""
+def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns) -> Tensor:
+    """Launch the kernels of a prompt; returns the logarithms of what outputs are divided by."""
     from hf_linattn.ops.triton import heavy_prompt_kernels as kernels
 
     steps, width = -(-call.length // columns.block) + 1, columns.heavy + columns.block
+    log_sum = call.new(call.batch, call.heads, call.length)
     own: dict[str, Any] = {
-        "LSE": call.new(call.batch, call.heads, call.length),
+        "LSE": log_sum,
         "SOURCE": call.new(call.batch, call.kv_heads, steps + 1, width, dtype=torch.int32),
         "WEIGHT": call.new(call.batch, call.kv_heads, 2, width),
         "slots": steps + 1,
@@ -196,6 +198,7 @@ def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColu
     _launch(call, kernels.prompt_choices, call.batch_heads, tile._replace(warps=8), given | chosen)
     _launch(call, kernels.prompt_outputs, tiles, tile, given)
     _launch(call, kernels.prompt_cache, of_cache, tile, given)
+    return log_sum
 
 
 def _launch(call: Problem, kernel: Any, programs: int, tile: Tile, given: dict[str, Any]) -> None:

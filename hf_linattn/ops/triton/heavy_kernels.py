@@ -128,12 +128,12 @@ def load_queries(Q, strides, ORDER, batch, row_head, token, inside, rows, D: tl.
 
 @triton.jit
 def meet_columns(
-    q, NEAR, near_offset, inside, OLD_K, K, ORDER, source, k_stride, first, rank, gone, limit, heavy, sinks,
-    total, scale, rows, D: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
+    q, k, NEAR, near_offset, inside, first, rank, gone, limit, heavy, sinks, scale, rows,
+    D: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores of queries and a tile of columns."""
     column = first + tl.arange(0, COLUMNS)
-    k = tl.trans(gather_rows(OLD_K, K, ORDER, source, k_stride, total, rows, D))
+    k = tl.trans(k)
     scores = plain_dot(q, k, OPERAND)
     if NEAR is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if first < sinks:
@@ -234,9 +234,10 @@ def window_and_heavy(
         for first in range(0, limit, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             source = tl.load(SOURCE + now + column, mask=column < limit, other=-1)
+            k = gather_rows(OLD_K, K, ORDER, source, k_strides[2], total, rows, D)
             scores = meet_columns(
-                q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, heavy,
-                sinks, total, scale, rows, D, COLUMNS, OPERAND,
+                q, k, NEAR, near, inside, first, rank, gone, limit, heavy, sinks, scale, rows, D, COLUMNS,
+                OPERAND,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -249,9 +250,10 @@ def window_and_heavy(
         for first in range(0, limit, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             source = tl.load(SOURCE + now + column, mask=column < limit, other=-1)
+            k = gather_rows(OLD_K, K, ORDER, source, k_strides[2], total, rows, D)
             scores = meet_columns(
-                q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, heavy,
-                sinks, total, scale, rows, D, COLUMNS, OPERAND,
+                q, k, NEAR, near, inside, first, rank, gone, limit, heavy, sinks, scale, rows, D, COLUMNS,
+                OPERAND,
             )  # fmt: skip
             weights = tl.exp2(scores - log_sum[:, None])
             v = gather_rows(OLD_V, V, ORDER, source, v_strides[2], total, columns, DV)

@@ -29,7 +29,7 @@ from hf_linattn.ops.triton.heavy_kernels import (
 from hf_linattn.ops.triton.kernel_functions import head_pointer
 from hf_linattn.ops.triton.window_kernels import plain_dot
 
-SIZES = ("length", "choices", "size", "heavy", "sinks", "block", "reach", "slots")
+SIZES = ("length", "choices", "size", "heavy", "sinks", "block", "reach", "slots", "first_head")
 """What differs from layer to layer: no kernel is compiled for numbers that have something in common."""
 
 
@@ -113,10 +113,10 @@ def prompt_sums(
         column = first + tl.arange(0, COLUMNS)
         of = tl.where(column < sinks, column, column + gone)
         source = tl.where(column < limit, source_of(of, seen, before, heavy, sinks, total), -1)
+        k = gather_rows(OLD_K, K, ORDER, source, k_strides[2], total, rows, D)
         scores = meet_columns(
-            q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, 0, sinks,
-            total, scale, rows, D, COLUMNS, OPERAND,
-        )  # fmt: skip
+            q, k, NEAR, near, inside, first, rank, gone, limit, 0, sinks, scale, rows, D, COLUMNS, OPERAND
+        )
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         divisor = divisor * tl.exp2(top - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
@@ -349,10 +349,10 @@ def prompt_outputs(
         is_heavy = (column >= sinks) & (column < sinks + heavy)
         of_heavy = tl.load(SOURCE + column - sinks, mask=is_heavy, other=-1)
         source = tl.where(is_heavy, of_heavy, tl.where(column < limit, source, -1))
+        k = gather_rows(OLD_K, K, ORDER, source, k_strides[2], total, rows, D)
         scores = meet_columns(
-            q, NEAR, near, inside, OLD_K, K, ORDER, source, k_strides[2], first, rank, gone, limit, heavy,
-            sinks, total, scale, rows, D, COLUMNS, OPERAND,
-        )  # fmt: skip
+            q, k, NEAR, near, inside, first, rank, gone, limit, heavy, sinks, scale, rows, D, COLUMNS, OPERAND
+        )
         v = gather_rows(OLD_V, V, ORDER, source, v_strides[2], total, columns, DV)
         sums += plain_dot(tl.exp2(scores - lse[:, None]), v, OPERAND)
     to = batch * out_strides[0] + row_head * out_strides[1] + place * out_strides[2]

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import selftest, token_selftest
+from hf_linattn.ops.triton import heavy_backward, selftest, token_selftest
 from hf_linattn.ops.triton.selftest import Key
-from hf_linattn.ops.types import HeavyColumns, HeavyPlaces, HeavyState
+from hf_linattn.ops.types import HeavyChoices, HeavyColumns, HeavyPlaces, HeavyState
 
 LENGTH = 140
 """Tokens: what is kept and what is ranked are more than a tile of 64 columns, the one before and the other
@@ -25,6 +25,7 @@ HALF_LIFE = 30.0
 APART = 5e-4
 """Relative distance of weights; the rounding to 16 bits moves each by 2^-17."""
 DRAWS = 200
+GRADIENTS = ("d_query", "d_near", "d_key", "d_value")
 
 
 class HeavyForm(NamedTuple):
@@ -32,14 +33,17 @@ class HeavyForm(NamedTuple):
 
     Attributes:
         turned: sinks meet queries of their own.
+        learns: with gradients.
     """
 
     turned: bool = False
+    learns: bool = False
 
     @property
     def words(self) -> list[str]:
         """Name it."""
-        return ["window and heavy hitters", *(["turned sinks"] if self.turned else [])]
+        more = {"turned sinks": self.turned, "gradients": self.learns}
+        return ["window and heavy hitters", *(word for word, there in more.items() if there)]
 
 
 class Numbers(NamedTuple):
@@ -82,15 +86,15 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         kernels: has the function of `heavy`.
         length: tokens.
     """
-    for plain in (True, False):
+    for plain in (True,) if trial.form.learns else (True, False):
         own = columns_for(length, None if plain else HALF_LIFE)
         # a call that continues a text comes when some of it has left
         first = 0 if plain else 2 * own.size
         numbers, before, want = _clear(trial, own, first, length)
-        chosen = torch.full(want.chosen.shape, -1, dtype=torch.int32, device=trial.device) if plain else None
+        choices = HeavyChoices(torch.full_like(want.chosen, -1, device=trial.device)) if plain else None
         # the last token comes alone where something was before: it takes a smaller tile
         last = length if plain else length - 1
-        got, after = _run(trial, kernels, numbers, before, own, (first, last), chosen)
+        got, after = _run(trial, kernels, numbers, before, own, (first, last), choices)
         if last < length:
             one, after = _run(trial, kernels, numbers, after, own, (last, length))
             got = torch.cat([got, one], 2)
@@ -109,8 +113,16 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
                 continue
             if not token_selftest.same(x, y):
                 return f"{name}s are not what should be kept"
-        if chosen is not None and not token_selftest.same(chosen.sort(-1).values, want.chosen):
+        if choices is None:
+            continue
+        if not token_selftest.same(choices.chosen.sort(-1).values, want.chosen):
             return "choices are not told as they were made"
+        if trial.form.learns:
+            grad = _tokens(trial, torch.Generator("cpu").manual_seed(length), 1, length, 2 * trial.group)
+            found = _backward(trial, numbers, own, grad, got, choices)
+            wrong = selftest.compare(trial, found, exact_gradients(numbers, own, grad), length, 2 * more)
+            if wrong is not None:
+                return wrong
     return None
 
 
@@ -145,13 +157,9 @@ def draw(trial: Key, length: int, plain: bool, seed: int) -> Numbers:
     generator = torch.Generator("cpu").manual_seed(seed)
     rows = 1 if plain else 2
 
-    def tokens(heads: int, width: int) -> Tensor:
-        x = torch.randn(rows, length, heads, width, generator=generator, dtype=torch.float32, device="cpu")
-        return x.to(trial.dtype).transpose(1, 2)  # as models lay them out
-
     heads = 2 * trial.group
     query, near, key, value = (
-        tokens(count, width)
+        _tokens(trial, generator, rows, length, count, width)
         for count, width in ((heads, trial.D), (heads, trial.D), (2, trial.D), (2, trial.Dv))
     )
     valid = torch.ones(rows, length, dtype=torch.bool, device="cpu")
@@ -161,6 +169,15 @@ def draw(trial: Key, length: int, plain: bool, seed: int) -> Numbers:
     for x in (query, near, key, value):
         x.masked_fill_(~valid[:, None, :, None], float("nan"))
     return Numbers(query, near if trial.form.turned else None, key, value, valid, 1.5 * trial.D**-0.5)
+
+
+def _tokens(
+    trial: Key, generator: torch.Generator, rows: int, length: int, heads: int, width: int | None = None
+) -> Tensor:
+    """Draw `[B, H, N, width]`, that of values where None, laid out as models do."""
+    shape = rows, length, heads, trial.Dv if width is None else width
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return x.to(trial.dtype).transpose(1, 2)
 
 
 def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
@@ -183,13 +200,10 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
         for head in range(kv_heads):
             own = slice(head * group, head * group + group)
             q, k = query[row, own][:, there].double(), key[row, head][there].double()
-            scores, products = q @ k.mT, q.abs() @ k.abs().mT
-            if near is not None:
-                met = near[row, own][:, there].double()
-                sinks = k[: columns.sinks].mT
-                scores[..., : columns.sinks] = met @ sinks
-                products[..., : columns.sinks] = met.abs() @ sinks.abs()
-            largest = max(largest, float(products.max()) * numbers.scaling)
+            met = q if near is None else near[row, own][:, there].double()
+            scores = _scores(q, met, k, columns.sinks)
+            products = _scores(q.abs(), met.abs(), k.abs(), columns.sinks)
+            largest = max(largest, float(products.max()))
             weights, found, got, distance = _walk(scores * numbers.scaling, columns, chosen[row, head])
             v = value[row, head][there].double()
             output[row, own, there], size[row, own, there] = weights @ v, weights @ v.abs()
@@ -199,7 +213,49 @@ def exact(numbers: Numbers, columns: HeavyColumns) -> Exact:
                 kept.value[row, head, column] = value[row, head, there[token]]
                 kept.weight[row, head, column] = got[token]
                 kept.rank[row, head, column] = token
-    return Exact(output, size, kept, chosen.sort(-1).values, apart, largest)
+    return Exact(output, size, kept, chosen.sort(-1).values, apart, largest * numbers.scaling)
+
+
+def _scores(q: Tensor, met: Tensor, k: Tensor, sinks: int) -> Tensor:
+    """Multiply queries by keys, `[G, N, N]`, those of sinks by what queries are to them."""
+    return torch.cat([met @ k[:sinks].mT, q @ k[sinks:].mT], -1)
+
+
+def exact_gradients(
+    numbers: Numbers, columns: HeavyColumns, grad: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Compute the gradients of a text without padding, and the same sums with all terms positive."""
+    query, near, key, value = (None if x is None else x[0].double() for x in numbers[:4])
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    group, sinks = query.shape[0] // key.shape[0], columns.sinks
+    choices = torch.empty(columns.left(key.shape[1] - 1), columns.heavy, dtype=torch.int32, device="cpu")
+    want: dict[str, list[Tensor]] = {name: [] for name in GRADIENTS}
+    scale: dict[str, list[Tensor]] = {name: [] for name in GRADIENTS}
+    for head in range(key.shape[0]):
+        own = slice(head * group, head * group + group)
+        q, k, v, g = query[own], key[head], value[head], grad[0, own].double()
+        met = q if near is None else near[own]
+        weights = _walk(_scores(q, met, k, sinks) * numbers.scaling, columns, choices)[0]
+        for sign, found, (x, y, z, w, u) in (
+            (-1, want, (q, met, k, v, g)),
+            (1, scale, tuple(map(torch.abs, (q, met, k, v, g)))),
+        ):
+            through = u @ w.mT + sign * (u * (weights @ w)).sum(-1, keepdim=True)
+            d_scores = weights * through * numbers.scaling
+            of_sinks, others = d_scores[..., :sinks], d_scores[..., sinks:]
+            d_met = of_sinks @ z[:sinks]
+            d_key = [of_sinks.mT @ y, others.mT @ x]
+            found["d_query"].append(others @ z[sinks:] + (d_met if near is None else 0.0))
+            found["d_near"].append(d_met)
+            found["d_key"].append(torch.cat(d_key, 1).sum(0, keepdim=True))
+            found["d_value"].append((weights.mT @ u).sum(0, keepdim=True))
+
+    def whole(parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.cat(some)[None] for name, some in parts.items()}
+
+    return whole(want), whole(scale)
 
 
 def _walk(
@@ -265,7 +321,7 @@ def _run(
     before: HeavyState | None,
     columns: HeavyColumns,
     span: tuple[int, int],
-    chosen: Tensor | None = None,
+    choices: HeavyChoices | None = None,
 ) -> tuple[Tensor, HeavyState]:
     """Launch the kernel for some tokens of the text, from the first of `span` on."""
 
@@ -281,5 +337,21 @@ def _run(
     if before is not None:
         before = HeavyState(*map(on, before._replace(weight=before.weight.float())))
     given = query, near, key, value, places, before, columns, numbers.scaling
-    output, after = kernels.forward(*given, chosen=chosen)
+    output, after = kernels.forward(*given, choices=choices)
     return output, HeavyState(*after)
+
+
+def _backward(
+    trial: Key, numbers: Numbers, columns: HeavyColumns, grad: Tensor, output: Tensor, choices: HeavyChoices
+) -> dict[str, Tensor | None]:
+    """Launch the kernels of gradients, for the whole text."""
+
+    def on(x: Tensor) -> Tensor:
+        return x.to(trial.device)
+
+    near = None if numbers.near is None else on(numbers.near)
+    found = heavy_backward.backward(
+        on(grad), on(numbers.query), near, on(numbers.key), on(numbers.value), output, choices, columns,
+        numbers.scaling,
+    )  # fmt: skip
+    return dict(zip(GRADIENTS, found, strict=True))

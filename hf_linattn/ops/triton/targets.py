@@ -17,17 +17,35 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import heavy, launch, machine_code, problem, window, window_rest, window_token
+from hf_linattn.ops.triton import (
+    heavy,
+    heavy_backward,
+    launch,
+    machine_code,
+    problem,
+    window,
+    window_rest,
+    window_token,
+)
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import Gate, HeavyColumns, HeavyPlaces, HeavyState, Inputs, ScaledSums, Window
+from hf_linattn.ops.types import (
+    Gate,
+    HeavyChoices,
+    HeavyColumns,
+    HeavyPlaces,
+    HeavyState,
+    Inputs,
+    ScaledSums,
+    Window,
+)
 
 LINEAR = ("forward", "backward", "token")
 WINDOWS = ("window", "window backward", "window token")
 PREFILL = ("apart", "at once")
 """Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
-HEAVY = ("heavy", "heavy token")
-"""Window and heavy hitters of a prompt, whose kernels choose them, and of one token."""
+HEAVY = ("heavy", "heavy backward", "heavy token")
+"""Window and heavy hitters of a prompt, whose kernels choose them, their gradients, and one token."""
 CALLS = LINEAR + WINDOWS + PREFILL + HEAVY
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
@@ -312,8 +330,12 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     kept = HeavyState(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
     last_of = new(batch, 1, dtype=torch.int32)
     of_one = HeavyPlaces(numbers, numbers, None if documents is None else last_of)
+    made = new(batch, kv_heads, COLUMNS.left(length - 1), COLUMNS.heavy, dtype=torch.int32)
+    choices = HeavyChoices(made, numbers, total)
+    text = output, query, query, key, value, output, choices, COLUMNS, 0.1
     return calls | {
         "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
+        "heavy backward": lambda: heavy_backward.backward(*text),
         "heavy token": lambda: heavy.forward(one[0], one[0], one[1], one[2], of_one, kept, COLUMNS, 0.1),
     }
 
@@ -376,7 +398,7 @@ def _work(
         taken, steps = code.inner if len(code.inner) == 2 else (0, *code.inner)
         again = (tile.chunk // step - 1) * taken + (-(-(tile.chunk + SPAN - 1) // tile.block) - 1) * steps
         return round((code.loop + again) * tile.warps * programs * 64 / tile.chunk)
-    if name.startswith("prompt"):
+    if name.startswith(("prompt", "heavy")):
         of_warp = _prompt_work(code, tile, name, step, shape.length)
         return round(of_warp * tile.warps * programs * 64 / shape.length)
     if name == "window_and_heavy":  # all columns twice for a token
@@ -391,14 +413,22 @@ def _work(
 
 
 def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, length: int) -> int:
-    """Count the instructions of a warp of one program: of a prompt's kernels with heavy hitters."""
+    """Count the instructions of a warp of one program: of a text's kernels with heavy hitters.
+
+    Of what `heavy_key_gradients` sums up at its end, one part.
+    """
     if name == "prompt_choices":  # a step: its heavy hitters, and who looked at a block that leaves
         met, left = code.inner
         steps = -(-(SPAN + COLUMNS.block) // looking)
         again = (-(-COLUMNS.block // tile.chunk) - 1) * met + (steps - 1) * left
         return (code.loop + again) * (length // COLUMNS.block)
     columns = COLUMNS.total - (COLUMNS.heavy if name == "prompt_sums" else 0)
-    steps = -(-(SPAN + COLUMNS.block) // tile.chunk) if name == "prompt_cache" else -(-columns // tile.block)
+    queries = {
+        "prompt_cache": SPAN + COLUMNS.block,
+        "heavy_key_parts": COLUMNS.block,
+        "heavy_key_gradients": SPAN + COLUMNS.block + tile.block,
+    }
+    steps = -(-queries[name] // tile.chunk) if name in queries else -(-columns // tile.block)
     return code.instructions + (steps - 1) * code.loop
 
 

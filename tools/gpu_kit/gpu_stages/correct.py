@@ -65,7 +65,7 @@ RESTS = (
     ("rest", 48, "none", False, False),
 )
 """Likewise, of bfloat16 and heads that one kernel of a window and the rest takes."""
-HEAVY = (("heavy", False), ("heavy", True))
+HEAVY = (("heavy", False), ("heavy", True), ("heavy", False, True), ("heavy", True, True))
 """Likewise, of heads that the kernel of a window with heavy hitters takes."""
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
 """Relative error of a whole result, outputs and state; three times as much for gradients."""
