@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_linattn.attention import AttentionSite, StatefulAttention, Tokens, upcast
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.ops import heavy_operator
 from hf_linattn.ops.cpp import heavy as cpp_heavy
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager.heavy import HeavyText, Options, kept, table_rows
@@ -204,10 +205,23 @@ class H2O(StatefulAttention):
 
     def _learns(self, tokens: Tokens, state: HeavyState | None) -> bool:
         """Tell whether there are gradients of a text from its first token on."""
-        if state is not None or tokens.query is None or torch.compiler.is_compiling() or by_torch_alone():
+        if state is not None or tokens.query is None or by_torch_alone() or not self._has_gradients(tokens):
             return False
-        inputs = (tokens.query, tokens.key, tokens.value, tokens.sink)
+        return not torch.compiler.is_compiling() or self._operator(tokens, None, learns=True) is not None
+
+    def _has_gradients(self, tokens: Tokens, state: HeavyState | None = None) -> bool:
+        inputs = (tokens.query, tokens.key, tokens.value, tokens.sink, *(state or ()))
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    def _operator(self, tokens: Tokens, state: HeavyState | None, *, learns: bool) -> Kernel | None:
+        """Return what computes all steps in a compiled graph; None where no kernel does."""
+        if tokens.query is None or not tokens.is_plain:
+            return None
+        form = HeavyForm(self.rotary is not None, learns)
+        backend = heavy_operator.backend_of(tokens.query, tokens.key, tokens.value, state, form)
+        if backend is None:
+            return None
+        return functools.partial(heavy_operator.forward, backend=backend, learns=learns)
 
     def _with_gradients(self, tokens: Tokens) -> tuple[Tensor, HeavyState]:
         """Choose without gradients, and compute from what was chosen in the backward."""
@@ -216,18 +230,23 @@ class H2O(StatefulAttention):
             about = tokens.valid, tokens.key.shape[0]
             order, *places = once(tokens.count, "h2o in order", about, lambda: self._visible_first(tokens))
             tokens = self._ordered(tokens, order, *places)
-        query, count = tokens.query, tokens.count
-        assert query is not None
-        assert count is not None
-        near = self._near(upcast(query), tokens)
-        text = HeavyText(query, near, tokens.key, tokens.value, tokens.sink)
+        assert tokens.query is not None
+        assert tokens.count is not None
+        if torch.compiler.is_compiling():
+            operator = self._operator(tokens, None, learns=True)
+            assert operator is not None
+            output, after = self._by_kernel(operator, tokens, None)
+        else:
+            near = self._near(upcast(tokens.query), tokens)
+            text = HeavyText(tokens.query, near, tokens.key, tokens.value, tokens.sink)
 
-        def forward(choices: HeavyChoices) -> tuple[Tensor, HeavyState]:
-            return self._forward(tokens, None, choices)
+            def forward(choices: HeavyChoices) -> tuple[Tensor, HeavyState]:
+                return self._forward(tokens, None, choices)
 
-        output, after = attention(text, Options(self.sizes, tokens.scaling, tokens.softcap), forward)
+            output, after = attention(text, Options(self.sizes, tokens.scaling, tokens.softcap), forward)
         if tokens.keep:
-            key, value = (kept(x, after.rank, self.sizes, count[:, -1]) for x in (tokens.key, tokens.value))
+            count = tokens.count[:, -1]
+            key, value = (kept(x, after.rank, self.sizes, count) for x in (tokens.key, tokens.value))
             after = after._replace(key=key, value=value)
         if order is not None:  # padding has no output, so none that a gradient comes from
             output = tokens.hide(output).gather(2, spread(order.argsort(1), output))
@@ -273,6 +292,8 @@ class H2O(StatefulAttention):
         query, key, value = tokens.query, tokens.key, tokens.value
         if query is None or not tokens.is_plain:
             return None
+        if torch.compiler.is_compiling():
+            return None if self._has_gradients(tokens, state) else self._operator(tokens, state, learns=False)
         if native_takes_heavy(query, key, value, state):
             chosen = None if choices is None else choices.chosen
             return functools.partial(cpp_heavy.forward, in_place=tokens.in_place, chosen=chosen)

@@ -64,9 +64,9 @@ class _Attention(torch.autograd.Function):
             found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
         elif log_sum is not None:
             choices = HeavyChoices(chosen, count, log_sum)
-            found = *_by_kernels(heavy.HeavyText(*inputs), grad, output, choices, ctx.options), None
+            found = *by_kernels(heavy.HeavyText(*inputs), grad, output, choices, ctx.options), None
         else:
-            found = _gradients(inputs, chosen, ctx.options, grad)
+            found = by_torch(heavy.HeavyText(*inputs), chosen, ctx.options, grad)
         return *found, None, None
 
 
@@ -77,20 +77,20 @@ def _outputs(inputs: Sequence[Tensor | None], chosen: Tensor, options: heavy.Opt
         yield heavy.attended(text, chosen, options, start, stop)
 
 
-def _gradients(
-    inputs: Sequence[Tensor | None], chosen: Tensor, options: heavy.Options, grad: Tensor
+def by_torch(
+    text: heavy.HeavyText, chosen: Tensor, options: heavy.Options, grad: Tensor
 ) -> list[Tensor | None]:
     """Compute the gradients of the tensors of a text, part after part, so that memory does not grow."""
-    text = _wide(inputs)
+    wide = _wide(text)
     # dense: rows of all heads are added to as one table
-    sums = heavy.HeavyText(*(None if x is None else x.new_zeros(x.shape) for x in text))  # type: ignore[arg-type]
-    grad = grad.to(text.key.dtype)
-    for start, stop in heavy.parts_of(text, options.columns):
-        heavy.add_gradients(sums, grad, text, chosen, options, start, stop)
-    return [x if x is None or y is None else x.to(y.dtype) for x, y in zip(sums, inputs, strict=True)]
+    sums = heavy.HeavyText(*(None if x is None else x.new_zeros(x.shape) for x in wide))  # type: ignore[arg-type]
+    grad = grad.to(wide.key.dtype)
+    for start, stop in heavy.parts_of(wide, options.columns):
+        heavy.add_gradients(sums, grad, wide, chosen, options, start, stop)
+    return [x if x is None or y is None else x.to(y.dtype) for x, y in zip(sums, text, strict=True)]
 
 
-def _by_kernels(
+def by_kernels(
     text: heavy.HeavyText, grad: Tensor, output: Tensor, choices: HeavyChoices, options: heavy.Options
 ) -> heavy_backward.Gradients:
     """Compute the gradients of the tensors of a text by Triton kernels, as its outputs were."""

@@ -9,6 +9,7 @@ import torch
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.errors import UnsupportedCallError
+from hf_linattn.ops import heavy_operator
 from hf_linattn.ops.triton import (
     check,
     heavy,
@@ -49,6 +50,24 @@ def _by_kernels(module, numbers):
         found = gradients(module, numbers, lambda tokens: module.causal(tokens, None), torch.float32)
     assert calls
     return found
+
+
+def check_in_a_graph():
+    """Outputs, the cache and gradients through the operator of torch.compile."""
+    case = Case(cuts=(30,), hidden="left", positions="cache")
+    module, numbers, patch = module_of(case), given(case), pytest.MonkeyPatch()
+    want = gradients(module, numbers, lambda tokens: module.causal(tokens, None), torch.float32)
+    patch.setattr(heavy_operator, "backend_of", lambda *about: "triton")
+    compiled = torch.compile(lambda tokens: module.causal(tokens, None), backend="aot_eager", fullgraph=True)
+    got = gradients(module, numbers, compiled, torch.float32)
+    with torch.no_grad():
+        tokens = Tokens(*(x.nan_to_num() for x in numbers[:3]), 0.5, numbers[3], numbers[3].cumsum(1))
+        plain = compiled(tokens)
+    patch.undo()
+    for x, y in zip((got[0], *got[2]), (want[0], *want[2]), strict=True):
+        close(x, y, 3e-6)
+    close(plain[0], want[0], 3e-6)
+    close(plain[1].weight, want[1].weight, 3e-6)
 
 
 def check_the_same_bits(path):

@@ -397,9 +397,9 @@ def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -
         return False
     about = query.device, query.dtype, query.shape[-1], value.shape[-1], grouped, form
     if torch.compiler.is_compiling():
-        if not isinstance(form, WindowForm):
+        if not isinstance(form, WindowForm | HeavyForm):
             return False  # a graph writes over nothing, and has a backward
-        known: bool = _takes_window_in_a_graph(*about[:-1], *form)
+        known: bool = _takes_window_in_a_graph(*about[:-1], isinstance(form, HeavyForm), *form)
         return known
     if not type(query) is type(key) is type(value) is Tensor:
         return False
@@ -416,10 +416,11 @@ def _window_key(device: torch.device, dtype: torch.dtype, D: int, Dv: int, group
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _takes_window_in_a_graph(
-    device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, *form: bool
+    device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, heavy: bool, *form: bool
 ) -> bool:
     """Answer what is known while a graph is traced: it asks once."""
-    return CHECKS.takes(_window_key(device, dtype, D, Dv, grouped, WindowForm(*form)), compiling=True)
+    about = HeavyForm(*form) if heavy else WindowForm(*form)
+    return CHECKS.takes(_window_key(device, dtype, D, Dv, grouped, about), compiling=True)
 
 
 def _key(

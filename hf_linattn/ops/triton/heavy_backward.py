@@ -50,10 +50,9 @@ def tile_of(width: int, members: int, operand: str, capability: tuple[int, int],
     tokens = max(1, tokens, 16 // members)
     if not short:
         return Tile(tokens, 32, 8, 1)
-    # others have 99 KiB of shared memory for a program or less
-    roomy, rows = capability == (8, 0) or capability[0] in (9, 10), tokens * members
-    few = rows * width <= 4096 and (rows < 64 or capability != (8, 0))
-    return Tile(tokens, 64 if width <= 64 and roomy else 32, 4, 2 if roomy and few else 1)
+    wide = width <= 64 and capability[0] in (9, 10)
+    few = tokens * members * width <= 4096 and capability != NO_CUDA
+    return Tile(tokens, 64 if wide else 32, 4, 2 if few else 1)
 
 
 def backward(
