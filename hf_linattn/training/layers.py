@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -75,5 +76,9 @@ def compile_layers(model: nn.Module) -> None:
         )
     if inside.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise OptionError("--compile needs a C++ compiler on the CPU, and none is on the PATH: install g++")
+    # torch compiles eight of a kind, and layers of `h2o` differ in size; each to train and to measure
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 4 * len(layers))
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.compile()

@@ -150,6 +150,22 @@ def test_patched_layers_that_are_alike_are_compiled_once(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_all_layers_are_compiled_where_each_keeps_as_many_tokens_as_it_needs(monkeypatch):
+    """As `--preset h2o` makes them; torch compiles some of a kind and runs others as they are."""
+    compiled, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    torch._dynamo.reset()
+    count = 4
+    sizes = {str(i): ["h2o", {"size": 48 + 8 * i, "heavy": 8, "sinks": 2}] for i in range(count)}
+    model = patch_model(tiny_models.llama(count, dtype=torch.float32), sizes).train()
+    compile_layers(model)
+    next_token_losses(model, IDS)
+    assert counter.frame_count == count
+    torch._dynamo.reset()
+
+
 def test_compiling_needs_layers_and_a_compiler(monkeypatch):
     with pytest.raises(OptionError, match="has no layers that could be compiled"):
         compile_layers(tiny_models.llama(0))
