@@ -104,7 +104,10 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     return output, *after, choices.chosen, log_sum
 
 
-_SIZES = "int size, int heavy, int sinks, int block, float? half_life, int? reach, float scaling, str backend"
+_SIZES = (
+    "SymInt size, SymInt heavy, SymInt sinks, SymInt block, float? half_life, SymInt? reach, float scaling, "
+    "str backend"
+)
 _operator = torch.library.custom_op(
     "hf_linattn::heavy",
     _forward,

@@ -76,9 +76,7 @@ def compile_layers(model: nn.Module) -> None:
         )
     if inside.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise OptionError("--compile needs a C++ compiler on the CPU, and none is on the PATH: install g++")
-    # torch compiles eight of a kind, and layers of `h2o` differ in size; each to train and to measure
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, 4 * len(layers))
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * len(layers))
+    # layers of `h2o` differ in size, and torch compiles at most eight of a kind: sizes become variables
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for layer in layers:
         layer.compile()
