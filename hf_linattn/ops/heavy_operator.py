@@ -26,6 +26,8 @@ Backend = Literal["cpp", "triton"]
 DEVICES = ("cpu", "cuda")
 NAMES = ("query", "near", "key", "value")
 """Inputs that have gradients."""
+FIRST_OPTION = len(NAMES) + len(HeavyPlaces._fields) + len(HeavyState._fields)
+"""Place of the first argument behind those that are tensors."""
 
 
 def backend_of(
@@ -123,7 +125,7 @@ _operator = torch.library.custom_op(
 
 @_operator.register_fake
 def _(query: Tensor, near: Tensor | None, key: Tensor, value: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    *columns, _, backend, learns = inputs[7:]
+    *columns, _, backend, learns = inputs[FIRST_OPTION - len(NAMES) :]
     sizes, (batch, heads, length, _), wide = HeavyColumns(*columns), query.shape, value.shape[3]
     output = value.new_empty(batch, length, heads, wide).transpose(1, 2)
     held = batch, key.shape[1], sizes.total
@@ -171,12 +173,13 @@ def _(grad: Tensor, *inputs: Any) -> list[Tensor]:
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, near, key, value, _, new, *_ = inputs
     ctx.save_for_backward(query, near, key, value, new, output[0], *output[5:])
-    ctx.options = inputs[11:-1]
+    ctx.options = inputs[FIRST_OPTION:-1]
     ctx.set_materialize_grads(False)
 
 
 def _autograd_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    tensors, others = ctx.saved_tensors[: len(NAMES)], (None,) * (len(ctx.options) + 8)
+    tensors = ctx.saved_tensors[: len(NAMES)]
+    others = (None,) * (FIRST_OPTION - len(NAMES) + len(ctx.options) + 1)
     if grad is None:
         return (None,) * (len(NAMES) + len(others))
     found = iter(torch.ops.hf_linattn.heavy_backward(grad, *ctx.saved_tensors, *ctx.options))
