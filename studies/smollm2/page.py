@@ -118,6 +118,7 @@ SHORT_ROWS = {
     "control-long": "softmax, {long}",
     "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
     "h2o-long": "`--preset h2o`, {long}",
+    "h2o-recall-long": "`--preset recall`, {long}",
 }
 """Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
 
