@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_linattn.ops.eager import heavy
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import heavy_backward
-from hf_linattn.ops.types import HeavyChoices, HeavyState, accumulator_dtype
+from hf_linattn.ops.types import HeavyChoices, HeavyColumns, HeavyState, accumulator_dtype
 
 Forward = Callable[[HeavyChoices], tuple[Tensor, HeavyState]]
 """Computes outputs and the cache after; tells its argument what the backward needs."""
@@ -37,13 +37,18 @@ def attention(text: heavy.HeavyText, options: heavy.Options, forward: Forward) -
     return output, HeavyState(*state)
 
 
+def room_for_choices(key: Tensor, columns: HeavyColumns) -> Tensor:
+    """Allocate what a forward writes its choices into, int32 `[B, Hkv, choices, heavy]`, all -1."""
+    number = max(columns.left(key.shape[2] - 1), 0)
+    return key.new_full((*key.shape[:2], number, columns.heavy), -1, dtype=torch.int32)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
         *tensors, options, compute = given
         key, columns = tensors[2], options.columns
-        number = max(columns.left(key.shape[2] - 1), 0)
-        chosen = torch.full((*key.shape[:2], number, columns.heavy), -1, dtype=torch.int32, device=key.device)
+        chosen = room_for_choices(key, columns)
         choices = HeavyChoices(chosen)
         output, state = compute(choices)
         by_kernels = choices.log_sum is not None

@@ -87,9 +87,8 @@ def forward(
 
 
 def _choices(key: Tensor, columns: HeavyColumns, learns: bool) -> Tensor:
-    """Make room for what stays after each choice."""
-    number = max(columns.left(key.shape[2] - 1), 0) if learns else 0
-    return key.new_full((*key.shape[:2], number, columns.heavy), -1, dtype=torch.int32)
+    """Make room for choices; nobody is told of them where nothing learns."""
+    return heavy_attention.room_for_choices(key if learns else key[:, :, :0], columns)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, ...]:

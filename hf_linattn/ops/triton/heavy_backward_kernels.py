@@ -115,6 +115,16 @@ def load_looking(
     return q, g, lse, delta
 
 
+@triton.jit
+def add_gradients(d_k, d_v, k, v, q, g, lse, delta, seen, scale, OPERAND: tl.constexpr):
+    """Add what queries give to keys and values that they have `seen`, `[keys, queries]`."""
+    scores = hidden_where_not(seen, plain_dot(k, tl.trans(q), OPERAND) * scale)
+    weights = tl.exp2(scores - lse[None, :])
+    d_v += plain_dot(weights, g, OPERAND)
+    d_scores = weights * (plain_dot(v, tl.trans(g), OPERAND) - delta[None, :])
+    return d_k + rows_dot(d_scores, q, OPERAND), d_v
+
+
 @jit
 def heavy_key_parts(
     Q, NEAR, K, V, GRAD, LSE, DELTA, COUNT, CHOSEN, PART_K, PART_V,
@@ -174,11 +184,7 @@ def heavy_key_parts(
             inside, rows, columns, D, DV,
         )  # fmt: skip
         seen = (key >= 0)[:, None] & (key[:, None] <= token[None, :])
-        scores = hidden_where_not(seen, plain_dot(k, tl.trans(q), OPERAND) * scale)
-        weights = tl.exp2(scores - lse[None, :])
-        d_v += plain_dot(weights, g, OPERAND)
-        d_scores = weights * (plain_dot(v, tl.trans(g), OPERAND) - delta[None, :])
-        d_k += rows_dot(d_scores, q, OPERAND)
+        d_k, d_v = add_gradients(d_k, d_v, k, v, q, g, lse, delta, seen, scale, OPERAND)
     to = (part_head * (choices + 1) + step) * listed + index + tl.where(of_sinks, 0, sinks)
     wide = within[:, None] & (rows < D)[None, :]
     tl.store(PART_K + to[:, None] * D + rows[None, :], d_k, mask=wide)
@@ -229,11 +235,7 @@ def heavy_key_gradients(
         )  # fmt: skip
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < leaves[:, None])
         seen = seen & (key >= sinks)[:, None]
-        scores = hidden_where_not(seen, plain_dot(k, tl.trans(q), OPERAND) * scale)
-        weights = tl.exp2(scores - lse[None, :])
-        d_v += plain_dot(weights, g, OPERAND)
-        d_scores = weights * (plain_dot(v, tl.trans(g), OPERAND) - delta[None, :])
-        d_k += rows_dot(d_scores, q, OPERAND)
+        d_k, d_v = add_gradients(d_k, d_v, k, v, q, g, lse, delta, seen, scale, OPERAND)
     FIRST_PART += batch_head * (length + 1)
     parts = (choices + 1) * (sinks + heavy)
     PARTS_OF += batch_head * parts
