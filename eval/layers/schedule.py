@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_linattn.errors import OptionError
+from hf_linattn.patching.reuse import reusing_layers
 
 from ..common.windows import Bos, encode, plan_windows
 from .measure import Evaluator, Key, Measured, Recall, key_of
@@ -61,7 +63,8 @@ class Schedule:
             return
         evaluator = self.evaluator()
         total = evaluator.size * len(missing)
-        with tqdm(total=total, unit="tok", unit_scale=True, disable=not self.progress) as bar:
+        reusing = reusing_layers(evaluator.model) if kept[0] == OWN else nullcontext()
+        with tqdm(total=total, unit="tok", unit_scale=True, disable=not self.progress) as bar, reusing:
             for own, name in missing:
                 bar.set_description(_title(self.layers, own, name))
                 self._add(evaluator.measure(own, kept, recall=recall, advance=bar.update))

@@ -22,6 +22,7 @@ from hf_linattn.convert.outputs import SIZES
 from hf_linattn.convert.presets import context_of
 from hf_linattn.convert.resolve import ConversionPlan
 from hf_linattn.convert.stages import first_tokens, load_original
+from hf_linattn.patching.reuse import reusing_layers
 from hf_linattn.registry import parse
 from hf_linattn.training.divergence import ComparisonTarget
 
@@ -131,12 +132,13 @@ def layer_losses(
     for ids in rows:
         chosen = torch.zeros_like(ids, dtype=torch.bool)
         chosen[:, first:] = True
-        with bypassed(model):
-            teacher = comparison.run(model, ids)
-        for name in names:
-            with bypassed(model, [other for other in names if other != name]):
-                losses[name] += float(comparison.divergence(comparison.run(model, ids), teacher, chosen))
-            steps.update()
+        with reusing_layers(model):
+            with bypassed(model):
+                teacher = comparison.run(model, ids)
+            for name in names:
+                with bypassed(model, [other for other in names if other != name]):
+                    losses[name] += float(comparison.divergence(comparison.run(model, ids), teacher, chosen))
+                steps.update()
     steps.close()
     return {name: loss / len(rows) for name, loss in losses.items()}
 
