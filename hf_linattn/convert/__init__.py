@@ -40,11 +40,12 @@ def convert(
     """
     # Imported here so that --help and a wrong option answer without loading accelerate and datasets.
     from hf_linattn import from_pretrained
-    from hf_linattn.convert.outputs import save_source
+    from hf_linattn.convert.outputs import SOURCE, conversion_folder, save_source
     from hf_linattn.convert.run import run
 
-    source, tokenizer_source = save_source(model, tokenizer, output_dir)
-    text = data if isinstance(data, str) else "(in memory)"
-    options = ConvertArguments(source, text, output_dir, patch, tokenizer=tokenizer_source, **arguments)
-    result = run(options, f"convert({options!r})", None if isinstance(data, str) else data)
+    with conversion_folder(output_dir).leaving_nothing(SOURCE):
+        source, tokenizer_source = save_source(model, tokenizer, output_dir)
+        text = data if isinstance(data, str) else "(in memory)"
+        options = ConvertArguments(source, text, output_dir, patch, tokenizer=tokenizer_source, **arguments)
+        result = run(options, f"convert({options!r})", None if isinstance(data, str) else data)
     return from_pretrained(result.folder).eval()

@@ -20,6 +20,8 @@ SIZES = "sizes.json"
 """How many tokens each layer keeps, where that was measured."""
 LAYERS = "layers"
 """Folder of what chose the layers that stay softmax."""
+SOURCE = "original"
+"""Folder of a model that was given as an object."""
 OWN_TEXT, OWN_EVAL_TEXT = "self.jsonl", "self-eval.jsonl"
 LABELS = {"original": "original", "swapped": "patched, untrained"}
 
@@ -70,7 +72,7 @@ def save_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str |
         return model, tokenizer
     if tokenizer is None:
         raise OptionError("a model given as an object needs its tokenizer: tokenizer=...")
-    folder = Path(output_dir).expanduser() / "original"
+    folder = Path(output_dir).expanduser() / SOURCE
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not isinstance(model, str) and not (folder / "config.json").exists():

@@ -224,6 +224,8 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
             )
         patch = default_patch("conversion") if preset.patch is None or encoder else preset.patch
         options = merge_options(patch, {} if encoder else preset.options_for(config), options) or None
+    if isinstance(patch, str):
+        parse(patch, options)  # a wrong name is refused before a text is read
     if not arguments.learn_front:
         return replace(arguments, patch=patch, options=options)
     if isinstance(patch, str):

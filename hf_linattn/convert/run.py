@@ -67,6 +67,11 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
     """
     accelerator = make_accelerator(arguments)
     plan = resolve(arguments)
+    with plan.folder.leaving_nothing():
+        return _convert(plan, accelerator, command, data)
+
+
+def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data: Any) -> ConversionResult:
     if accelerator.is_main_process:
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)

@@ -40,6 +40,7 @@ from hf_linattn.parallel import Shard, lost_processes
 from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.patching.loading import first_line, load_tokenizer, processor_files
 from hf_linattn.patching.splitting import split_rows
+from hf_linattn.registry import parse
 from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
@@ -72,7 +73,10 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
     accelerator = make_accelerator(arguments)
-    with lost_processes(accelerator.process_index, accelerator.num_processes):
+    with (
+        run_folder(arguments).leaving_nothing(BLOCKS),
+        lost_processes(accelerator.process_index, accelerator.num_processes),
+    ):
         results = train(arguments, command, accelerator, TrainingRecipe())
     accelerator.end_training()
     return results
@@ -116,6 +120,8 @@ def train(
     if arguments.resume and (path / "results.json").exists():
         finished: dict[str, Any] = json.loads((path / "results.json").read_text(encoding="utf-8"))
         return finished
+    if isinstance(arguments.patch, str):
+        parse(arguments.patch, arguments.options)  # a wrong name is refused before a text is read
     tokenizer = tokenizer or load_tokenizer(arguments.tokenizer or arguments.model)
     objective = objective or _objective(arguments, tokenizer)
     with accelerator.main_process_first():  # the others find the tokens of tables in the cache

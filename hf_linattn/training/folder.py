@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,27 @@ class RunFolder:
     def record_path(self) -> Path:
         """Where the record is, or will be."""
         return self.path / self.record
+
+    @contextmanager
+    def leaving_nothing(self, *files: str) -> Iterator[None]:
+        """Delete what a call that fails before its record is written has made.
+
+        Args:
+            *files: that it may write before, or folders; the output folder goes if it is empty then.
+        """
+        candidates = [*(self.path / name for name in files), self.path, *self.path.parents]
+        missing = [path for path in candidates if not path.exists()]
+        try:
+            yield
+        except BaseException:
+            if not self.record_path.exists():
+                for path in missing:
+                    with suppress(OSError):
+                        if path.name in files:
+                            shutil.rmtree(path) if path.is_dir() else path.unlink()
+                        else:
+                            path.rmdir()
+            raise
 
     def check(self, arguments: TrainingArguments, settings: Mapping[str, Any]) -> None:
         """Make the folder, and see that this run can use it; resumed, it must have the same settings.

@@ -2,7 +2,6 @@
 # ruff: noqa: F401  fixtures are imported, and then named as arguments
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
 from hf_linattn.convert.presets import default_patch
 from hf_linattn.convert.resolve import resolve, with_learned_front
-from hf_linattn.errors import OptionError, TrainingError
+from hf_linattn.errors import OptionError, TrainingError, UnknownPatchError
 from hf_linattn.registry import find, parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -40,13 +39,23 @@ def test_one_clear_line(argv, message, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
-    shutil.rmtree("refused", ignore_errors=True)
+    assert not Path("refused").exists()
 
 
 def test_nothing_to_transfer_leaves_no_files():
     argv = [*BASE, "--transfer-tokens", "128", "--output-dir", "untouched", "--patch", "elu1"]
     assert main(argv) == 1
-    assert list(Path("untouched").rglob("*")) == []
+    assert not Path("untouched").exists()
+
+
+def test_a_model_in_memory_leaves_nothing_when_it_is_refused():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
+    Path("kept").mkdir()
+    for folder in ("new/folder", "kept"):
+        with pytest.raises(UnknownPatchError, match="elu2"):
+            convert(model, "nowhere.txt", patch="elu2", output_dir=folder, tokenizer=tokenizer, cpu=True)
+    assert not Path("new").exists()
+    assert list(Path("kept").iterdir()) == []
 
 
 def test_a_tokenizer_that_does_not_fit(capsys):
@@ -131,4 +140,4 @@ def test_a_text_too_short_for_its_rows_leaves_nothing(argv, tmp_path, capsys):
     text.write_text("One two three four.")
     assert main(["--model", "model", "--data", str(text), "--cpu", *argv, "--output-dir", str(out)]) == 1
     assert "fewer than one block" in capsys.readouterr().err
-    assert not out.exists() or not list(out.iterdir())
+    assert not out.exists()

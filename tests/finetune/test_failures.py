@@ -204,10 +204,11 @@ def test_failed_replacement_leaves_the_old_file(tmp_path):
             ("--model", "small-vocabulary", "--tokenizer", "model"),
             "the tokenizer gives token 256, the model knows 50",
         ),
+        (("--model", "small-vocabulary", "--tokenizer", "model", "--streaming"), "the model knows 50"),
         (("--output-dir", "train.txt/out"), "cannot write train.txt/out: Not a directory"),
         (("--output-dir", "model"), "--output-dir model is --model itself"),
         (("--output-dir", "bare"), "bare holds config.json, model*.safetensors but no run of this command"),
-        (("--patch", "elu2"), "unknown patch 'elu2'"),
+        (("--patch", "elu2", "--data", "missing.txt"), "unknown patch 'elu2'"),
         (("--patch", "logn", "--options", '{"train_length": 0}'), "train_length must be at least 2"),
         (("--mixed-precision", "fp16"), "--mixed-precision fp16 needs a GPU"),
         (("--train-only-patch",), "has no parameters of its own to train"),
@@ -229,7 +230,7 @@ def test_bad_input_is_one_line(capsys, argv, message):
     errors = [line for line in capsys.readouterr().err.split("\n") if line.startswith("error")]
     assert len(errors) == 1
     assert message in errors[0]
-    assert not Path("never/run.json").exists()
+    assert not Path("never").exists()
 
 
 @pytest.mark.parametrize(
