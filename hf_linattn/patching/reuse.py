@@ -27,7 +27,7 @@ def reusing_layers(model: nn.Module, memory: int = MEMORY) -> Iterator[None]:
     A layer counts as the model's own where all attention in it and in front of it is unpatched or bypassed,
     which may change from pass to pass. Results are those of running all layers, bit for bit: the first
     pass that is the model's own throughout is tried against its own last layer alone, and where that gives
-    other logits, or layers are not run in order, nothing is reused. Passes with gradients or a cache, and
+    something else, or layers are not run in order, nothing is reused. Passes with gradients or a cache, and
     models in training, run as always. Weights must not change inside.
 
     Args:
@@ -48,12 +48,13 @@ def reusing_layers(model: nn.Module, memory: int = MEMORY) -> Iterator[None]:
         ...         one = model(ids, use_cache=False).logits
     """
     inside: Any = transformers_model(model)
-    layers = _layers_of(inside)
-    if len(layers) < 2:
+    stack, attentions = _stack_of(inside)
+    if len(attentions) < 2:
         yield
         return
-    reuse = _Reuse(inside, layers, memory)
-    modules = [inside, *(layer for layer, _ in layers)]
+    holder, layers = inside.get_submodule(stack.rpartition(".")[0]), [*inside.get_submodule(stack)]
+    reuse = _Reuse(holder, layers, attentions, memory)
+    modules = [holder, *layers]
     before = [module.__dict__.get("forward") for module in modules]
     try:
         reuse.install()
@@ -65,8 +66,8 @@ def reusing_layers(model: nn.Module, memory: int = MEMORY) -> Iterator[None]:
                 module.forward = forward
 
 
-def _layers_of(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """List the layers that the text goes through, each with its attentions; [] if it cannot be told."""
+def _stack_of(model: nn.Module) -> tuple[str, list[list[nn.Module]]]:
+    """Name the list of the layers that the text goes through, and the attentions of each; none if unknown."""
     modules = dict(model.named_modules())
     attention: dict[str, list[nn.Module]] = {}
     for site in sites_of(model):
@@ -76,15 +77,13 @@ def _layers_of(model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
         above = [".".join(parts[:end]) for end in range(1, len(parts))]
         holders = [name for name in above if isinstance(modules[name], GradientCheckpointingLayer)]
         if not holders:
-            return []
+            return "", []
         attention.setdefault(holders[0], []).append(site.module)
     stacks = {name.rpartition(".")[0] for name in attention}
-    if len(stacks) != 1:
-        return []
-    (stack,) = stacks
+    stack = stacks.pop() if len(stacks) == 1 else ""
     if not isinstance(modules[stack], nn.ModuleList):
-        return []
-    return [(layer, attention.get(f"{stack}.{name}", [])) for name, layer in modules[stack].named_children()]
+        return "", []
+    return stack, [attention.get(f"{stack}.{name}", []) for name, _ in modules[stack].named_children()]
 
 
 @dataclass
@@ -116,28 +115,35 @@ class _Pass:
 
 
 class _Reuse:
-    """The forwards of a model and of its layers, while outputs of layers are kept.
+    """The forwards of layers and of what runs them, while outputs of layers are kept.
 
     Args:
-        model: a transformers model.
-        layers: of `_layers_of`.
+        holder: the module that runs the layers.
+        layers: in their order.
+        attentions: of each layer.
         memory: bytes.
     """
 
-    def __init__(self, model: Any, layers: Sequence[tuple[nn.Module, list[nn.Module]]], memory: int) -> None:
+    def __init__(
+        self,
+        holder: nn.Module,
+        layers: Sequence[nn.Module],
+        attentions: Sequence[Sequence[nn.Module]],
+        memory: int,
+    ) -> None:
         """Begin with nothing kept."""
-        self.model, self.layers, self.left = model, layers, memory
+        self.holder, self.layers, self.attentions, self.left = holder, layers, attentions, memory
         self.records: list[_Record] = []
         self.running: _Pass | None = None
         self.usable: bool | None = None  # None: not tried yet
 
     def install(self) -> None:
         """Put the forwards in place of the modules' own."""
-        self.model.forward = self._forward_of_model(self.model.forward)
-        for index, (layer, _) in enumerate(self.layers):
+        self.holder.forward = self._forward_of_holder(self.holder.forward)
+        for index, layer in enumerate(self.layers):
             layer.forward = self._forward_of_layer(index, layer.forward)
 
-    def _forward_of_model(self, forward: Any) -> Any:
+    def _forward_of_holder(self, forward: Any) -> Any:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.usable is False or self.running is not None or not self._plain(args, kwargs):
@@ -168,7 +174,7 @@ class _Reuse:
             again = self._pass(forward, args, kwargs, _Pass(record, known, known))
         except Exception:  # a layer that looks for what one in front should have left: nothing can be reused
             return False
-        return torch.equal(again.logits, outputs.logits)
+        return all(map(_same, tree_leaves(again), tree_leaves(outputs)))
 
     def _forward_of_layer(self, index: int, forward: Any) -> Any:
         @wraps(forward)
@@ -203,11 +209,11 @@ class _Reuse:
             x is None or isinstance(x, Tensor | bool | int | str) for x in tree_leaves((args, kwargs))
         )
         cacheless = kwargs.get("use_cache") is False
-        return simple and cacheless and not torch.is_grad_enabled() and not self.model.training
+        return simple and cacheless and not torch.is_grad_enabled() and not self.holder.training
 
     def _own_layers(self) -> int:
         """Count the layers in front of the first one that is patched and not bypassed."""
-        for index, (_, attentions) in enumerate(self.layers):
+        for index, attentions in enumerate(self.attentions):
             children: list[Any] = [module._modules.get(NAME) for module in attentions]
             if any(child is not None and child.bypass is None for child in children):
                 return index

@@ -15,6 +15,7 @@ from hf_linattn.convert import ConvertArguments, layer_sizes
 from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.layer_sizes import layer_losses, share
 from hf_linattn.convert.resolve import _preset_for
+from hf_linattn.training import head
 from hf_linattn.training.divergence import compare_predictions
 from hf_linattn.training.objectives import CACHELESS
 
@@ -46,8 +47,11 @@ def test_windows_of_few_tokens_stay_as_they_are():
     assert share({"0": 0.1, "1": 0.9}, 8) == {"0": 8, "1": 8}
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["logits", "what makes them"])
 @torch.no_grad()
-def test_losses_are_the_divergence_of_a_model_patched_there():
+def test_losses_are_the_divergence_of_a_model_patched_there(held, monkeypatch):
+    if held:
+        monkeypatch.setattr(head, "CHUNK", 0)
     model, ids = tiny_models.llama(2), tiny_models.tokens(1, 60)
     names = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     before, want = model(ids).logits[0, 40:].log_softmax(-1), {}
