@@ -19,6 +19,9 @@ from hf_linattn.patching.plan import sites_of, transformers_model
 MEMORY = 2**32
 """Bytes of outputs that are kept, in the memory of the CPU; behind them layers run again."""
 
+SHOWN = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Arguments, or entries of the config, by which a model gives what is inside its layers."""
+
 
 @contextmanager
 def reusing_layers(model: nn.Module, memory: int = MEMORY) -> Iterator[None]:
@@ -27,8 +30,8 @@ def reusing_layers(model: nn.Module, memory: int = MEMORY) -> Iterator[None]:
     A layer counts as the model's own where all attention in it and in front of it is unpatched or bypassed,
     which may change from pass to pass. Results are those of running all layers, bit for bit: the first
     pass that is the model's own throughout is tried against its own last layer alone, and where that gives
-    something else, or layers are not run in order, nothing is reused. Passes with gradients or a cache, and
-    models in training, run as always. Weights must not change inside.
+    something else, or layers are not run in order, nothing is reused. Passes with gradients or a cache, those
+    that give what is inside layers, and models in training run as always. Weights must not change inside.
 
     Args:
         model: a causal model, or its wrapper.
@@ -205,11 +208,13 @@ class _Reuse:
 
     def _plain(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Tell whether a pass depends on nothing but its arguments, and leaves nothing but its outputs."""
-        simple = all(
-            x is None or isinstance(x, Tensor | bool | int | str) for x in tree_leaves((args, kwargs))
-        )
-        cacheless = kwargs.get("use_cache") is False
-        return simple and cacheless and not torch.is_grad_enabled() and not self.holder.training
+        given = tree_leaves((args, kwargs))
+        if not all(x is None or isinstance(x, Tensor | bool | int | str) for x in given):
+            return False
+        config = getattr(self.holder, "config", None)
+        shown = any(kwargs.get(name) or getattr(config, name, False) for name in SHOWN)
+        learns = torch.is_grad_enabled() or self.holder.training
+        return kwargs.get("use_cache") is False and not shown and not learns
 
     def _own_layers(self) -> int:
         """Count the layers in front of the first one that is patched and not bypassed."""
@@ -220,7 +225,8 @@ class _Reuse:
         return len(self.layers)
 
     def _record_of(self, args: Any, kwargs: Mapping[str, Any]) -> _Record:
-        given, structure = tree_flatten((args, dict(kwargs)))
+        autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        given, structure = tree_flatten((args, dict(kwargs), autocast))
         for record in self.records:
             if record.is_of(given, structure):
                 return record

@@ -113,6 +113,31 @@ def test_gradients_caches_and_training_run_every_layer():
     assert calls[0] == calls[2] == 6 + 8
 
 
+@torch.no_grad()
+def test_what_is_inside_layers_is_given_as_always():
+    model, ids = patch_model(tiny_models.llama(4), "elu1"), tiny_models.tokens(1, 30)
+    want = run(model, [ids])
+    states = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    with reusing_layers(model):
+        assert all(map(torch.equal, run(model, [ids]), want))
+        for _ in range(2):
+            got = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+            assert len(got) == len(states)
+            assert all(map(torch.equal, got, states))
+        model.config.output_hidden_states = True
+        assert all(map(torch.equal, run(model, [ids]), want))
+
+
+def test_autocast_tells_inputs_apart():
+    model, ids = patch_model(tiny_models.llama(4).float(), "elu1"), tiny_models.tokens(1, 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = run(model, [ids])
+    with reusing_layers(model):
+        run(model, [ids])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert all(map(torch.equal, run(model, [ids]), want))
+
+
 @pytest.mark.parametrize("loses", ["gives other logits", "raises"])
 def test_layers_that_pass_on_more_than_their_output_all_run(loses):
     model, inputs = patch_model(tiny_models.llama(4), "elu1"), [tiny_models.tokens(1, 30)]
