@@ -116,16 +116,21 @@ def test_gradients_caches_and_training_run_every_layer():
 @torch.no_grad()
 def test_what_is_inside_layers_is_given_as_always():
     model, ids = patch_model(tiny_models.llama(4), "elu1"), tiny_models.tokens(1, 30)
-    want = run(model, [ids])
-    states = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    names = [row.module for row in describe(model)]
+    shown = {"use_cache": False, "output_hidden_states": True}
+    with bypassed(model, names[:3]):
+        want = model(ids, **shown).hidden_states
     with reusing_layers(model):
-        assert all(map(torch.equal, run(model, [ids]), want))
-        for _ in range(2):
-            got = model(ids, use_cache=False, output_hidden_states=True).hidden_states
-            assert len(got) == len(states)
-            assert all(map(torch.equal, got, states))
+        for own in (names, names[:3], names[:3]):
+            with bypassed(model, own):
+                model(ids, use_cache=False)
+                got = model(ids, **shown).hidden_states
         model.config.output_hidden_states = True
-        assert all(map(torch.equal, run(model, [ids]), want))
+        with bypassed(model, names[:3]):
+            by_config = model(ids, use_cache=False).hidden_states
+    assert len(got) == len(by_config) == len(want) == 5
+    assert all(map(torch.equal, got, want))
+    assert all(map(torch.equal, by_config, want))
 
 
 def test_autocast_tells_inputs_apart():
