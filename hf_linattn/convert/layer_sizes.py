@@ -126,7 +126,7 @@ def layer_losses(
     Returns:
         Name of the module -> KL(unpatched || patched there) in nats per token.
     """
-    names = [row.module for row in describe(model) if row.patch is not None]
+    names = [row.module for row in describe(model) if row.patch != "softmax"]
     losses = dict.fromkeys(names, 0.0)
     steps = tqdm(total=len(rows) * len(names), desc="what each layer loses", unit="layer", file=sys.stderr)
     for ids in rows:

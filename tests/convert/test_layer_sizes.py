@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny_models
 from helpers.fixtures_finetune import surroundings, weights_of, workplace
-from transformers import BertConfig, LlamaConfig
+from transformers import AutoTokenizer, BertConfig, LlamaConfig
 
 from hf_linattn import describe, from_pretrained, patch_model
 from hf_linattn.convert import ConvertArguments, layer_sizes
@@ -63,6 +63,21 @@ def test_losses_are_the_divergence_of_a_model_patched_there(held, monkeypatch):
     got = layer_losses(patch_model(model, "h2o", options=options), [ids, ids], comparison, 40)
     assert min(want.values()) > 0
     assert got == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_layers_with_a_window_of_their_own_keep_it(tmp_path):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 16, "vocab_size": 257}
+    model = tiny_models.build("Gemma3ForCausalLM", dtype=torch.float32, **{**tiny_models.SIZES, **sizes})
+    model.save_pretrained(tmp_path / "gemma")
+    AutoTokenizer.from_pretrained("model").save_pretrained(tmp_path / "gemma")
+    argv = [*ARGV, "--model", str(tmp_path / "gemma"), "--output-dir", str(tmp_path / "out")]
+    assert main(argv) == 0
+    found = json.loads((tmp_path / "out/sizes.json").read_text())
+    assert [name.split(".")[2] for name in found["losses"]] == ["1", "3"]
+    rows = describe(from_pretrained(tmp_path / "out/finetune"))
+    assert [row.patch for row in rows] == ["softmax", "h2o"] * 2
 
 
 @pytest.mark.usefixtures("surroundings")
