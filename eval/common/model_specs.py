@@ -69,6 +69,8 @@ def parse_spec(text: str) -> tuple[str, dict[str, Any], str | None]:
         )
     if patch == UNPATCHED:
         raise OptionError(f"{text!r}: the model's own attention is called 'softmax' here")
+    if "=" in patch:
+        raise OptionError(f"{text!r} is no patch: an entry is {FORM}, options behind colons, not commas")
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

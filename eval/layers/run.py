@@ -162,7 +162,7 @@ def _summary(args: argparse.Namespace, ranking: Ranking, points: Sequence[files.
         *([f"note: {ranking.note}"] if ranking.note else []),
         f"{what[ranking.sense]}; first to stay softmax first, by {ranking.rank}:",
         files.layer_table(ranking),
-        "state of one sequence, the layers that stay, and perplexity by each way to choose them:",
+        "state of one sequence in these layers, those that stay, and perplexity by each way to choose them:",
         files.tradeoff_table(ranking, points, args.context),
     ]
 

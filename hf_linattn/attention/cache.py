@@ -74,6 +74,8 @@ class StateLayer(CacheLayerMixin):
         self.tail: list[Tokens] = []  # while recording: what came since the last crop
         self.base: tuple[Any, Tensor | None] | None = None  # state and fingerprint before the tail
         self.expecting_update = False
+        self.beside_others = False  # layers in front keep keys, and are cropped before this one is asked
+        self.torn = False  # they were, and this one could not be
         self.prepared: Any = None  # how the next token is computed; see patching/steps.py
         self.device: Any = None
 
@@ -234,6 +236,7 @@ class StateLayer(CacheLayerMixin):
             tail = self.tail if self.pending is None else [self.pending, *self.tail]
             recorded = sum(part.length for part in tail)
             if recorded < count or (self.base is None and self.pending is None):
+                self.torn = self.beside_others
                 raise CacheError(
                     f"crop({-count}): a constant-size state cannot forget tokens unless recording was on "
                     "when they came: call cache.activate_past_recording() first, as assisted decoding does."
@@ -282,6 +285,7 @@ class StateLayer(CacheLayerMixin):
         else:
             self.seen, self.state = 0, None
         self.pending, self.tail, self.base, self.visible = None, [], None, None
+        self.torn = False
 
     def offload(self) -> None:
         """Move the state to the CPU."""

@@ -42,10 +42,14 @@ def convert(
     from hf_linattn import from_pretrained
     from hf_linattn.convert.outputs import SOURCE, conversion_folder, save_source
     from hf_linattn.convert.run import run
+    from hf_linattn.registry import parse
 
+    text = data if isinstance(data, str) else "(in memory)"
+    ConvertArguments("", text, output_dir, patch, **arguments)  # what is wrong here is said before anything
+    if isinstance(patch, str):
+        parse(patch, arguments.get("options"))
     with conversion_folder(output_dir).leaving_nothing(SOURCE):
         source, tokenizer_source = save_source(model, tokenizer, output_dir)
-        text = data if isinstance(data, str) else "(in memory)"
         options = ConvertArguments(source, text, output_dir, patch, tokenizer=tokenizer_source, **arguments)
         result = run(options, f"convert({options!r})", None if isinstance(data, str) else data)
     return from_pretrained(result.folder).eval()

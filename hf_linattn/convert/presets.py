@@ -78,20 +78,26 @@ class Preset:
     sizes_layers: bool = False
     encoders: bool = True
 
-    def options_for(self, config: PreTrainedConfig) -> dict[str, Any]:
+    def options_for(self, config: PreTrainedConfig, size: int | None = None) -> dict[str, Any]:
         """Return the patch's options for a model.
 
         A window is a thirty-second of the context, 64 to 256 tokens: then it and the state take a twentieth
         of what a full context of softmax does (docs/smollm2.md). It is a sixteenth shorter where half as many
         tokens are kept beside it, for the same share.
+
+        Args:
+            config: of the model.
+            size: of the window, where it is given.
         """
         options = dict(self.options)
         context = context_of(config)
         if "size" in options and context is not None:
             part, most = (34, 240) if "heavy" in options else (32, 256)
             options["size"] = min(max(context // part, options["size"]), most)
+        if size is not None:
+            options["size"] = size
         if "heavy" in options:
-            options["heavy"] = options["size"] // 2
+            options["heavy"] = max(options["size"] // 2, 1)
         return options
 
     def tokens(self, stage: str, total: int, named: list[str] | None) -> int:

@@ -223,7 +223,9 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
                 "encoder: leave --preset out"
             )
         patch = default_patch("conversion") if preset.patch is None or encoder else preset.patch
-        options = merge_options(patch, {} if encoder else preset.options_for(config), options) or None
+        sizes = [given["size"] for given in parse(patch, options).options.values() if "size" in given]
+        chosen = {} if encoder else preset.options_for(config, *sizes[:1])
+        options = merge_options(patch, chosen, options) or None
     if isinstance(patch, str):
         parse(patch, options)  # a wrong name is refused before a text is read
     if not arguments.learn_front:

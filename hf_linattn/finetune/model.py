@@ -21,7 +21,7 @@ from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.checkpoint import saved_class
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, PATCH_PART
-from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts, trust
+from hf_linattn.patching.loading import explain_gguf, explain_missing, gguf_parts, model_inside, trust
 from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.registry import patches
 from hf_linattn.training.estimate import check_weights_fit
@@ -38,7 +38,8 @@ def load_config(name: str, option: str = "--model") -> PreTrainedConfig:
         TrainingError: there is no such model.
     """
     place, keyword = gguf_parts(name)
-    with explain_gguf(name) if keyword else explain_missing(f"cannot load {option} {name}", TrainingError):
+    message = f"cannot load {option} {name}{model_inside(name)}"
+    with explain_gguf(name) if keyword else explain_missing(message, TrainingError):
         config: PreTrainedConfig = AutoConfig.from_pretrained(place, **keyword, **trust())
     return config
 

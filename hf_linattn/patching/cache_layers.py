@@ -124,6 +124,11 @@ def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
     """
     old: Any = _layer_at(cache, index, where)
     if isinstance(old, StateLayer):
+        if old.torn:
+            raise CacheError(
+                f"{where}: crop() has taken tokens from layers in front of it, and could not take them from "
+                "its state: start from a new cache"
+            )
         return old
     hybrid = isinstance(old, LinearAttentionLayer)
     if hybrid and not isinstance(old, DynamicLayer):
@@ -158,5 +163,6 @@ def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
         raise CacheError(
             f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state"
         )
+    new.beside_others = not all(isinstance(layer, StateLayer) for layer in cache.layers[:index])
     cache.layers[index] = new
     return new

@@ -17,7 +17,7 @@ from hf_linattn.errors import CheckpointError, DataError, LinattnError, OptionEr
 from hf_linattn.patching import gguf
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.loading import TRUST, gguf_parts, trust
+from hf_linattn.patching.loading import TRUST, gguf_parts, model_inside, trust
 from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
 from hf_linattn.registry import parse
 
@@ -122,7 +122,8 @@ def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
     if not isinstance(raw, dict) or not raw.keys() - {"_commit_hash"}:  # which older transformers adds
         adapter = Path(where, "adapter_config.json").is_file()
-        hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained" if adapter else ""
+        hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained"
+        hint = hint if adapter else model_inside(where)
         raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
     return raw
 

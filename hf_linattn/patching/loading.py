@@ -58,6 +58,15 @@ def explain_missing(message: str, kind: type[LinattnError]) -> Iterator[None]:
         raise kind(f"{message}: {first_line(error)}") from error
 
 
+def model_inside(source: str) -> str:
+    """Say where in a folder that holds no model there is one, as what `convert` leaves; "" for nowhere."""
+    folder = Path(source).expanduser()
+    if (folder / "config.json").exists():
+        return ""
+    configs = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    return f" (the model is in {configs[-1].parent})" if configs else ""
+
+
 def gguf_parts(source: str) -> tuple[str, dict[str, str]]:
     """Take a source apart for transformers: folder or Hub name, and the keyword that FILE.gguf in it needs.
 
@@ -96,7 +105,7 @@ def explain_gguf(where: str) -> Iterator[None]:
 def _read(loader: Any, source: str, message: str, kind: type[LinattnError]) -> Any:
     """Load a config or tokenizer from a folder, a Hub name or a GGUF file."""
     place, keyword = gguf_parts(source)
-    with explain_gguf(source) if keyword else explain_missing(message, kind):
+    with explain_gguf(source) if keyword else explain_missing(message + model_inside(source), kind):
         return loader.from_pretrained(place, **keyword, **trust())
 
 

@@ -240,6 +240,23 @@ def test_crop_without_recording_is_refused_and_a_crop_that_does_nothing_noticed(
     assert distance(got, want) > 1e-3
 
 
+def test_a_cache_that_a_refused_crop_has_cropped_in_part_is_not_continued():
+    ids = tokens(1, 40)
+    model = hf_linattn.patch_model(llama(3), {"1": "softmax", "0,2": "elu1"})
+    cache = in_pieces(model, ids, (0, 30))[1]
+    with pytest.raises(CacheError, match="activate_past_recording"):
+        cache.layers[0].crop(-3)
+    assert distance(in_pieces(model, ids, (30, 35), cache)[0], full(model, ids)[:, 30:35]) < EXACT
+    model = hf_linattn.patch_model(llama(3), {"0": "softmax", "1,2": "elu1"})
+    cache = in_pieces(model, ids, (0, 30))[1]
+    with pytest.raises(CacheError, match="activate_past_recording"):
+        cache.crop(-3)
+    with pytest.raises(CacheError, match=r"LlamaAttention 1: crop\(\) has taken tokens from layers in front"):
+        in_pieces(model, ids, (30, 35), copy.deepcopy(cache))
+    cache.reset()
+    assert distance(in_pieces(model, ids, (0, 40), cache)[0], full(model, ids)) < EXACT
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_reset(model, static):
     ids = tokens(2, 90)

@@ -88,7 +88,7 @@ def test_the_preset_measures_once_and_trains_what_it_found(monkeypatch, capsys, 
     found = json.loads((out / "sizes.json").read_text())
     assert len(found["losses"]) == 2
     assert min(found["losses"].values()) > 0
-    assert [(own["size"], own["heavy"]) for own in sizes_in(out / "finetune")] == [(32, 64), (16, 32)]
+    assert [(own["size"], own["heavy"]) for own in sizes_in(out / "finetune")] == [(32, 16), (16, 8)]
     assert "windows, by what each layer loses: 16 to 32 tokens" in capsys.readouterr().out
     monkeypatch.setattr(layer_sizes, "layer_losses", lambda *given: pytest.fail("measured again"))
     weights = weights_of(out / "finetune")

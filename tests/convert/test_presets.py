@@ -82,6 +82,7 @@ def test_windows_grow_with_the_context(config, size, beside_kept):
 
     tokens_kept = {"size": beside_kept, "heavy": beside_kept // 2, "sinks": 4}
     assert PRESETS["h2o"].options_for(config) == tokens_kept
+    assert PRESETS["h2o"].options_for(config, 16) == {"size": 16, "heavy": 8, "sinks": 4}
 
 
 def test_h2o_learns_from_the_text_alone():

@@ -16,7 +16,7 @@ from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
 from hf_linattn.convert.presets import default_patch
 from hf_linattn.convert.resolve import resolve, with_learned_front
-from hf_linattn.errors import OptionError, TrainingError, UnknownPatchError
+from hf_linattn.errors import DataError, OptionError, TrainingError, UnknownPatchError
 from hf_linattn.registry import find, parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -51,9 +51,16 @@ def test_nothing_to_transfer_leaves_no_files():
 def test_a_model_in_memory_leaves_nothing_when_it_is_refused():
     model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
     Path("kept").mkdir()
+    given = {"tokenizer": tokenizer, "cpu": True}
     for folder in ("new/folder", "kept"):
+        with pytest.raises(DataError, match="no such file"):
+            convert(model, "nowhere.txt", output_dir=folder, **given)
+        model.save_pretrained = lambda _: pytest.fail("it was written although the options are wrong")
         with pytest.raises(UnknownPatchError, match="elu2"):
-            convert(model, "nowhere.txt", patch="elu2", output_dir=folder, tokenizer=tokenizer, cpu=True)
+            convert(model, "nowhere.txt", patch="elu2", output_dir=folder, **given)
+        with pytest.raises(OptionError, match="options must be a dict, got"):
+            convert(model, "nowhere.txt", options='{"size": 8}', output_dir=folder, **given)
+        del model.save_pretrained
     assert not Path("new").exists()
     assert list(Path("kept").iterdir()) == []
 

@@ -1,9 +1,11 @@
 """Loading configs and tokenizers."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from hf_linattn import from_pretrained
 from hf_linattn.errors import CheckpointError, DataError, PlanError
 from hf_linattn.patching.loading import explain_missing, first_line, load_config, load_tokenizer
 
@@ -28,6 +30,16 @@ def test_what_is_not_there_is_said_in_one_line(load, source, kind, message):
     with pytest.raises(kind, match=message) as caught:
         load(source)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_above_the_model_says_where_it_is(tmp_path):
+    for stage in ("transfer", "finetune"):
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "config.json").write_text("{}")
+    os.utime(tmp_path / "transfer" / "config.json", (0, 0))
+    for load in (load_config, from_pretrained):
+        with pytest.raises(CheckpointError, match=r"the model is in .*finetune\)"):
+            load(str(tmp_path))
 
 
 def test_errors_of_this_package_pass():

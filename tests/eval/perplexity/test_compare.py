@@ -85,6 +85,7 @@ def test_commas_between_entries_and_in_values():
         ("softmax@ntk:2", "linear, dynamic, yarn"),
         ("softmax@yarn:x", "number of at least 1"),
         ("unpatched", "'softmax'"),
+        ("window:size=8,sinks=4", "'sinks=4' is no patch.*options behind colons"),
     ],
 )
 def test_an_entry_that_cannot_be_read(text, words):
