@@ -187,12 +187,18 @@ def open_source(
     """
     if isinstance(source, list):
         strange = next((text for text in source if not isinstance(text, str)), None)
+        if not source:
+            raise DataError("the list of texts is empty")
         if strange is not None:
             raise DataError(f"the list of texts holds {type(strange).__name__}, not only strings")
         kind = datasets.Features({column: datasets.Value("large_string")})
         source = datasets.Dataset.from_dict({column: source}, features=kind)
     if isinstance(source, datasets.Dataset | datasets.IterableDataset):
         return Table(source, "the dataset", column)
+    if not isinstance(source, str | Path):
+        hint = ": choose one of its splits" if isinstance(source, dict) else ""  # a DatasetDict is one
+        given = f"{type(source).__name__}{hint}"
+        raise DataError(f"text is a path, a dataset's name, a list of strings or a Dataset, not {given}")
     path = Path(source).expanduser()
     if path.is_dir():
         return TextFiles(_text_files(path), path)

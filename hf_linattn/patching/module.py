@@ -212,8 +212,8 @@ class PatchedAttention(nn.Module):
                 kind = "causal" if causal else "bidirectional"
                 raise UnsupportedModelError(
                     f"{self.where} is {kind}, and {name!r} is {part.directions} only: "
-                    f"{part.direction_reason}. Leave it out of the plan, e.g. patch_model(model, "
-                    f"{{'*language_model*': {self.spec!r}}}) or {{'*decoder*self_attn': {self.spec!r}}}"
+                    f"{part.direction_reason}. Leave it out: name {part.directions} modules in the plan, if "
+                    "the model has any (describe(model) lists all)"
                 )
 
     def forward(
@@ -326,8 +326,8 @@ class PatchedAttention(nn.Module):
         if cross and not attention.cross:
             raise UnsupportedCallError(
                 f"{self.where}: {self.base!r} needs queries and keys of one sequence, and this is "
-                "cross-attention. Leave it out of the plan, e.g. patch_model(model, "
-                f"{{'*.self_attn': {self.spec!r}}})"
+                "cross-attention. Leave it out: name modules of self-attention in the plan (describe(model) "
+                f"lists all), e.g. patch_model(model, {{'*.self_attn': {self.spec!r}}})"
             )
         if not cross:
             self._refuse_direction(causal)

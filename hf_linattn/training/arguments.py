@@ -112,6 +112,8 @@ class TrainingArguments:
             OptionError: a value out of its bounds, or options that exclude or need each other.
         """
         check_values(self)
+        if not isinstance(self.model, str):
+            raise OptionError(f"model must be a folder or Hub name, not {type(self.model).__name__}")
         if self.options is not None and not isinstance(self.options, dict):
             raise OptionError(f"options must be a dict, got {self.options!r}; the command line takes JSON")
         if self.resume and self.overwrite:

@@ -112,6 +112,7 @@ SHORT_ROWS = {
     "h2o-measured": "`--preset h2o`, {once}",
     "h2o": "the same, as many tokens in each layer",
     "h2o-recall": "`--preset recall`: softmax in 8 layers of 30, {once}",
+    "h2o-recall-eighth": "the same with `--keep 4`: in 4 layers",
     "window-384": "`window` of 384 tokens alone, {once}",
     "window-512": "`window` of 512 tokens alone, {once}",
     "linear": "`--preset linear`, {once}",

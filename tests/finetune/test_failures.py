@@ -268,6 +268,10 @@ def test_what_lora_needs_is_missed_before_training(name, capsys, monkeypatch):
 def test_python_call_checks_as_the_command_does():
     with pytest.raises(OptionError, match="--block-size must be at least 2, not 1"):
         FinetuneArguments(model="m", data="d", output_dir="o", block_size=1)
+    with pytest.raises(OptionError, match="model must be a folder or Hub name, not Linear"):
+        FinetuneArguments(model=torch.nn.Linear(2, 2), data="d", output_dir="o")
+    with pytest.raises(OptionError, match="options must be a dict, got"):
+        FinetuneArguments(model="m", data="d", output_dir="o", patch="window", options='{"size": 8}')
 
 
 def test_help_shows_every_option_and_both_ways_to_start():

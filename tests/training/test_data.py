@@ -26,6 +26,24 @@ def byte_tokenizer(**special):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=8, **special)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (("one", "two"), "not tuple"),
+        (iter(["one"]), "not list_iterator"),
+        (
+            datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}),
+            "choose one of its splits",
+        ),
+        ([], "the list of texts is empty"),
+        (["one", 2], "holds int, not only strings"),
+    ],
+)
+def test_other_sources_are_refused(source, message):
+    with pytest.raises(DataError, match=message):
+        load_documents(source)
+
+
 def write_table(path, rows):
     table = datasets.Dataset.from_list(rows)
     writers = {".jsonl": table.to_json, ".parquet": table.to_parquet, ".csv": table.to_csv}
