@@ -225,7 +225,8 @@ class _Reuse:
         return len(self.layers)
 
     def _record_of(self, args: Any, kwargs: Mapping[str, Any]) -> _Record:
-        autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
         given, structure = tree_flatten((args, dict(kwargs), autocast))
         for record in self.records:
             if record.is_of(given, structure):

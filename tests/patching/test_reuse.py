@@ -135,12 +135,15 @@ def test_what_is_inside_layers_is_given_as_always():
 
 def test_autocast_tells_inputs_apart():
     model, ids = patch_model(tiny_models.llama(4).float(), "elu1"), tiny_models.tokens(1, 30)
-    with torch.autocast("cpu", torch.bfloat16):
-        want = run(model, [ids])
+    want = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            want[dtype] = run(model, [ids])
     with reusing_layers(model):
         run(model, [ids])
-        with torch.autocast("cpu", torch.bfloat16):
-            assert all(map(torch.equal, run(model, [ids]), want))
+        for dtype in want:
+            with torch.autocast("cpu", dtype):
+                assert all(map(torch.equal, run(model, [ids]), want[dtype]))
 
 
 @pytest.mark.parametrize("loses", ["gives other logits", "raises"])
