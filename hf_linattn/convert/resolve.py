@@ -226,7 +226,7 @@ def resolve_patch(arguments: ConvertArguments, config: PreTrainedConfig) -> Conv
         sizes = [given["size"] for given in parse(patch, options).options.values() if "size" in given]
         chosen = {} if encoder else preset.options_for(config, *sizes[:1])
         options = merge_options(patch, chosen, options) or None
-    if isinstance(patch, str):
+    elif isinstance(patch, str):
         parse(patch, options)  # a wrong name is refused before a text is read
     if not arguments.learn_front:
         return replace(arguments, patch=patch, options=options)

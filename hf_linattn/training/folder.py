@@ -49,18 +49,17 @@ class RunFolder:
         Args:
             *files: that it may write before, or folders; the output folder goes if it is empty then.
         """
-        candidates = [*(self.path / name for name in files), self.path, *self.path.parents]
-        missing = [path for path in candidates if not path.exists()]
+        new = [path for path in (self.path / name for name in files) if not path.exists()]
+        folders = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             yield
         except BaseException:
             if not self.record_path.exists():
-                for path in missing:
-                    with suppress(OSError):
-                        if path.name in files:
-                            shutil.rmtree(path) if path.is_dir() else path.unlink()
-                        else:
-                            path.rmdir()
+                with suppress(OSError):  # a folder that is not empty, and so all above it, stays
+                    for path in new:
+                        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    for path in folders:
+                        path.rmdir()
             raise
 
     def check(self, arguments: TrainingArguments, settings: Mapping[str, Any]) -> None:

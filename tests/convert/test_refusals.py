@@ -14,6 +14,7 @@ from hf_linattn import registry
 from hf_linattn.convert import ConvertArguments, convert
 from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
+from hf_linattn.convert.outputs import conversion_folder
 from hf_linattn.convert.presets import default_patch
 from hf_linattn.convert.resolve import resolve, with_learned_front
 from hf_linattn.errors import DataError, OptionError, TrainingError, UnknownPatchError
@@ -63,6 +64,19 @@ def test_a_model_in_memory_leaves_nothing_when_it_is_refused():
         del model.save_pretrained
     assert not Path("new").exists()
     assert list(Path("kept").iterdir()) == []
+
+
+def test_what_was_measured_stays_in_a_folder_of_any_name(tmp_path):
+    folder = conversion_folder(str(tmp_path / "original"))
+
+    def fail():
+        (folder.path / "original").mkdir(parents=True)
+        (folder.path / "sizes.json").write_text("{}")
+        raise DataError("too short")
+
+    with pytest.raises(DataError, match="too short"), folder.leaving_nothing("original"):
+        fail()
+    assert [path.name for path in folder.path.iterdir()] == ["sizes.json"]
 
 
 def test_a_tokenizer_that_does_not_fit(capsys):
