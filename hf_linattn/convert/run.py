@@ -54,6 +54,7 @@ from hf_linattn.finetune.run import (
 from hf_linattn.training.arguments import FREE_TO_CHANGE
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
+from hf_linattn.training.estimate import MEASURED
 from hf_linattn.training.loop import batch_rows, evaluate
 
 
@@ -167,9 +168,8 @@ def _fill_teacher_cache(plan: ConversionPlan, accelerator: Accelerator, data: An
         blocks, eval_blocks = load_data(of_stage, stage.objective, data, folder, accelerator)
     taken = of_stage.batch_size * of_stage.grad_accum * accelerator.num_processes * of_stage.max_steps
     row_ids = batch_rows(1, taken, len(blocks), of_stage.seed)
-    measured = range(min(2, len(blocks)))  # by `estimate.announce`
     rows = Rows()
-    rows.add(blocks, sorted({*row_ids.tolist(), *measured}))
+    rows.add(blocks, sorted({*row_ids.tolist(), *range(min(MEASURED, len(blocks)))}))
     if eval_blocks is not None:
         rows.add(eval_blocks, range(len(eval_blocks)))
     key = {

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from hf_linattn.training.loop import LoopSettings, LossFunction, Preparation, to
 from hf_linattn.training.optimizers import state_bytes
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+MEASURED = 2
+"""Rows of the text that are read, whatever the batch."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ def announce(
     # one for all: a process that refuses alone leaves the others waiting
     if any(gather_object([estimate.needed > free])):
         raise _refusal(f"a step needs about {what}", free)
+    if accelerator.device.type != "cpu":
+        seconds = _step_seconds(accelerator, model, blocks, settings, losses, prepare)
+        estimate = replace(estimate, seconds=seconds)
     steps = settings.max_steps - done
     seconds = steps * estimate.seconds
     if accelerator.is_main_process:
@@ -120,21 +125,54 @@ def _measure(
     copies = gradients if accelerator.num_processes > 1 else 0  # of the gradients, to be sent
     peaks: list[int] = []
     with _left_as_it_was(model):
-        for rows in range(1, min(settings.batch_size, 2) + 1):
-            row_ids = np.arange(rows) % len(blocks)
-            batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
-            began = time.perf_counter()
+        for rows in range(1, min(settings.batch_size, MEASURED) + 1):
             with LiveBytes(free - optimizer - copies) as live:
-                with accelerator.autocast():
-                    loss = losses(model, to_device(batch, accelerator)).mean()
-                loss.backward()
-            del loss
-            seconds = (time.perf_counter() - began) / rows
+                seconds = _pass_seconds(accelerator, model, blocks, rows, losses, prepare) / rows
             peaks.append(live.peak)
             model.zero_grad(set_to_none=True)
     of_row = max(0, peaks[-1] - peaks[0])
     activations = max(0, peaks[0] + of_row * (settings.batch_size - 1) - gradients) + copies
     return Estimate(gradients, optimizer, activations, seconds * settings.batch_size * settings.grad_accum)
+
+
+def _pass_seconds(
+    accelerator: Accelerator,
+    model: nn.Module,
+    blocks: NDArray[np.int32],
+    rows: int,
+    losses: LossFunction,
+    prepare: Preparation | None,
+) -> float:
+    """Run as many rows forward and backward, of the first MEASURED; return the seconds that took."""
+    row_ids = np.arange(rows) % min(len(blocks), MEASURED)
+    batch = blocks[row_ids] if prepare is None else prepare(blocks[row_ids], row_ids, 0)
+    began = time.perf_counter()
+    with accelerator.autocast():
+        loss = losses(model, to_device(batch, accelerator)).mean()
+    loss.backward()
+    if accelerator.device.type == "cuda":
+        torch.cuda.synchronize(accelerator.device)
+    return time.perf_counter() - began
+
+
+def _step_seconds(
+    accelerator: Accelerator,
+    model: nn.Module,
+    blocks: NDArray[np.int32],
+    settings: LoopSettings,
+    losses: LossFunction,
+    prepare: Preparation | None,
+) -> float:
+    """Run a batch, once its memory is known to suffice; a GPU takes hardly longer for it than for a row.
+
+    Returns:
+        Seconds of the second pass: the first compiles kernels and takes memory from the driver.
+    """
+    with _left_as_it_was(model):
+        for _ in range(2):
+            seconds = _pass_seconds(accelerator, model, blocks, settings.batch_size, losses, prepare)
+            model.zero_grad(set_to_none=True)
+    return seconds * settings.grad_accum
 
 
 class LiveBytes(TorchDispatchMode):

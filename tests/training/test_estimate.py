@@ -62,6 +62,39 @@ def test_the_estimate_is_what_a_step_takes(recompute):
     assert found.optimizer == state
 
 
+def test_a_gpu_is_timed_with_a_whole_batch_of_the_rows_that_were_read_before(monkeypatch, capsys):
+    model = tiny_models.llama(1, dtype=torch.float32)
+    settings = LoopSettings(max_steps=100, lr=1e-3, warmup=0, batch_size=8, grad_accum=3)
+    accelerator, passes = Accelerator(cpu=True), []
+
+    def seconds(accelerator, model, blocks, rows, losses, prepare):
+        taken = real(accelerator, model, blocks, rows, losses, prepare)
+        passes.append(rows)
+        return {1: 30.0, 2: 20.0, 8: 2.0}[rows] if taken > 0 else 0.0
+
+    real = estimate._pass_seconds
+    monkeypatch.setattr(estimate, "_pass_seconds", seconds)
+    found = announce(accelerator, model, BLOCKS, settings, next_token_losses, None)
+    assert found.seconds == 20 / 2 * 8 * 3  # a CPU takes as long for each row
+    read = []
+    monkeypatch.setattr(accelerator.state, "device", torch.device("meta"))
+    monkeypatch.setattr(estimate, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(estimate, "to_device", lambda batch, accelerator: read.append(batch) or batch)
+    monkeypatch.setattr(estimate, "_measure", lambda *_: estimate.Estimate(1, 1, 1, 1.0))
+    monkeypatch.setattr(model, "to", lambda device: model)  # works where it is
+    del passes[:]
+
+    def losses(model, rows):
+        return next_token_losses(model, torch.from_numpy(rows).long())
+
+    found = announce(accelerator, model, BLOCKS, settings, losses, None)
+    assert passes == [8, 8]
+    assert found.seconds == 2 * 3
+    assert {bytes(row) for batch in read for row in batch} == {bytes(row) for row in BLOCKS[:2]}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "Time: about 10 min for 100 steps" in capsys.readouterr().err
+
+
 def test_a_measured_model_is_as_it_was(capsys):
     model = tiny_models.llama(2, dtype=torch.float32)
     patch_model(model, "performer", options={"redraw": 1})
