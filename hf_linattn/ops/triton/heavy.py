@@ -185,7 +185,7 @@ def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColu
     most, looking = 32, tile.chunk
     if given["OPERAND"] in ("bf16", "fp16"):
         most = 32 if not roomy else min(64 if columns.heavy <= 64 else 128, 16384 // rows)
-        looking *= 4 if rows < 64 else 2 if roomy else 1
+        looking *= 4 if rows < 64 else 2 if roomy and rows < 128 else 1
     chosen = {
         "COLUMNS": most,
         "ONE_TILE": columns.heavy <= most,
