@@ -241,7 +241,8 @@ class Modifier(Patch):
             if call.cross:
                 raise UnsupportedCallError(
                     f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
-                    f"are of different texts. Leave it out of the plan, e.g. {{'*.self_attn': {call.spec!r}}}"
+                    "are of different texts. Leave it out: name modules of self-attention in the plan, such "
+                    "as '*.self_attn' or '*.SelfAttention' (describe(model) lists all)"
                 )
             if forgets:
                 call.forget(self.log_gates(call))
