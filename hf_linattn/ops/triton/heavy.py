@@ -179,13 +179,17 @@ def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColu
     }
     given = given | own
     tiles = call.batch_heads * steps * -(-columns.block // tile.chunk)
-    of_cache = call.batch_heads * -(-columns.total // tile.block)
+    narrow = tile._replace(block=32)
+    of_cache = call.batch_heads * -(-columns.total // narrow.block)
     # scores stay in registers; of few sizes, for each of them is compiled
-    rows, roomy = tile.chunk * given["MEMBERS"], call.about.capability != NO_CUDA
+    capability = call.about.capability
+    rows, roomy = tile.chunk * given["MEMBERS"], capability != NO_CUDA
     most, looking = 32, tile.chunk
     if given["OPERAND"] in ("bf16", "fp16"):
         most = 32 if not roomy else min(64 if columns.heavy <= 64 else 128, 16384 // rows)
-        looking *= 4 if rows < 64 else 2 if roomy and rows < 128 else 1
+        # rows of queries that look at a block together: with more of them these spill
+        wanted = 64 if not roomy else 32 if capability == (8, 0) and rows < 64 < given["BLOCK_D"] else 128
+        looking = min(4 * looking, wanted // given["MEMBERS"])
     chosen = {
         "COLUMNS": most,
         "ONE_TILE": columns.heavy <= most,
@@ -195,9 +199,10 @@ def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColu
     }
     _launch(call, kernels.prompt_sums, tiles, tile, given)
     # a program alone: as many warps as share its steps
-    _launch(call, kernels.prompt_choices, call.batch_heads, tile._replace(warps=8), given | chosen)
+    alone = tile._replace(warps=8, stages=1 if capability[0] == 10 else tile.stages)
+    _launch(call, kernels.prompt_choices, call.batch_heads, alone, given | chosen)
     _launch(call, kernels.prompt_outputs, tiles, tile, given)
-    _launch(call, kernels.prompt_cache, of_cache, tile, given)
+    _launch(call, kernels.prompt_cache, of_cache, narrow, given | {"COLUMNS": narrow.block})
     return log_sum
 
 

@@ -139,41 +139,63 @@ def meet_heavy(
 
 
 @triton.jit
-def add_weights(WEIGHT, scores, lse, share, fade, first, held, COLUMNS: tl.constexpr):
-    """Add what queries pay to a tile of heavy hitters to what those got before."""
+def add_weights(WEIGHT, got, fade, first, held, COLUMNS: tl.constexpr):
+    """Add what a tile of heavy hitters gets to what they got before."""
     index = first + tl.arange(0, COLUMNS)
-    got = tl.load(WEIGHT + index, mask=index < held, other=0.0)
-    got = got * fade + tl.sum(tl.exp2(scores - lse[:, None]) * share[:, None], 0)
-    tl.store(WEIGHT + index, got, mask=index < held)
+    before = tl.load(WEIGHT + index, mask=index < held, other=0.0)
+    tl.store(WEIGHT + index, before * fade + got, mask=index < held)
+
+
+@triton.jit
+def look_at(
+    Q, NEAR, ORDER, LSE, k, start, stop, rate, batch, row_head, row, length, q_strides, near_strides, scale,
+    rows, is_sink, D: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, TOKENS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Compute what some tokens pay to keys, from `start` on and up to the token `stop`; return them, too."""
+    member = tl.arange(0, TOKENS * MEMBERS) % MEMBERS
+    token = start + tl.arange(0, TOKENS * MEMBERS) // MEMBERS
+    inside = (token < stop) & (member < GROUP)
+    q = load_queries(Q, q_strides, ORDER, batch, row_head, token, inside, rows, D)
+    scores = plain_dot(q, k, OPERAND)
+    if NEAR is not None:
+        near = load_queries(NEAR, near_strides, ORDER, batch, row_head, token, inside, rows, D)
+        scores = tl.where(is_sink[None, :], plain_dot(near, k, OPERAND), scores)
+    lse = tl.load(LSE + (row + member) * length + token, mask=inside, other=float("inf"))
+    # what was paid long ago counts less, which is a difference of logarithms
+    level = lse + (stop - 1 - token).to(tl.float32) * rate
+    return token, tl.exp2(scores * scale - level[:, None])
 
 
 @triton.jit
 def attention_got(
-    Q, NEAR, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, is_sink, begin, stop, seen, batch, head,
-    row, length, q_strides, near_strides, k_stride, total, scale, rate, rows,
+    Q, NEAR, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, is_sink, begin, full, stop, seen, batch,
+    head, row, length, q_strides, near_strides, k_stride, total, scale, rate, rows,
     D: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Sum what tokens of the window, or sinks, got up to the token `stop`, from `begin` on and before."""
-    member = tl.arange(0, TOKENS * MEMBERS) % MEMBERS
-    of_query = tl.arange(0, TOKENS * MEMBERS) // MEMBERS
+    """Sum what tokens of the window, or sinks, got up to the token `stop`, from `begin` on and before.
+
+    From the token `full` on each sees all of them.
+    """
+    row_head = head * GROUP + tl.arange(0, TOKENS * MEMBERS) % MEMBERS
     k = tl.trans(gather_rows(OLD_K, K, ORDER, source, k_stride, total, rows, D))
     # added up over queries at the end, not in each step: that is among threads
     sums = tl.zeros([TOKENS * MEMBERS, COLUMNS], tl.float32)
-    row_head = head * GROUP + member
-    for start in range(begin, stop, TOKENS):
-        token = start + of_query
-        inside = (token < stop) & (member < GROUP)
-        q = load_queries(Q, q_strides, ORDER, batch, row_head, token, inside, rows, D)
-        scores = plain_dot(q, k, OPERAND)
-        if NEAR is not None:
-            near = load_queries(NEAR, near_strides, ORDER, batch, row_head, token, inside, rows, D)
-            scores = tl.where(is_sink[None, :], plain_dot(near, k, OPERAND), scores)
-        lse = tl.load(LSE + (row + member) * length + token, mask=inside, other=float("inf"))
-        share = tl.exp2((token + 1 - stop).to(tl.float32) * rate)
-        met = there[None, :] & (rank[None, :] <= (seen + token)[:, None])
-        sums += tl.where(met, tl.exp2(scores * scale - lse[:, None]) * share[:, None], 0.0)
-    got = tl.sum(sums, 0)
+    some = begin + tl.cdiv(tl.maximum(tl.minimum(full, stop) - begin, 0), TOKENS) * TOKENS
+    for start in range(begin, some, TOKENS):
+        token, paid = look_at(
+            Q, NEAR, ORDER, LSE, k, start, stop, rate, batch, row_head, row, length, q_strides, near_strides,
+            scale, rows, is_sink, D, GROUP, MEMBERS, TOKENS, OPERAND,
+        )  # fmt: skip
+        sums += tl.where(rank[None, :] <= (seen + token)[:, None], paid, 0.0)
+    for start in range(some, stop, TOKENS):
+        token, paid = look_at(
+            Q, NEAR, ORDER, LSE, k, start, stop, rate, batch, row_head, row, length, q_strides, near_strides,
+            scale, rows, is_sink, D, GROUP, MEMBERS, TOKENS, OPERAND,
+        )  # fmt: skip
+        sums += paid
+    got = tl.where(there, tl.sum(sums, 0), 0.0)
     if OLD_WEIGHT is not None:
         old = tl.load(OLD_WEIGHT + source, mask=there & (source >= 0) & (source < total), other=0.0)
         got += old * tl.exp2(-stop.to(tl.float32) * rate)
@@ -248,9 +270,11 @@ def prompt_choices(
                         OPERAND,
                     )  # fmt: skip
                     top = tl.maximum(tl.max(scores, 1), lse)
-                    divisor = tl.sum(tl.exp2(scores - top[:, None]), 1) + tl.exp2(lse - top)
+                    paid = tl.exp2(scores - top[:, None])
+                    divisor = tl.sum(paid, 1) + tl.exp2(lse - top)
                     lse = top + tl.log2(divisor)
-                    add_weights(WEIGHT + now * width, scores, lse, share, fade, 0, held, COLUMNS)
+                    got = tl.sum(paid * (share / divisor)[:, None], 0)
+                    add_weights(WEIGHT + now * width, got, fade, 0, held, COLUMNS)
                 else:
                     top = lse
                     divisor = tl.full([TOKENS * MEMBERS], 1.0, tl.float32)
@@ -269,7 +293,8 @@ def prompt_choices(
                             q, K, OLD_K, ORDER, SOURCE, first, held, k_strides[2], total, scale, rows, D,
                             COLUMNS, OPERAND,
                         )  # fmt: skip
-                        add_weights(WEIGHT + now * width, scores, lse, share, fade, first, held, COLUMNS)
+                        got = tl.sum(tl.exp2(scores - lse[:, None]) * share[:, None], 0)
+                        add_weights(WEIGHT + now * width, got, fade, first, held, COLUMNS)
                 tl.store(to, lse, mask=inside)
                 tl.debug_barrier()
         if stop < count:
@@ -280,9 +305,10 @@ def prompt_choices(
                 source = tl.where(there, source_of(rank, seen, before, heavy, sinks, total), -1)
                 begin = tl.maximum(sinks + gone + first - seen, 0)
                 got = attention_got(
-                    Q, None, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, there, begin, stop, seen,
-                    batch, head, row, length, q_strides, q_strides, k_strides[2], total, scale, rate, rows, D,
-                    GROUP, MEMBERS, LOOKING, LEAVING, OPERAND,
+                    Q, None, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, there, begin,
+                    sinks + gone + first + LEAVING - 1 - seen, stop, seen, batch, head, row, length,
+                    q_strides, q_strides, k_strides[2], total, scale, rate, rows, D, GROUP, MEMBERS, LOOKING,
+                    LEAVING, OPERAND,
                 )  # fmt: skip
                 tl.store(WEIGHT + now * width + heavy + index, got, mask=there)
                 tl.store(SOURCE + heavy + index, source, mask=there)
@@ -397,10 +423,11 @@ def prompt_cache(
     rows = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_V)
     begin = tl.maximum(tl.min(tl.where(there, rank, seen + count), 0) - seen, 0)
+    full = tl.max(tl.where(there, rank, 0), 0) - seen
     got = attention_got(
-        Q, NEAR, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, column < sinks, begin, count, seen,
-        batch, head, batch * kv_heads * GROUP + head * GROUP, length, q_strides, near_strides, k_strides[2],
-        total, scale, rate, rows, D, GROUP, MEMBERS, TOKENS, COLUMNS, OPERAND,
+        Q, NEAR, K, OLD_K, OLD_WEIGHT, ORDER, LSE, source, rank, there, column < sinks, begin, full, count,
+        seen, batch, head, batch * kv_heads * GROUP + head * GROUP, length, q_strides, near_strides,
+        k_strides[2], total, scale, rate, rows, D, GROUP, MEMBERS, TOKENS, COLUMNS, OPERAND,
     )  # fmt: skip
     held = is_heavy & (column - sinks < gone)
     of_heavy = tl.load(SOURCE + column - sinks, mask=held, other=-1)

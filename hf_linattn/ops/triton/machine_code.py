@@ -35,6 +35,7 @@ class Code(NamedTuple):
         products: tensor-core instructions in all, by kind.
         kinds: instructions of that loop, by kind, the most first.
         inner: those of the loops with products inside that loop, in their order.
+        innermost: those of loops with products and no such loop inside, likewise.
     """
 
     registers: int
@@ -45,6 +46,7 @@ class Code(NamedTuple):
     products: dict[str, int]
     kinds: dict[str, int]
     inner: tuple[int, ...] = ()
+    innermost: tuple[int, ...] = ()
 
 
 def read(kernel: Any) -> Code:
@@ -82,10 +84,19 @@ def read(kernel: Any) -> Code:
     loop = names[slice(*most)]
     within = [span for span in spans if most[0] < span[0] and span[1] < most[1]]
     inner = tuple(last - first for first, last in _outermost(within) if weight((first, last))[0])
+    innermost = tuple(last - first for first, last in _innermost([x for x in within if weight(x)[0]]))
     kinds = Counter(name.split(".")[0] for name in loop)
     found = Counter(name.split(".")[0] for name in names if products(name))
     return Code(
-        registers, spilled, shared, len(names), len(loop), dict(found), dict(kinds.most_common()), inner
+        registers,
+        spilled,
+        shared,
+        len(names),
+        len(loop),
+        dict(found),
+        dict(kinds.most_common()),
+        inner,
+        innermost,
     )
 
 
@@ -129,6 +140,11 @@ def _spans(body: str, pattern: re.Pattern[str]) -> tuple[list[str], list[tuple[i
         names.append(match[1])
     spans = sorted((places.get(target, len(names)), place + 1) for target, place in jumps)
     return names, [(first, last) for first, last in spans if last - first >= SHORTEST]
+
+
+def _innermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Leave out loops around others."""
+    return [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
 
 
 def _outermost(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

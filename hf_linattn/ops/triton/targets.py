@@ -423,9 +423,10 @@ def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, l
     Of what `heavy_key_gradients` sums up at its end, one part.
     """
     if name == "prompt_choices":  # a step: its heavy hitters, and who looked at a block that leaves
-        met, left = code.inner
-        steps = -(-(SPAN + COLUMNS.block) // looking)
-        again = (-(-COLUMNS.block // tile.chunk) - 1) * met + (steps - 1) * left
+        *met, first, others = code.innermost
+        behind = SPAN + COLUMNS.block - -(-(COLUMNS.block - 1) // looking) * looking
+        again = (-(-(COLUMNS.block - 1) // looking) - 1) * first + (-(-behind // looking) - 1) * others
+        again += (-(-COLUMNS.block // tile.chunk) - 1) * met[0] if len(met) == 1 else 3 * sum(met)
         return (code.loop + again) * (length // COLUMNS.block)
     columns = COLUMNS.total - (COLUMNS.heavy if name == "prompt_sums" else 0)
     queries = {
