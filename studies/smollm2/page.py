@@ -100,8 +100,8 @@ SINKS: dict[str, Callable[[Figures], str]] = {
 }
 
 
-MILLION = (*(f"{n:,}" for n in LENGTHS), "PEPs 2,048", "32,768 ", "four tasks", "LAMBADA")
-"""Columns of the table of rows that trained on TOKENS."""
+MILLION = tuple(name for name in COLUMNS if not name.endswith((" x", "MiB")))
+"""Columns of the table of rows that trained on TOKENS, or on a share of them."""
 SHORT = ("512", "2,048", "8,192", "32,768", "LAMBADA", "cache MiB", "decode x")
 """Columns of the README's table."""
 SHORT_ROWS = {
@@ -121,7 +121,10 @@ SHORT_ROWS = {
     "h2o-long": "`--preset h2o`, {long}",
     "h2o-recall-long": "`--preset recall`, {long}",
 }
-"""Its rows, and what they are called there: with tokens of a row, and of a `-long` one."""
+"""Its rows, and what they are called there: with tokens of a row, and of a `-long` one.
+
+Those of `-long` rows of TOKENS come behind them.
+"""
 
 
 def _mib(value: float | None) -> float | None:
@@ -137,7 +140,7 @@ def table(
     lines = []
     for row in rows:
         cells = [column(row) for column in columns.values()]
-        name = row.row.name if names is None else names.get(row.row.name)
+        name = row.row.name if names is None else names.get(row.slot)
         if name is not None and any(cells):
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return _table([name.strip() for name in columns], lines)
@@ -203,15 +206,17 @@ def draw(rows: list[Figures], lengths: Path, tasks: Path) -> None:
 def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     """Put the tables between their marks."""
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
-    long = ROWS["control-long"].share * tokens
-    million = [Figures(figures, row, TOKENS) for row in ROWS.values() if row.share == 1]
-    put_in = [row for row in million if row.row.of is not None and tokens != TOKENS]
+    million = [Figures(figures, row, TOKENS) for row in ROWS.values()]
+    more = [] if tokens == TOKENS else [row for row in million if row.row.of or row.row.share > 1]
+    share = ROWS["control-long"].share
     short_rows = {
-        name: text.format(once=f"{tokens:,}", long=f"{long:,}") for name, text in SHORT_ROWS.items()
+        ROWS[name].slot(once): text.format(once=f"{once:,}", long=f"{share * once:,}")
+        for once in (TOKENS, tokens)
+        for name, text in SHORT_ROWS.items()
     }
     parts = {
         "table": table(rows, COLUMNS),
-        "smollm2": table([*rows, *put_in], {name: COLUMNS[name] for name in SHORT}, short_rows),
+        "smollm2": table([*rows, *more], {name: COLUMNS[name] for name in SHORT}, short_rows),
         "million": table(
             [row for row in million if row.slot != row.row.name], {name: COLUMNS[name] for name in MILLION}
         ),
