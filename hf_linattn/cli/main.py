@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -32,6 +33,12 @@ def exit_status(
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         message = f"{package} is not installed; pip install 'hf-linattn[{extra}]'"
+    except (RuntimeError, MemoryError) as error:
+        if not _is_memory(error):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        more = f": {asked[1]} more cannot be had" if asked else ""
+        message = f"out of memory{more}. Take fewer rows at a time, shorter ones, bfloat16 or a smaller model"
     except KeyboardInterrupt:
         if process == 0:
             sys.stderr.write(f"\ninterrupted; {interrupted}\n")
@@ -42,6 +49,12 @@ def exit_status(
         where = f" (process {process})" if process else ""
         sys.stderr.write(f"error{where}: {message}\n")
     return 1
+
+
+def _is_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, of a device or of the computer; torch is not imported to ask."""
+    kind = type(error).__name__
+    return kind in ("OutOfMemoryError", "MemoryError") or "DefaultCPUAllocator" in str(error)
 
 
 def start_missing_processes(module: str, argv: Sequence[str]) -> None:

@@ -107,3 +107,29 @@ def test_processes_begin_with_their_imports_behind_a_library_that_sets_variables
     code = "import sys; print('datasets' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def _raises(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (
+            lambda: torch.empty(2**60),
+            "out of memory: 4611686018427387904 bytes more cannot be had",
+        ),
+        (
+            lambda: _raises(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU")),
+            "out of memory: 20.50 GiB more cannot be had. Take fewer",
+        ),
+        (lambda: _raises(MemoryError()), "out of memory. Take fewer"),
+    ],
+)
+def test_a_command_without_memory_ends_in_one_line(work, said, capsys):
+    assert main.exit_status(work, interrupted="") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+    with pytest.raises(RuntimeError, match="shapes"):
+        main.exit_status(lambda: _raises(RuntimeError("shapes differ")), interrupted="")
