@@ -220,6 +220,16 @@ class Recipe:
         return [find(name) for name in self.spec.split("+")]
 
     @property
+    def spelled_out(self) -> str:
+        """The spec and all options, those that were left out too: equal where the same is computed."""
+        options = {
+            cls.name: {name: each.default for name, each in signature(cls).items()}
+            | self.options.get(cls.name, {})
+            for cls in self.parts
+        }
+        return f"{self.spec} {json.dumps(options, sort_keys=True, default=repr)}"
+
+    @property
     def unsaved(self) -> dict[str, str]:
         """What config.json cannot hold, functions and modules: "part.option" -> what is there."""
         return {

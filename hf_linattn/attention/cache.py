@@ -76,6 +76,8 @@ class StateLayer(CacheLayerMixin):
         self.expecting_update = False
         self.beside_others = False  # layers in front keep keys, and are cropped before this one is asked
         self.torn = False  # they were, and this one could not be
+        self.written_as = ""  # the patch whose state it is, and its options
+        self.shape: tuple[int, ...] | None = None  # query and key heads, widths of keys and of values
         self.prepared: Any = None  # how the next token is computed; see patching/steps.py
         self.device: Any = None
 
@@ -112,6 +114,47 @@ class StateLayer(CacheLayerMixin):
         """Count the tokens in the state."""
         assert isinstance(self.seen, int)
         return self.seen - (0 if self.pending is None else self.pending.length)
+
+    def is_empty(self) -> bool:
+        """Tell whether no token has come yet."""
+        if isinstance(self.seen, Tensor):  # tensors of a static layer stay where they are
+            return self.state is None
+        return self.seen == 0
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor, where: str) -> None:
+        """Refuse a call that this state cannot serve: kernels read it by its address.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key: `[B, Hkv, N, D]`.
+            value: `[B, Hkv, N, Dv]`.
+            where: the module, for the message.
+
+        Raises:
+            CacheError: it has other rows, or heads of another model.
+        """
+        shape = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        before = self.state[0] if self.state else None if self.pending is None else self.pending.key
+        if before is None:
+            self.shape = shape
+            return
+        if before.shape[0] != key.shape[0]:
+            raise CacheError(
+                f"{where}: the cache is of a batch of {before.shape[0]}, and this call of {key.shape[0]}: "
+                "start from a new cache, or bring its rows to those of the call "
+                "(cache.batch_repeat_interleave, cache.batch_select_indices)"
+            )
+        if self.shape is None:
+            self.shape = shape
+        elif self.shape != shape:
+            raise CacheError(
+                f"{where}: the state in the cache is of {self._heads(self.shape)}, and this call of "
+                f"{self._heads(shape)}: it is another model's. Start from a new cache"
+            )
+
+    @staticmethod
+    def _heads(shape: tuple[int, ...]) -> str:
+        return "{} heads with {} for keys, of {} and {} numbers".format(*shape)
 
     def may_overwrite(self) -> bool:
         """Tell whether the next state may be written over this one: nobody goes back to it."""

@@ -129,6 +129,8 @@ class StatefulAttention(Attention):
     def _attend(self, call: Call) -> Tensor:
         layer, query = call.layer, call.query
         past = 0 if layer is None else layer.seen
+        if layer is not None:
+            layer.check(query, call.key, call.value, call.where)
         if exporting() and isinstance(past, int) and past:
             raise UnsupportedCallError(
                 f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "

@@ -81,7 +81,7 @@ def put_layer(child: Any, cache: Any, index: int, where: str) -> StateLayer | Ga
         CacheError: what is there cannot become that layer exactly.
     """
     if child.keeps_state:
-        return put_state_layer(cache, index, where)
+        return put_state_layer(cache, index, where, child.written_as)
     if child.drops_window:
         put_full_cache(cache, index, where)
     if not child.keeps_gates:
@@ -116,8 +116,14 @@ def put_full_cache(cache: Any, index: int, where: str) -> None:
     cache.layers[index] = new
 
 
-def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
+def put_state_layer(cache: Any, index: int, where: str, written_as: str) -> StateLayer:
     """Put a state layer at `index` of the cache; keys already there are absorbed at the next call.
+
+    Args:
+        cache: of transformers.
+        index: of the layer.
+        where: the module, for messages.
+        written_as: the patch and all of its options, which another state would mean something else to.
 
     Raises:
         CacheError: what is there cannot become a state exactly.
@@ -129,6 +135,13 @@ def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
                 f"{where}: crop() has taken tokens from layers in front of it, and could not take them from "
                 "its state: start from a new cache"
             )
+        if old.written_as != written_as:
+            if not old.is_empty():
+                raise CacheError(
+                    f"{where}: the state in this cache is that of another patch or of other options, "
+                    f"{old.written_as}, and here is {written_as}: start from a new cache"
+                )
+            old.written_as = written_as
         return old
     hybrid = isinstance(old, LinearAttentionLayer)
     if hybrid and not isinstance(old, DynamicLayer):
@@ -163,6 +176,7 @@ def put_state_layer(cache: Any, index: int, where: str) -> StateLayer:
         raise CacheError(
             f"{where}: a cache layer of type {type(old).__name__} cannot hold a linear-attention state"
         )
+    new.written_as = written_as
     new.beside_others = not all(isinstance(layer, StateLayer) for layer in cache.layers[:index])
     cache.layers[index] = new
     return new

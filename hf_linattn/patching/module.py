@@ -62,6 +62,7 @@ class PatchedAttention(nn.Module):
             f"{site.name} ({type(site.module).__name__})",
             keep_window,
         )
+        self.written_as = recipe.spelled_out  # in the cache, beside the state
         self.drops_window = site.window is not None and not keep_window
         self.forward_info = site.forward_info  # kept: dynamo cannot look it up in the cache of read_source
         self.calls = threading.local()  # .context: of the running call, set by the pre-hook

@@ -218,7 +218,7 @@ def test_crop_of_a_first_call_and_of_everything(model):
     ids = tokens(1, 40)
     cache = DynamicCache(config=model.config)
     for layer in range(2):
-        put_state_layer(cache, layer, "here")
+        put_state_layer(cache, layer, "here", "elu1")
     cache.activate_past_recording()
     in_pieces(model, ids, (0, 30), cache)
     cache.crop(-30)
