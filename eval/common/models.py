@@ -12,8 +12,7 @@ from torch import nn
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.cli.processor import note_slow
-from hf_linattn.errors import CheckpointError, OptionError, UnsupportedModelError
-from hf_linattn.patching.causality import require_causal
+from hf_linattn.errors import CheckpointError, OptionError
 from hf_linattn.patching.loading import first_line
 from hf_linattn.patching.loading import load_config as load_config
 from hf_linattn.patching.loading import load_tokenizer as load_tokenizer
@@ -77,20 +76,6 @@ def load_model(curve: ModelSpec, *, dtype: str = "auto", device: torch.device | 
 def name_of(source: str) -> str:
     """Name a model by its folder without the way to it."""
     return Path(source).name or source
-
-
-def require_decoder(model: nn.Module) -> None:
-    """Refuse a model that does not continue the text that it reads.
-
-    Raises:
-        UnsupportedModelError: an encoder, an encoder-decoder, or a model without a language-model head.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it, and "
-            "causal language models are measured here"
-        )
-    require_causal(model)
 
 
 def load_texts(args: Any, tokenizer: Any) -> tuple[list[str], Texts]:

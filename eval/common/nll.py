@@ -139,8 +139,11 @@ def explained_failures(model: nn.Module, tokens: int, memory: str) -> Iterator[N
         yield
     except torch.OutOfMemoryError as error:
         raise LinattnError(memory) from error
-    except IndexError as error:
+    except (IndexError, RuntimeError) as error:
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        # BERT cuts its positions out of a table; RoBERTa begins to count behind the padding
+        if not isinstance(error, IndexError) and (limit is None or tokens <= limit - 2):
+            raise
         raise UnsupportedModelError(
             f"{type(model).__name__} failed on {tokens} tokens ({error}); if it learns its positions, its "
             f"table ends at {limit}"

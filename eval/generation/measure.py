@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from hf_linattn import bypassed
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.patching.causality import require_causal
 
-from ..common.models import require_decoder
 from ..common.nll import scoring, window_logits
 from ..common.windows import Bos, Document, Texts, Window, encode
 from .comparison import ORIGINAL, Comparison, Continuation, agreement, repetition
@@ -188,7 +188,7 @@ class Comparer:
 
 def _check(model: nn.Module, length: int) -> None:
     """Refuse what cannot continue a text of this length, before anything is measured."""
-    require_decoder(model)
+    require_causal(model)
     ids = torch.zeros(length, dtype=torch.long)
     window_logits(model, Texts([Document(ids, ids)], None), [Window(0, 0, length, 1)])
 

@@ -14,10 +14,11 @@ from torch import nn
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError, NotPatchedError, PlanError
+from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.plan import transformers_model
 
-from ..common.models import UNPATCHED, ModelSpec, load_model, require_decoder
+from ..common.models import UNPATCHED, ModelSpec, load_model
 
 OWN = "softmax"
 Spec = tuple[str, dict[str, Any]]
@@ -63,7 +64,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
             f"{type(inside).__name__} is not patched: which layers stay softmax is asked of a model that has "
             "a linear form in every layer, its maps trained against the original's attention"
         )
-    require_decoder(model)
+    require_causal(model)
     rows = [row for row in describe(model) if not row.tower]
     unpatched = [row.module for row in rows if row.patch == OWN and row.window is None]
     if unpatched:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.patching.causality import require_causal
 
-from ..common.models import require_decoder
 from ..common.nll import scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
@@ -100,7 +100,7 @@ def measure_recall(
         UnsupportedModelError: the model sees later tokens (an encoder), or cannot read such lengths.
     """
     _check_options(tasks, lengths, depths, samples=samples, batch_size=batch_size)
-    require_decoder(model)
+    require_causal(model)
     vocabulary = Vocabulary(tokenizer, embedding_rows(model), bos)
     check_fit(vocabulary, tasks, lengths)
     rows = []

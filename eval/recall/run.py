@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hf_linattn.errors import DataError, OptionError
+from hf_linattn.patching.causality import require_causal
 from hf_linattn.patching.interface import NAME
 
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, specs_of
@@ -23,7 +24,6 @@ from ..common.models import (
     load_config,
     load_tokenizer,
     name_of,
-    require_decoder,
     train_length,
 )
 from ..common.results import ResumableRun, recorded
@@ -147,7 +147,7 @@ def _measure(
     if not missing:
         return
     with models.use(spec) as model:
-        require_decoder(model)
+        require_causal(model)
         if embedding_rows(model) < vocabulary.size:
             raise DataError(
                 f"{spec.source} has {embedding_rows(model)} tokens, and the first model {vocabulary.size}"

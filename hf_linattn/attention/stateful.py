@@ -117,7 +117,7 @@ class StatefulAttention(Attention):
         Under autocast queries, keys and values are in its dtype, as torch's own attention has them there.
         """
         device = call.query.device.type
-        if not torch.is_autocast_enabled(device):
+        if device == "meta" or not torch.is_autocast_enabled(device):
             return self._attend(call), None
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (

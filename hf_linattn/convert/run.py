@@ -77,14 +77,16 @@ def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data:
         _prepare_folder(plan)
         _write_own_text(plan, accelerator)
     accelerator.wait_for_everyone()
+    row = None
     if accelerator.is_main_process and not plan.folder.record_path.exists():
         longest = max(plan.stages, key=lambda stage: stage.length)
-        first_rows(plan, longest.objective, 1, data)  # a short text is refused before anything is written
+        # a text that is too short, and rows that are too long, are refused before anything is written
+        row = first_rows(plan, longest.objective, 1, data)
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)
     validation = Validation(plan, accelerator)
-    record = _begin(plan, validation, accelerator, command)
+    record = _begin(plan, validation, row, accelerator, command)
     if plan.sizes_layers:
         record["sizes"] = sizes["sizes"]
     parameters, lora, processes = record["parameters"], record["lora"], accelerator.num_processes
@@ -275,16 +277,19 @@ class Validation:
 
 
 def _begin(
-    plan: ConversionPlan, validation: Validation, accelerator: Accelerator, command: str
+    plan: ConversionPlan, validation: Validation, row: Any, accelerator: Accelerator, command: str
 ) -> dict[str, Any]:
-    """Read plan.json, or load the model, validate it before and after the swap, and write plan.json."""
+    """Read plan.json, or load the model, validate it before and after the swap, and write plan.json.
+
+    `row` is the first of the longest ones, in the first process, and says whether the model takes them.
+    """
     path, arguments = plan.folder.record_path, plan.arguments
     if path.exists():
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         validation.losses = json.loads(validation.path.read_text(encoding="utf-8"))
         return record
     model = load_original(plan.original, arguments.dtype, plan.objective)
-    check_fit(model, plan.objective, validation.blocks)
+    check_fit(model, plan.objective, row, validation.blocks)
     validation.add("original", model)
     if plan.patch is None:
         model = load(arguments.model, arguments.dtype, plan.objective)

@@ -213,7 +213,10 @@ def check_fit(model: PreTrainedModel, objective: Objective, *data: NDArray[np.in
                 f"the tokenizer gives token {highest}, the model knows {known}: give its own --tokenizer"
             )
         if limit is not None and blocks.shape[1] > limit:
-            raise DataError(f"--block-size {blocks.shape[1]} is more than the model's {limit} positions")
+            raise DataError(
+                f"rows of {blocks.shape[1]} tokens are longer than the model's {limit} positions: give a "
+                "smaller --block-size (of a conversion: or --finetune-length)"
+            )
     if objective.name == "causal":
         require_causal(model)
 

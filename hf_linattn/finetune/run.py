@@ -119,6 +119,13 @@ def train(
     accelerator.wait_for_everyone()
     if arguments.resume and (path / "results.json").exists():
         finished: dict[str, Any] = json.loads((path / "results.json").read_text(encoding="utf-8"))
+        if accelerator.is_main_process and arguments.eval_data not in (
+            None,
+            finished.get("arguments", {}).get("eval_data"),
+        ):
+            sys.stderr.write(
+                f"{path} is finished, and --eval-data comes too late: nothing more is measured\n"
+            )
         return finished
     if isinstance(arguments.patch, str):
         parse(arguments.patch, arguments.options)  # a wrong name is refused before a text is read

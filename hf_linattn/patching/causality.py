@@ -21,8 +21,13 @@ def require_causal(model: nn.Module) -> None:
     passes, and one whose embeddings are offloaded.
 
     Raises:
-        UnsupportedModelError: it sees them (an encoder), or gives no logits.
+        UnsupportedModelError: it sees them (an encoder), it is an encoder-decoder, or gives no logits.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder: it answers a text rather than continuing it. "
+            "Models that continue texts, and encoders, are trained and measured here"
+        )
     leaves: list[Tensor] = []
 
     def watch(module: nn.Module, args: Any, out: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.fixtures_convert import BASE, STAGES
 from helpers.fixtures_finetune import surroundings, workplace
+from helpers.tiny_models import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_linattn import registry
@@ -18,6 +19,7 @@ from hf_linattn.convert.outputs import conversion_folder
 from hf_linattn.convert.presets import default_patch
 from hf_linattn.convert.resolve import resolve, with_learned_front
 from hf_linattn.errors import DataError, OptionError, TrainingError, UnknownPatchError
+from hf_linattn.finetune.__main__ import main as finetune
 from hf_linattn.registry import find, parse
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -64,6 +66,45 @@ def test_a_model_in_memory_leaves_nothing_when_it_is_refused():
         del model.save_pretrained
     assert not Path("new").exists()
     assert list(Path("kept").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Folders of models for any of these texts: one that learns 40 positions, and two encoder-decoders."""
+    folder = tmp_path_factory.mktemp("others")
+    bart = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 1024}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    t5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "vocab_size": 1024}
+    gpt2 = {"n_embd": 32, "n_head": 4, "n_layer": 1, "n_positions": 40, "vocab_size": 1024}
+    build("GPT2LMHeadModel", dtype=torch.float32, **gpt2).save_pretrained(folder / "gpt2")
+    build("BartForConditionalGeneration", dtype=torch.float32, **bart, **heads).save_pretrained(
+        folder / "bart"
+    )
+    build("T5ForConditionalGeneration", dtype=torch.float32, **t5).save_pretrained(folder / "t5")
+    return folder
+
+
+@pytest.mark.parametrize("command", [main, finetune])
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_encoder_decoder_is_refused(command, name, others, capsys):
+    own = BASE if command is main else [*BASE[: BASE.index("--preset")], "--max-steps", "2"]
+    words = [*own, "--tokenizer", "model", "--model", str(others / name), "--output-dir", "refused"]
+    assert command(words) == 1
+    assert "is an encoder-decoder" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not Path("refused").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--block-size", "48"], ["--stages", "transfer,finetune", "--finetune-length", "48"]],
+)
+def test_rows_longer_than_the_positions_are_refused_before_anything_is_trained(argv, others, capsys):
+    words = [*BASE, "--tokenizer", "model", "--model", str(others / "gpt2"), "--output-dir", "refused"]
+    assert main([*words, "--tokens", "512", *argv]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "rows of 48 tokens are longer than the model's 40 positions" in error
+    assert "--finetune-length" in error
+    assert not Path("refused").exists()
 
 
 def test_what_was_measured_stays_in_a_folder_of_any_name(tmp_path):

@@ -311,6 +311,9 @@ def test_refusals():
     assert diagnose(model.get_encoder(), ids).layers[0].heads == 4  # a position bias per head
     with pytest.raises(UnsupportedModelError, match="its table ends at 64"):
         diagnose(make("gpt2"), tokens(1, 80))
+    bert = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    with pytest.raises(UnsupportedModelError, match="its table ends at 64"):  # cut out of a table
+        diagnose(build("BertModel", **bert, vocab_size=97, max_position_embeddings=64), tokens(1, 80))
     flex = llama()
     flex.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UnsupportedModelError, match="attn_implementation='sdpa'"):

@@ -220,6 +220,13 @@ def test_wrappers_pass_the_call_on(kind):
     assert not is_patched(model)
 
 
+@pytest.mark.parametrize("spec", ["elu1", "gated", "window", "h2o"])
+def test_a_model_without_memory_tells_shapes(spec):
+    with torch.device("meta"):
+        model = patch_model(tiny_models.llama(2), spec)
+        assert model(torch.zeros(2, 20, dtype=torch.long)).logits.shape[:2] == (2, 20)
+
+
 def test_meta_and_offloaded_models(tmp_path):
     with torch.device("meta"):
         model = tiny_models.llama(2)

@@ -289,7 +289,7 @@ def test_positions_that_roberta_skips_do_not_count():
     check_fit(model, objective, blocks)
     model(torch.from_numpy(blocks[:1]).long())
     longer = np.concatenate([blocks, blocks[:, -1:]], axis=1)
-    with pytest.raises(DataError, match="--block-size 35 is more than the model's 34 positions"):
+    with pytest.raises(DataError, match="rows of 35 tokens are longer than the model's 34 positions"):
         check_fit(model, objective, longer)
     with pytest.raises(RuntimeError, match="out of bounds"):
         model(torch.from_numpy(longer[:1]).long())
