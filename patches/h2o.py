@@ -25,7 +25,7 @@ from hf_linattn.ops.triton import heavy as triton_heavy
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.types import HeavyChoices, HeavyColumns, HeavyPlaces, HeavyState
 from hf_linattn.ops.window_attention import native_takes_heavy, one_kernel_takes_heavy
-from hf_linattn.patches.window.ring import counted, spread, to_16_bits
+from hf_linattn.patches.window.ring import counted, refuse_excess, spread, to_16_bits
 from hf_linattn.patches.window.rotary import sinks_turned_by
 from hf_linattn.patches.window.sinks import Turn
 from hf_linattn.registry import register
@@ -145,6 +145,7 @@ class H2O(StatefulAttention):
             raise OptionError(f"heavy must be at least 1 token, got {heavy}; the patch 'window' keeps none")
         if sinks < 0:
             raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
+        refuse_excess(size=size, heavy=heavy, sinks=sinks)
         if half_life is not None and not half_life > 0:
             raise OptionError(f"half_life must be above 0 tokens, or None, got {half_life}")
         self.size, self.heavy, self.sinks, self.half_life = size, heavy, sinks, half_life

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from hf_linattn.attention import Tokens
 from hf_linattn.attention.masks import once, with_notes
+from hf_linattn.errors import OptionError
 from hf_linattn.ops.types import State
 
 LARGE = 2**20
 """Bytes of keys that are still to come, from which a CPU takes memory as they do."""
+MOST = 2**24
+"""Tokens that a cache has room for from the first one on."""
 
 
 class KeyValues(NamedTuple):
@@ -151,6 +154,20 @@ class Pushed(NamedTuple):
     seen: Seen
     evicted: Tokens | None
     after: WindowState
+
+
+def refuse_excess(**tokens: int) -> None:
+    """Refuse more tokens than a cache could have room for, by the names of their options.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    for name, count in tokens.items():
+        if count > MOST:
+            raise OptionError(
+                f"{name} must be at most {MOST:,} tokens, got {count:,}: a cache has room for all of them "
+                "from the first one on"
+            )
 
 
 def to_16_bits(x: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ class Window(StatefulAttention):
             raise OptionError(f"sinks must be at least 0 tokens, got {sinks}")
         if salient < 0:
             raise OptionError(f"salient must be at least 0 tokens, got {salient}")
+        ring.refuse_excess(sinks=sinks, salient=salient)
         self.size, self.sinks, self.mix, self.salient = size, sinks, mix, salient
         self.rotary, self.note = sinks_turned_by(site, sinks, positions)
         self.needs_rope = self.rotary is not None

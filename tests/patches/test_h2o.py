@@ -194,6 +194,7 @@ def test_exporting_is_refused():
     ("options", "message"),
     [
         ({"size": 0}, "size must be at least 1 token, got 0"),
+        ({"size": 10**9}, "size must be at most 16,777,216 tokens, got 1,000,000,000: a cache has room for"),
         ({"heavy": 0}, "heavy must be at least 1 token, got 0; the patch 'window' keeps none"),
         ({"sinks": -1}, "sinks must be at least 0 tokens, got -1"),
         ({"half_life": 0.0}, "half_life must be above 0 tokens, or None, got 0.0"),

@@ -239,6 +239,7 @@ class TestWindow:
         [
             ("window", {"size": 0}, "size must be at least 1 token, got 0"),
             ("window", {"sinks": -1}, "sinks must be at least 0 tokens, got -1"),
+            ("window", {"sinks": 10**9}, "sinks must be at most 16,777,216 tokens, got 1,000,000,000"),
             ("window", {"mix": "both"}, "mix"),
             ("window+cosine", {}, "can be negative"),
             ("window+softmax1", {}, "one at most, or window with a linear attention"),
