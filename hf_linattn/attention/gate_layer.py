@@ -35,9 +35,11 @@ class GateLayer(CacheLayerMixin):
 
     Attributes:
         gates: that second layer.
+        written_as: the patch whose gates they are, and its options.
     """
 
     gates: Any
+    written_as: str
 
     def with_past(self, gates: Tensor, where: str) -> Tensor:
         """Add the gates of new tokens, `[B, H, N]`, and return those of all keys, `[B, H, S]`.

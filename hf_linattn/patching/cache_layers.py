@@ -89,7 +89,19 @@ def put_layer(child: Any, cache: Any, index: int, where: str) -> StateLayer | Ga
     layer: Any = _layer_at(cache, index, where)
     if not isinstance(layer, GateLayer):
         layer = cache.layers[index] = with_gates(layer, where)
+        layer.written_as = child.written_as
+    elif layer.written_as != child.written_as:
+        if int(layer.get_seq_length()):
+            raise _foreign(where, "gates", layer.written_as, child.written_as)
+        layer.written_as = child.written_as
     return layer  # type: ignore[no-any-return]
+
+
+def _foreign(where: str, kept: str, written_as: str, here: str) -> CacheError:
+    return CacheError(
+        f"{where}: the {kept} in this cache are those of another patch or of other options, {written_as}, "
+        f"and here is {here}: start from a new cache"
+    )
 
 
 def put_full_cache(cache: Any, index: int, where: str) -> None:
@@ -137,10 +149,7 @@ def put_state_layer(cache: Any, index: int, where: str, written_as: str) -> Stat
             )
         if old.written_as != written_as:
             if not old.is_empty():
-                raise CacheError(
-                    f"{where}: the state in this cache is that of another patch or of other options, "
-                    f"{old.written_as}, and here is {written_as}: start from a new cache"
-                )
+                raise _foreign(where, "states", old.written_as, written_as)
             old.written_as = written_as
         return old
     hybrid = isinstance(old, LinearAttentionLayer)

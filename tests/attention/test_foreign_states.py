@@ -75,6 +75,7 @@ def test_rows_are_brought_to_another_batch_as_the_message_says():
         (("h2o", {"size": 8, "heavy": 4}), ("h2o", {"size": 16, "heavy": 8})),
         (("h2o", {"size": 8}), ("window", {"size": 8})),
         (("efficient", None), ("flow", None)),
+        (("fox", None), ("fox", {"half_life": 3.0})),
     ],
 )
 def test_another_patch_or_other_options_are_refused(made, read):
