@@ -131,8 +131,15 @@ class StateLayer(CacheLayerMixin):
             where: the module, for the message.
 
         Raises:
-            CacheError: it has other rows, or heads of another model.
+            CacheError: it has other rows, or heads of another model; a static cache is full (known on a CPU).
         """
+        if isinstance(self.seen, Tensor) and self.seen.is_cpu and not torch.compiler.is_compiling():
+            assert self.max_cache_len is not None
+            if int(self.seen) + key.shape[2] > self.max_cache_len:
+                raise CacheError(
+                    f"{where}: the static cache is for {self.max_cache_len} tokens, and these are "
+                    f"{key.shape[2]} behind {int(self.seen)}: make it longer (max_cache_len), or reset() it"
+                )
         shape = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         before = self.state[0] if self.state else None if self.pending is None else self.pending.key
         if before is None:
@@ -160,6 +167,8 @@ class StateLayer(CacheLayerMixin):
         """Tell whether the next state may be written over this one: nobody goes back to it."""
         traced = torch.compiler.is_compiling() or transforming()
         if self.record_past or traced or torch.is_grad_enabled() or not self.state:
+            return False
+        if any(x.requires_grad for x in self.state):  # a backward that is still to come reads it
             return False
         return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.state)
 

@@ -23,11 +23,13 @@ class PreparedStep(NamedTuple):
     Attributes:
         run: takes query, key, value, and the number of tokens before; gives `[B, 1, H, Dv]`, or None where
             something has changed.
+        child: the module's `PatchedAttention`, whose weights it reads.
         state: that it writes over.
         given: how query, key and value lie in memory; scaling; names of keywords.
     """
 
     run: Callable[[Tensor, Tensor, Tensor, int], Tensor | None]
+    child: Any
     state: Any
     given: tuple[Any, ...]
 
@@ -62,6 +64,7 @@ def run_again(
     if (
         torch.is_grad_enabled()
         or step.state is not layer.state
+        or step.child is not child
         or not _is_simple(child, layer, mask, how, extras)
     ):
         return None
@@ -100,7 +103,7 @@ def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras
     run = child.attention.prepared_step(call)
     if run is not None:
         given = _given(call.query, call.key, call.value, how, extras)
-        layer.prepared = PreparedStep(run, layer.state, given)
+        layer.prepared = PreparedStep(run, child, layer.state, given)
 
 
 def _is_simple(
@@ -132,6 +135,6 @@ def _given(
 ) -> tuple[Any, ...]:
     return (
         *(query.shape, query.stride(), query.dtype, query.device),
-        *(key.stride(), key.dtype, value.stride(), value.dtype),
+        *(key.shape, key.stride(), key.dtype, value.shape, value.stride(), value.dtype),
         *(how[0], *extras),
     )

@@ -8,7 +8,7 @@ from helpers.tiny_models import distance, llama, tokens
 from transformers import DynamicCache, StaticCache
 
 import hf_linattn
-from hf_linattn.errors import CacheError
+from hf_linattn.errors import CacheError, UnsupportedMaskError
 
 IDS = tokens(3, 40)
 
@@ -135,3 +135,55 @@ def test_an_early_exit_drafts_and_leaves_the_model_whole(spec):
     assert torch.equal(got, want)
     assert model.config.num_hidden_layers == layers
     assert len(DynamicCache(config=model.config).layers) == layers
+
+
+@pytest.mark.parametrize("spec", ["elu1", "gated", "window+gated", "window+hedgehog", "delta", "h2o"])
+def test_a_prepared_token_reads_the_weights_of_the_model_that_is_called(spec):
+    model = patched(spec, options_of(spec))
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if ".linattn." in name:
+            parameter.sub_(1.0)
+    cache, plain = cache_of(model, 2, 18), cache_of(model, 2)
+    for place in (18, 19):
+        model(IDS[:2, place : place + 1], past_key_values=cache)
+    for place in range(20, 24):
+        cut = IDS[:2, place : place + 1]
+        got, want = (other(cut, past_key_values=x).logits for x in (cache, plain))
+        assert distance(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("spec", STATEFUL)
+def test_decoding_leaves_a_backward_that_is_still_to_come_alone(spec):
+    def gradients(decode):
+        model = patched(spec, options_of(spec))
+        cache = cache_of(model, 2)
+        with torch.enable_grad():
+            loss = model(IDS[:2, 20:23], past_key_values=cache).logits.square().mean()
+        for place in range(23, 33) if decode else ():
+            model(IDS[:2, place : place + 1], past_key_values=cache)
+        loss.backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad
+
+    assert torch.equal(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("spec", ["elu1", "gated", "window", "h2o"])
+def test_holes_of_the_past_that_add_up_are_told_apart(spec):
+    """Places 1 and 4, and 2 and 3."""
+    model, mask = patched(spec, options_of(spec)), torch.ones(2, 40, dtype=torch.long)
+    mask[0, [0, 3]] = mask[1, [1, 2]] = 0
+    cache = model(IDS[:2, :6], attention_mask=mask[:, :6], use_cache=True).past_key_values
+    with pytest.raises(UnsupportedMaskError, match="other past tokens"):
+        model(IDS[:2, 6:9], attention_mask=mask.flip(0)[:, :9], past_key_values=cache)
+
+
+@pytest.mark.parametrize("spec", ["elu1", "window", "h2o"])
+def test_a_static_cache_that_is_full_says_so(spec):
+    model = patched(spec, options_of(spec))
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    got = [model(IDS[:2, :10], past_key_values=cache).logits]
+    got += [model(IDS[:2, place : place + 1], past_key_values=cache).logits for place in range(10, 16)]
+    assert distance(torch.cat(got, 1), model(IDS[:2, :16]).logits) < 1e-5
+    with pytest.raises(CacheError, match="for 16 tokens, and these are 1 behind 16"):
+        model(IDS[:2, 16:17], past_key_values=cache)
