@@ -39,7 +39,11 @@ class GateLayer(CacheLayerMixin):
     """
 
     gates: Any
-    written_as: str
+    written_as = ""
+
+    def is_empty(self) -> bool:
+        """Tell whether no token has come yet."""
+        return not int(self.get_seq_length())
 
     def with_past(self, gates: Tensor, where: str) -> Tensor:
         """Add the gates of new tokens, `[B, H, N]`, and return those of all keys, `[B, H, S]`.

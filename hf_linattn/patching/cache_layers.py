@@ -89,19 +89,20 @@ def put_layer(child: Any, cache: Any, index: int, where: str) -> StateLayer | Ga
     layer: Any = _layer_at(cache, index, where)
     if not isinstance(layer, GateLayer):
         layer = cache.layers[index] = with_gates(layer, where)
-        layer.written_as = child.written_as
-    elif layer.written_as != child.written_as:
-        if int(layer.get_seq_length()):
-            raise _foreign(where, "gates", layer.written_as, child.written_as)
-        layer.written_as = child.written_as
+    _claim(layer, where, child.written_as)
     return layer  # type: ignore[no-any-return]
 
 
-def _foreign(where: str, kept: str, written_as: str, here: str) -> CacheError:
-    return CacheError(
-        f"{where}: the {kept} in this cache are those of another patch or of other options, {written_as}, "
-        f"and here is {here}: start from a new cache"
-    )
+def _claim(layer: StateLayer | GateLayer, where: str, written_as: str) -> None:
+    """Note whose a layer is that is there already, unless it holds what another patch has written."""
+    if layer.written_as == written_as:
+        return
+    if not layer.is_empty():
+        raise CacheError(
+            f"{where}: what this cache holds is of another patch or of other options, {layer.written_as}, "
+            f"and here is {written_as}: start from a new cache"
+        )
+    layer.written_as = written_as
 
 
 def put_full_cache(cache: Any, index: int, where: str) -> None:
@@ -147,10 +148,7 @@ def put_state_layer(cache: Any, index: int, where: str, written_as: str) -> Stat
                 f"{where}: crop() has taken tokens from layers in front of it, and could not take them from "
                 "its state: start from a new cache"
             )
-        if old.written_as != written_as:
-            if not old.is_empty():
-                raise _foreign(where, "states", old.written_as, written_as)
-            old.written_as = written_as
+        _claim(old, where, written_as)
         return old
     hybrid = isinstance(old, LinearAttentionLayer)
     if hybrid and not isinstance(old, DynamicLayer):

@@ -215,10 +215,10 @@ def _prepare_cache(
     cache = self_attention_cache(model_kwargs.get("past_key_values"))
     if cache is not None:
         for layer, name in model.__dict__[INSTALLATION].cache_places:
-            inside = model.get_submodule(name).modules()  # others may have wrapped the module since
-            child: Any = next(module._modules[NAME] for module in inside if NAME in module._modules)
             if layer >= len(cache.layers) and cache.layer_class_to_replicate is None:
                 continue  # of a layer that is left out, as an early exit does; a forward asks again
+            inside = model.get_submodule(name).modules()  # others may have wrapped the module since
+            child: Any = next(module._modules[NAME] for module in inside if NAME in module._modules)
             if child.bypass is None:
                 put_layer(child, cache, layer, name)
         if generation_config.is_assistant:

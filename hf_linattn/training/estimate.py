@@ -7,9 +7,10 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,15 @@ def announce(
         )
     model.to(accelerator.device)
     free, rows = free_bytes(accelerator.device), settings.batch_size
-    estimate = _measure(accelerator, model, blocks, settings, losses, prepare, free)
+    run = partial(_pass_seconds, accelerator, model, blocks, losses, prepare)
+    copied = accelerator.num_processes > 1
+    estimate = _measure(model, settings, run, free, copied=copied)
     what = estimate.describe(rows, blocks.shape[1])
     # one for all: a process that refuses alone leaves the others waiting
     if any(gather_object([estimate.needed > free])):
         raise _refusal(f"a step needs about {what}", free)
     if accelerator.device.type != "cpu":
-        seconds = _step_seconds(accelerator, model, blocks, settings, losses, prepare)
-        estimate = replace(estimate, seconds=seconds)
+        estimate = replace(estimate, seconds=_step_seconds(model, settings, run))
     steps = settings.max_steps - done
     seconds = steps * estimate.seconds
     if accelerator.is_main_process:
@@ -111,23 +113,25 @@ def announce(
 
 
 def _measure(
-    accelerator: Accelerator,
-    model: nn.Module,
-    blocks: NDArray[np.int32],
-    settings: LoopSettings,
-    losses: LossFunction,
-    prepare: Preparation | None,
-    free: int,
+    model: nn.Module, settings: LoopSettings, run: Callable[[int], float], free: int, *, copied: bool
 ) -> Estimate:
-    """Run one row and two, forward and backward: what grows with the rows, and what does not."""
+    """Run one row and two, forward and backward: what grows with the rows, and what does not.
+
+    Args:
+        model: that `run` runs.
+        settings: of the loop.
+        run: takes the number of rows, and gives seconds.
+        free: bytes.
+        copied: gradients are, to be sent to other processes.
+    """
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     optimizer = state_bytes(settings.optimizer, model)
-    copies = gradients if accelerator.num_processes > 1 else 0  # of the gradients, to be sent
+    copies = gradients if copied else 0
     peaks: list[int] = []
     with _left_as_it_was(model):
         for rows in range(1, min(settings.batch_size, MEASURED) + 1):
             with LiveBytes(free - optimizer - copies) as live:
-                seconds = _pass_seconds(accelerator, model, blocks, rows, losses, prepare) / rows
+                seconds = run(rows) / rows
             peaks.append(live.peak)
             model.zero_grad(set_to_none=True)
     of_row = max(0, peaks[-1] - peaks[0])
@@ -139,9 +143,9 @@ def _pass_seconds(
     accelerator: Accelerator,
     model: nn.Module,
     blocks: NDArray[np.int32],
-    rows: int,
     losses: LossFunction,
     prepare: Preparation | None,
+    rows: int,
 ) -> float:
     """Run as many rows forward and backward, of the first MEASURED; return the seconds that took."""
     row_ids = np.arange(rows) % min(len(blocks), MEASURED)
@@ -155,14 +159,7 @@ def _pass_seconds(
     return time.perf_counter() - began
 
 
-def _step_seconds(
-    accelerator: Accelerator,
-    model: nn.Module,
-    blocks: NDArray[np.int32],
-    settings: LoopSettings,
-    losses: LossFunction,
-    prepare: Preparation | None,
-) -> float:
+def _step_seconds(model: nn.Module, settings: LoopSettings, run: Callable[[int], float]) -> float:
     """Run a batch, once its memory is known to suffice; a GPU takes hardly longer for it than for a row.
 
     Returns:
@@ -170,7 +167,7 @@ def _step_seconds(
     """
     with _left_as_it_was(model):
         for _ in range(2):
-            seconds = _pass_seconds(accelerator, model, blocks, settings.batch_size, losses, prepare)
+            seconds = run(settings.batch_size)
             model.zero_grad(set_to_none=True)
     return seconds * settings.grad_accum
 

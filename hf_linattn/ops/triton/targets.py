@@ -426,7 +426,10 @@ def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, l
         *met, first, others = code.innermost
         behind = SPAN + COLUMNS.block - -(-(COLUMNS.block - 1) // looking) * looking
         again = (-(-(COLUMNS.block - 1) // looking) - 1) * first + (-(-behind // looking) - 1) * others
-        again += (-(-COLUMNS.block // tile.chunk) - 1) * met[0] if len(met) == 1 else 3 * sum(met)
+        if len(met) == 1:
+            again += (-(-COLUMNS.block // tile.chunk) - 1) * met[0]
+        else:  # heavy hitters in tiles of 32, once for the sums and once for what they get
+            again += (-(-COLUMNS.heavy // 32) - 1) * sum(met)
         return (code.loop + again) * (length // COLUMNS.block)
     columns = COLUMNS.total - (COLUMNS.heavy if name == "prompt_sums" else 0)
     queries = {
