@@ -1,4 +1,4 @@
-"""Write the tables and figures of docs/smollm2.md, and the short table of the README.
+"""Write the tables and figures of docs/smollm2.md, of findings.md and of the README.
 
 python -m studies.smollm2.page --work-dir W --tokens 1000000
 """
@@ -23,7 +23,7 @@ from .figures import collect, load
 
 README = HERE.parents[1] / "README.md"
 DOCS = README.parent / "docs"
-PAGE = DOCS / "smollm2.md"
+PAGE, FINDINGS = DOCS / "smollm2.md", HERE / "findings.md"
 MARK = re.compile(r"(<!-- (\w+): written by [^\n]*-->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 CHOICES = ("arc_easy", "piqa", "winogrande", "openbook_qa")
 LENGTHS = (512, 2048, 8192, 16384, 32768)
@@ -34,7 +34,7 @@ class Figures:
     """The figures of one row."""
 
     def __init__(self, figures: dict[str, Json], row: Row, tokens: int) -> None:
-        self.slot, self.row = row.slot(tokens), row
+        self.slot, self.row, self.tokens = row.slot(tokens), row, row.share * tokens
         self.all = {
             key.split("/")[0]: value for key, value in figures.items() if key.endswith(f"/{self.slot}")
         }
@@ -62,8 +62,7 @@ class Figures:
     @property
     def four(self) -> str:
         """The mean of the four tasks with choices, in percent."""
-        found = self.tasks
-        return f"{100 * mean(found[name]['value'] for name in CHOICES):.1f}" if found else ""
+        return f"{100 * _mean(self.tasks):.1f}" if self.tasks else ""
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -73,9 +72,9 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def share(value: float | None) -> str:
+def share(value: float | None, digits: int = 0) -> str:
     """Write a share in percent."""
-    return "" if value is None else f"{100 * value:.0f}"
+    return "" if value is None else f"{100 * value:.{digits}f}"
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
@@ -84,6 +83,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "32,768 ": lambda f: number(f.get("peps", "32768")),
     "four tasks": lambda f: f.four,
     "LAMBADA": lambda f: f.score("lambada"),
+    "own words": lambda f: share(f.get("agreement", "top1")),
     "pairs 1,024": lambda f: share(f.get("recall", "key_value", "1024")),
     " 2,048": lambda f: share(f.get("recall", "key_value", "2048")),
     " 8,192": lambda f: share(f.get("recall", "key_value", "8192")),
@@ -104,27 +104,46 @@ MILLION = tuple(name for name in COLUMNS if not name.endswith((" x", "MiB")))
 """Columns of the table of rows that trained on TOKENS, or on a share of them."""
 SHORT = ("512", "2,048", "8,192", "32,768", "LAMBADA", "cache MiB", "decode x")
 """Columns of the README's table."""
+AGAINST = (
+    "tokens",
+    *("512", "2,048", "8,192"),
+    "32,768 / 8,192",
+    "tasks, points",
+    "LAMBADA, %",
+    "passkeys",
+    "pairs",
+    "cache, %",
+)
+"""Columns of the table of rows over their control."""
 SHORT_ROWS = {
     "original": "the model itself",
     "control": "softmax, trained on {once} tokens",
     "hybrid-256": "`--preset hybrid`, {once}",
     "h2o-swapped": "`h2o` just put in, not trained",
     "h2o-measured": "`--preset h2o`, {once}",
-    "h2o": "the same, as many tokens in each layer",
     "h2o-recall": "`--preset recall`: softmax in 8 layers of 30, {once}",
-    "h2o-recall-eighth": "the same with `--keep 4`: in 4 layers",
-    "window-384": "`window` of 384 tokens alone, {once}",
-    "window-512": "`window` of 512 tokens alone, {once}",
     "linear": "`--preset linear`, {once}",
-    "control-long": "softmax, {long}",
-    "hybrid-text-long": "`--preset hybrid --stages transfer,finetune`, {long}",
-    "h2o-long": "`--preset h2o`, {long}",
-    "h2o-recall-long": "`--preset recall`, {long}",
 }
-"""Its rows, and what they are called there: with tokens of a row, and of a `-long` one.
-
-Those of `-long` rows of TOKENS come behind them.
-"""
+"""Its rows, and what they are called there."""
+LONGEST = {"control-long": "softmax, {long}", "h2o-recall-long": "`--preset recall`, {long}"}
+"""Those that stand behind them, of a share of TOKENS."""
+AGAINST_ROWS = {
+    "h2o-measured": "`--preset h2o`, the default",
+    "h2o-long": "`--preset h2o`",
+    "h2o-recall": "`--preset recall`: 8 layers of 30 stay softmax",
+    "h2o-recall-eighth": "`--preset recall --keep 4`",
+    "h2o-recall-long": "`--preset recall`",
+    "hybrid-256": "`--preset hybrid`",
+    "recall-quarter": "`--preset hybrid --keep quarter`",
+    "hybrid-long": "`--preset hybrid`",
+    "hybrid-text": "`--preset hybrid`, by the text alone",
+    "hybrid-text-long": "`--preset hybrid`, by the text alone",
+    "window-384": "`window` of 384 tokens",
+    "linear": "`--preset linear`",
+}
+"""Rows that are told from their control, and what they are called there."""
+ANSWERING = (*SHORT_ROWS, "window-384", "window-512", "h2o-recall-long", "hybrid-text-long")
+"""Rows whose answers are shown."""
 
 
 def _mib(value: float | None) -> float | None:
@@ -151,6 +170,53 @@ def _table(columns: list[str], lines: list[str]) -> str:
     return head + "\n".join(lines) + "\n" if lines else "Not measured yet.\n"
 
 
+def against(rows: Iterable[Figures], controls: dict[int, Figures]) -> str:
+    """Write what rows have over their control's: that of as many tokens."""
+    lines = []
+    order = list(AGAINST_ROWS)
+    for row in sorted(
+        (row for row in rows if row.row.name in order), key=lambda row: order.index(row.row.name)
+    ):
+        control = controls.get(row.tokens)
+        if control is None or not row.get("novels"):
+            continue
+        cells = [
+            *(_over(row.get("novels", str(n)), control.get("novels", str(n))) for n in LENGTHS[:3]),
+            _over(row.get("novels", "32768"), row.get("novels", "8192"), 3),
+            *_questions(row, control),
+            f"{_found(row, 'passkey', 5)} ({_found(control, 'passkey', 5)})",
+            f"{_found(row, 'key_value', 20)} ({_found(control, 'key_value', 20)})",
+            share(row.get("cost", "bytes_ratio"), 1),
+        ]
+        cells = ["" if "()" in cell or cell.startswith(" (") else cell for cell in cells]
+        lines.append(f"| {AGAINST_ROWS[row.row.name]} | {row.tokens:,} | {' | '.join(cells)} |")
+    return _table(list(AGAINST), lines)
+
+
+def _over(value: float | None, control: float | None, digits: int = 4) -> str:
+    return "" if value is None or control is None else f"{value / control:#.{digits}g}"
+
+
+def _questions(row: Figures, control: Figures) -> tuple[str, str]:
+    """Return the four tasks' mean less the control's, in points, and LAMBADA over its, of the same items."""
+    for measure in ("all_tasks", "tasks"):
+        mine, other = row.all.get(measure), control.all.get(measure)
+        if mine and other:
+            points = 100 * (_mean(mine) - _mean(other))
+            return f"{points + 0.0:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0"), share(mine["lambada"]["value"] / other["lambada"]["value"])
+    return "", ""
+
+
+def _mean(found: Json) -> float:
+    return mean(found[name]["value"] for name in CHOICES)
+
+
+def _found(row: Figures, what: str, questions: int) -> str:
+    """Count what was found again, of so many questions at each length."""
+    found = row.get("recall", what)
+    return "" if found is None else f"{questions * sum(found.values()):.0f}"
+
+
 def curves(figures: dict[str, Json], *measures: str) -> str:
     """Write the perplexities of patches that were just put in."""
     found: Json = {}
@@ -165,10 +231,10 @@ def curves(figures: dict[str, Json], *measures: str) -> str:
 
 
 def answers(rows: Iterable[Figures]) -> str:
-    """Write what the models of the README's rows answer, equal answers once."""
+    """Write what models answer, equal answers once."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if row.row.name in SHORT_ROWS and (text := row.get("answer", "text")):
+        if row.row.name in ANSWERING and (text := row.get("answer", "text")):
             found.setdefault(" ".join(text.split()), []).append(f"**{row.row.name}**")
     return "".join(f"* {', '.join(names)}: {text}\n" for text, names in found.items())
 
@@ -208,15 +274,17 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
     rows = [Figures(figures, row, tokens) for row in ROWS.values()]
     million = [Figures(figures, row, TOKENS) for row in ROWS.values()]
     more = [] if tokens == TOKENS else [row for row in million if row.row.of or row.row.share > 1]
-    share = ROWS["control-long"].share
-    short_rows = {
-        ROWS[name].slot(once): text.format(once=f"{once:,}", long=f"{share * once:,}")
-        for once in (TOKENS, tokens)
-        for name, text in SHORT_ROWS.items()
+    longest = {
+        ROWS[name].slot(TOKENS): text.format(long=f"{ROWS[name].share * TOKENS:,}")
+        for name, text in LONGEST.items()
     }
+    short = {ROWS[name].slot(tokens): text.format(once=f"{tokens:,}") for name, text in SHORT_ROWS.items()}
+    shown = [*rows, *more]
+    controls = {row.tokens: row for row in shown if row.row.name in ("control", "control-long")}
     parts = {
         "table": table(rows, COLUMNS),
-        "smollm2": table([*rows, *more], {name: COLUMNS[name] for name in SHORT}, short_rows),
+        "against": against(shown, controls),
+        "smollm2": table(shown, {name: COLUMNS[name] for name in SHORT}, short | longest),
         "million": table(
             [row for row in million if row.slot != row.row.name], {name: COLUMNS[name] for name in MILLION}
         ),
@@ -234,14 +302,14 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
 
 def main() -> None:
     """Collect the figures of a work folder, and write page and pictures."""
-    parser = argparse.ArgumentParser(description="Write the tables of docs/smollm2.md and of the README.")
+    parser = argparse.ArgumentParser(description="Write the tables of docs/smollm2.md, of findings.md and of the README.")
     parser.add_argument("--work-dir", type=Path, help="of the study (default: the stored figures alone)")
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, help="of the rows to show (default: %(default)s)"
     )
     args = parser.parse_args()
     figures = collect(args.work_dir) if args.work_dir else load()
-    for path in (PAGE, README):
+    for path in (PAGE, FINDINGS, README):
         content = renewed(path.read_text(encoding="utf-8"), figures, args.tokens)
         with replacing(path) as partial:
             partial.write_text(content, encoding="utf-8")
