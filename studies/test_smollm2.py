@@ -84,10 +84,38 @@ def test_rounding_hurts_more_where_one_number_is_large():
     assert 0 < (model(x) - exact).abs().max() < 0.1
 
 
-def test_page_shows_the_stored_figures():
-    content = page.PAGE.read_text(encoding="utf-8")
-    tokens = int(shlex.split(content.split("--tokens")[1])[0])
-    assert page.renewed(content, load(), tokens) == content
+def test_pages_show_the_stored_figures():
+    tokens = int(shlex.split(page.PAGE.read_text(encoding="utf-8").split("--tokens")[1])[0])
+    for path in (page.PAGE, page.FINDINGS, page.README):
+        content = path.read_text(encoding="utf-8")
+        assert page.renewed(content, load(), tokens) == content
+
+
+def test_a_row_is_told_from_the_control_of_as_many_tokens():
+    def novels(scale):
+        return {str(n): scale * 10 for n in page.LENGTHS}
+
+    def tasks(share):
+        return {name: {"value": share, "stderr": 0.02} for name in (*page.CHOICES, "lambada")}
+
+    figures = {
+        "novels/control-100": novels(2.0),
+        "novels/control-long-500": novels(1.0),
+        "novels/h2o-measured-100": novels(2.1),
+        "novels/h2o-long-500": novels(1.1),
+        "tasks/control-100": tasks(0.5),
+        "tasks/h2o-measured-100": tasks(0.4),
+        "all_tasks/control-100": tasks(0.9),
+    }
+    rows = [page.Figures(figures, row, 100) for row in ROWS.values()]
+    controls = {row.tokens: row for row in rows if row.row.name in ("control", "control-long")}
+    lines = page.against(rows, controls).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in lines]
+    assert [row[:5] for row in cells] == [
+        ["100", "1.050", "1.050", "1.050", "1.00"],
+        ["500", "1.100", "1.100", "1.100", "1.00"],
+    ]
+    assert cells[0][5:] == ["-10.0", "80", "", "", ""]  # both of the first 500 items
 
 
 def test_list_prints_the_commands(data, tmp_path, capsys, monkeypatch):

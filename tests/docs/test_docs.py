@@ -18,6 +18,7 @@ LINKED = sorted(
     [
         *PAGES,
         *(p.relative_to(ROOT).as_posix() for p in [ROOT / "CHANGELOG.md", *ROOT.glob("examples/*/*.md")]),
+        *(p.relative_to(ROOT).as_posix() for p in ROOT.glob("studies/**/*.md")),
     ]
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
