@@ -124,6 +124,7 @@ class H2O(StatefulAttention):
     directions = "causal"
     direction_reason = "what is kept is what earlier queries attended to"
     supports = frozenset(("s_aux", "softcap"))
+    exact_dtype = True
     in_kernels = True
     needs_visible_count = True
 

@@ -121,7 +121,7 @@ class StateLayer(CacheLayerMixin):
             return self.state is None
         return self.seen == 0
 
-    def check(self, query: Tensor, key: Tensor, value: Tensor, where: str) -> None:
+    def check(self, query: Tensor, key: Tensor, value: Tensor, where: str, exact: bool = False) -> None:
         """Refuse a call that this state cannot serve: kernels read it by its address.
 
         Args:
@@ -129,9 +129,11 @@ class StateLayer(CacheLayerMixin):
             key: `[B, Hkv, N, D]`.
             value: `[B, Hkv, N, Dv]`.
             where: the module, for the message.
+            exact: the state is in the dtype of the keys; else in float32, or in float64 where they are.
 
         Raises:
-            CacheError: it has other rows, or heads of another model; a static cache is full (known on a CPU).
+            CacheError: it has other rows, another dtype, or heads of another model; a static cache is full
+                (known on a CPU).
         """
         if isinstance(self.seen, Tensor) and self.seen.is_cpu and not torch.compiler.is_compiling():
             assert self.max_cache_len is not None
@@ -150,6 +152,11 @@ class StateLayer(CacheLayerMixin):
                 f"{where}: the cache is of a batch of {before.shape[0]}, and this call of {key.shape[0]}: "
                 "start from a new cache, or bring its rows to those of the call "
                 "(cache.batch_repeat_interleave, cache.batch_select_indices)"
+            )
+        if before.dtype != key.dtype and (exact or torch.float64 in (before.dtype, key.dtype)):
+            raise CacheError(
+                f"{where}: the cache is of {before.dtype}, and this call of {key.dtype}: start from a new "
+                "cache, or keep the model's dtype"
             )
         if self.shape is None:
             self.shape = shape

@@ -32,6 +32,7 @@ class StatefulAttention(Attention):
         gate_count: numbers that `gates` makes for each token and key head.
         one_tensor: its state is S alone, which `state_of` makes it of, so that a window can keep it.
         supports_packing: `causal` honours `Tokens.documents`; else documents come in rows of their own.
+        exact_dtype: the state is in the dtype of the keys, and serves no other.
         in_kernels: kernels in C++ or Triton can compute it; else torch operations do.
     """
 
@@ -41,6 +42,7 @@ class StatefulAttention(Attention):
     gate_count: int = 0
     one_tensor: bool = False
     supports_packing: ClassVar[bool] = False
+    exact_dtype: ClassVar[bool] = False
     in_kernels: ClassVar[bool] = False
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
@@ -130,7 +132,7 @@ class StatefulAttention(Attention):
         layer, query = call.layer, call.query
         past = 0 if layer is None else layer.seen
         if layer is not None:
-            layer.check(query, call.key, call.value, call.where)
+            layer.check(query, call.key, call.value, call.where, self.exact_dtype)
         if exporting() and isinstance(past, int) and past:
             raise UnsupportedCallError(
                 f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "

@@ -203,7 +203,9 @@ def _questions(row: Figures, control: Figures) -> tuple[str, str]:
         mine, other = row.all.get(measure), control.all.get(measure)
         if mine and other:
             points = 100 * (_mean(mine) - _mean(other))
-            return f"{points + 0.0:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0"), share(mine["lambada"]["value"] / other["lambada"]["value"])
+            return f"{points + 0.0:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0"), share(
+                mine["lambada"]["value"] / other["lambada"]["value"]
+            )
     return "", ""
 
 
@@ -302,7 +304,7 @@ def renewed(page: str, figures: dict[str, Json], tokens: int) -> str:
 
 def main() -> None:
     """Collect the figures of a work folder, and write page and pictures."""
-    parser = argparse.ArgumentParser(description="Write the tables of docs/smollm2.md, of findings.md and of the README.")
+    parser = argparse.ArgumentParser(description="Write the tables of the study's pages and of the README.")
     parser.add_argument("--work-dir", type=Path, help="of the study (default: the stored figures alone)")
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, help="of the rows to show (default: %(default)s)"

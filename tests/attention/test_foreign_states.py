@@ -53,6 +53,27 @@ def test_another_batch_is_refused_and_the_cache_goes_on(spec, before, after):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    ("spec", "before", "after"),
+    [
+        *((spec, torch.float64, torch.float32) for spec in STATEFUL),
+        *((spec, torch.float32, torch.float64) for spec in STATEFUL),
+        ("h2o", torch.float32, torch.bfloat16),
+        ("h2o", torch.bfloat16, torch.float32),
+    ],
+)
+def test_another_dtype_is_refused_and_the_cache_goes_on(spec, before, after):
+    model = patched(spec, options_of(spec)).to(before)
+    cache, other = cache_of(model, 2), cache_of(model, 2)
+    model.to(after)
+    for length in (1, 3):
+        with pytest.raises(CacheError, match=r"self_attn .*: the cache is of torch\.\w+, and this call of torch"):
+            model(IDS[:2, 20 : 20 + length], past_key_values=cache)
+    model.to(before)
+    got, want = (model(IDS[:2, 20:26], past_key_values=x).logits for x in (cache, other))
+    assert torch.equal(got, want)
+
+
 def test_rows_are_brought_to_another_batch_as_the_message_says():
     model = patched("elu1")
     cache = cache_of(model, 1)
