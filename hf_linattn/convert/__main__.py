@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if process == 0:
             sys.stdout.write(summary(result))
 
-    advice = "the same command with --resume goes on where it was"
+    advice = "the same command with --resume goes on from the last checkpoint, without one from the start"
     return exit_status(work, interrupted=advice, extra="train", process=process)
 
 

@@ -212,6 +212,8 @@ def open_source(
         extra: dict[str, Any] = {"keep_default_na": False} if builder == "csv" else {}
         extra |= {"data_files": str(path), "split": "train", "streaming": stream}
         return Table(_load_dataset(str(source), builder, **extra), str(source), column)
+    if path.exists():
+        raise DataError(f"{source} is neither a file nor a folder")
     if str(source).startswith((".", "/", "~")) or path.suffix.lower() in (*TEXT_SUFFIXES, *TABLE_BUILDERS):
         raise DataError(f"no such file or folder: {source}")
     name, _, config = str(source).partition(":")
@@ -266,6 +268,8 @@ def _loading(source: str, hint: str = "") -> Iterator[None]:
     ) as error:
         # the generator's own message says only that something went wrong
         reason = str(error.__cause__ or error).strip().split("\n")[0]
+        if "corresponds to no data" in reason:  # of a table without rows
+            raise DataError(f"{source} has no rows") from error
         raise DataError(f"cannot load the data {source!r}{hint}: {reason}") from error
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         if process == 0:
             sys.stdout.write(_summary(results))
 
-    advice = "the same command with --resume continues from the last checkpoint"
+    advice = "the same command with --resume goes on from the last checkpoint, without one from the start"
     return exit_status(work, interrupted=advice, extra="train", process=process)
 
 

@@ -100,7 +100,7 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training.TrainingLoop, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(argv) == 130
-    assert capsys.readouterr().err.strip().endswith("--resume continues from the last checkpoint")
+    assert capsys.readouterr().err.strip().endswith("from the last checkpoint, without one from the start")
     Path("moving.txt").write_text(Path("train.txt").read_text().upper())
     assert main(argv) == 1
     assert "it began with other data_sha256" in capsys.readouterr().err

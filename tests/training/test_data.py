@@ -84,6 +84,7 @@ def test_tables_give_a_document_per_row(tmp_path, suffix):
 def bad_sources(folder):
     (folder / "empty.txt").touch()
     (folder / "empty.jsonl").touch()
+    (folder / "header.csv").write_text("text\n")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (folder / "nothing").mkdir()
@@ -98,6 +99,8 @@ def bad_sources(folder):
         ("./missing", "text", "no such file or folder"),
         ("empty.txt", "text", "empty.txt is empty"),
         ("empty.jsonl", "text", "empty.jsonl is empty"),
+        ("header.csv", "text", "header.csv has no rows"),
+        ("/dev/null", "text", "/dev/null is neither a file nor a folder"),
         ("blank.jsonl", "text", "column 'text' of blank.jsonl is empty"),
         ("latin.txt", "text", "latin.txt is not UTF-8 text: byte 3"),
         ("nothing", "text", "no text in the folder nothing: looked for files ending in .txt"),
