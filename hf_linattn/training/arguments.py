@@ -33,7 +33,8 @@ class TrainingArguments:
     patch: str | dict[str, Any] | None = field(
         default=None,
         metadata={
-            "help": "attention to install: a name, or JSON per layer (default: leave the model as it is)",
+            "help": "attention to install: a name, or JSON per layer (default, and none: leave the model as "
+            "it is, patched or not)",
             "parse": "patch",
         },
     )
