@@ -177,27 +177,23 @@ class _Run:
         from hf_linattn.ops.triton import backward_kernels
 
         self.kernels = backward_kernels
-        self.call, self.d_output, self.total = call, last_contiguous(d_output), total.contiguous()
+        self.call, d_output = call, last_contiguous(d_output)
         shape = (call.batch, call.heads, call.length)
-        self.t, self.shift = call.new(*shape), call.new(*shape)
+        self.t, shift = call.new(*shape), call.new(*shape)
+        self.common = {
+            "D_OUT": d_output,
+            **constant_strides(d_out=d_output),
+            "TOTAL": total.contiguous(),
+            "heads": call.heads,
+            "SHIFT": shift,
+            "GROUP": call.group,
+            "NORMALISE": call.normalise,
+        }
 
     def launch(self, kernel: Any, spec: KernelSpec, length: int, segment: int, **own: Any) -> None:
         """Launch a pass over `length` tokens with what all passes take, and what it takes besides."""
-        self.call.run(
-            kernel,
-            spec,
-            -(-length // segment),
-            D_OUT=self.d_output,
-            **constant_strides(d_out=self.d_output),
-            TOTAL=self.total,
-            heads=self.call.heads,
-            length=length,
-            segment=segment,
-            SHIFT=self.shift,
-            GROUP=self.call.group,
-            NORMALISE=self.call.normalise,
-            **own,
-        )
+        own |= self.common
+        self.call.run(kernel, spec, -(-length // segment), length=length, segment=segment, **own)
 
     def rows(self, d_total: Tensor | None, output: Tensor, segment: int, slots: int) -> Slots:
         """Compute t and shift of every query, and R and r of each segment, counted from the last one.

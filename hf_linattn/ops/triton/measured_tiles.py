@@ -54,6 +54,7 @@ Table = dict[Setting, dict[str, Tile]]
 """Tiles by kernel, as `Configuration` names them."""
 _given: list[Path] = []
 _trial: dict[str, Tile] = {}
+_changes = [0]
 
 
 def setting(device: torch.device, operand: str, widths: tuple[int, int], group: int, linked: bool) -> Setting:
@@ -83,11 +84,19 @@ def trial(tiles: Mapping[str, Tile]) -> Iterator[None]:
     """Use these tiles for every call meanwhile, whatever its setting: a candidate is tried."""
     before = dict(_trial)
     _trial.update(tiles)
+    _changes[0] += 1
     try:
         yield
     finally:
         _trial.clear()
         _trial.update(before)
+        _changes[0] += 1
+
+
+def changes() -> int:
+    """Count the changes of what `measured` answers: who remembers an answer compares."""
+    _table()
+    return _changes[0]
 
 
 def use(path: Path) -> None:
@@ -136,6 +145,7 @@ def device_name(device: torch.device) -> str:
 @functools.cache
 def _table() -> Table:
     """Collect the rows that hold for these kernels."""
+    _changes[0] += 1
     paths = [SHIPPED]
     with suppress(RuntimeError):  # nobody's home
         paths.append(switches.cache_folder() / NAME)

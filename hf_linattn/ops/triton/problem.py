@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops.triton import measured_tiles
-from hf_linattn.ops.triton.tiles import Tile, configuration, padded, segment_length
+from hf_linattn.ops.triton.tiles import Configuration, Tile, configuration, padded, segment_length
 from hf_linattn.ops.types import FEATURE_MAPS
 
 WIDEST = 256
@@ -94,7 +94,71 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def refusal(dtypes: tuple[torch.dtype, ...], widths: tuple[int, int], tokens: int, rows: int) -> str | None:
+class Kind(NamedTuple):
+    """What calls of one kind have in common, found once: short calls wait for Python.
+
+    Attributes:
+        refusal: why the kernels take none of them; None where they do.
+        maps: constants of all kernels.
+        tiles: how kernels are cut.
+        longest_chunk: of the tiles of linear attention.
+        constants: all constants of a kernel, by its name, collected when it is first launched.
+    """
+
+    refusal: str | None
+    maps: dict[str, Any]
+    tiles: Configuration
+    longest_chunk: int
+    constants: dict[str, dict[str, Any]]
+
+
+@functools.lru_cache(maxsize=1024)
+def kind_of(
+    dtypes: tuple[torch.dtype, ...],
+    widths: tuple[int, int],
+    group: int,
+    features: tuple[str, float],
+    masked: bool,
+    linked: bool,
+    where: tuple[torch.device, Device],
+    operand: str,
+    changes: int,
+) -> Kind:
+    """Find what calls of one kind have in common.
+
+    Args:
+        dtypes: of queries, keys and values.
+        widths: of queries and of values.
+        group: query heads per key head.
+        features: the map, and what is added to its features.
+        masked: some keys do not count.
+        linked: there is decay, or there are documents.
+        where: the device, and what it is.
+        operand: what products are computed in.
+        changes: of the tiles that were measured, `measured_tiles.changes`.
+    """
+    why, (feature_map, eps), (device, about) = refusal(dtypes, widths), features, where
+    if why is not None:
+        return Kind(why, {}, configuration(1, 1, 1, "ieee", NO_DEVICE), 0, {})
+    # Products take operands from registers there, on the H100 those of fewer than 64 rows. The compiler then
+    # computes features anew for each product, and in every warp, but for a mask on them.
+    by_registers = about.capability[0] in REGISTERS or (about.capability[0] == 9 and linked)
+    maps = {
+        "FEATURE_MAP": feature_map,
+        "EPS": eps if feature_map == "relu" else 0.0,
+        "MASKED": masked or operand == "fp16" or by_registers,
+        "OPERAND": operand,
+    }
+    # the interpreter has no registers to run out of, and takes its time for every step
+    kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, about.capability)
+    chosen = configuration(*widths, group, kind, capability, linked)
+    tiles = measured_tiles.measured(chosen, device, operand, widths, group, linked)
+    return Kind(None, maps, tiles, tiles.longest_chunk, {})
+
+
+def refusal(
+    dtypes: tuple[torch.dtype, ...], widths: tuple[int, int], tokens: int = 0, rows: int = 0
+) -> str | None:
     """Say why the kernels do not take a call; None where they do.
 
     Addresses are 64 bits wide, so tensors of more than 2^31 numbers are taken; a grid has limits.
@@ -117,12 +181,6 @@ def refusal(dtypes: tuple[torch.dtype, ...], widths: tuple[int, int], tokens: in
     return None
 
 
-def sizes_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[torch.dtype, ...], Any, int, int]:
-    """Collect what `refusal` reads."""
-    dtypes, widths = (query.dtype, key.dtype, value.dtype), (query.shape[-1], value.shape[-1])
-    return dtypes, widths, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1]
-
-
 def operand_of(dtypes: tuple[torch.dtype, ...]) -> str:
     """Choose what products are computed in, by the dtypes of queries, keys and values: the fewest bits.
 
@@ -142,12 +200,18 @@ def last_contiguous(x: Tensor) -> Tensor:
 
     And where rows are so far apart that 32 bits do not count what lies between those of a chunk.
     """
-    return x if x.stride(-1) == 1 and x.stride(-2) < FAR else x.contiguous()
+    _, _, row, last = x.stride()
+    return x if last == 1 and row < FAR else x.contiguous()
+
+
+@functools.cache
+def _names(name: str) -> tuple[str, str]:
+    return f"{name}_strides", f"{name.upper()}_STRIDE"
 
 
 def strides(**tensors: Tensor | None) -> dict[str, Any]:
     """Pass the strides of tensors `[B, H, N, D]`, by the names that kernels give them."""
-    return {f"{name}_strides": (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
+    return {_names(name)[0]: (0, 0, 0) if x is None else x.stride()[:3] for name, x in tensors.items()}
 
 
 def constant_strides(**tensors: Tensor) -> dict[str, Any]:
@@ -158,9 +222,9 @@ def constant_strides(**tensors: Tensor) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, x in tensors.items():
-        batch, head, token, _ = x.stride()
-        found[f"{name}_strides"] = (batch, head)
-        found[f"{name.upper()}_STRIDE"] = token
+        others, of_token = _names(name)
+        batch, head, found[of_token], _ = x.stride()
+        found[others] = batch, head
     return found
 
 
@@ -180,42 +244,43 @@ class Problem:
         log_decay: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        why = refusal(*sizes_of(query, key, value))
-        if why is not None:
-            raise UnsupportedCallError(f"the Triton kernels cannot compute this: {why}")
         assert feature_map in FEATURE_MAPS, feature_map
-        self.query, self.key, self.value = (last_contiguous(x) for x in (query, key, value))
         self.valid = valid
-        self.decay = None if log_decay is None else log_decay.to(torch.float32).contiguous()
-        self.labels = None if documents is None else documents.to(torch.int32).contiguous()
         self.linked = log_decay is not None or documents is not None
         self.batch, self.heads, self.length, self.D = query.shape
-        self.kv_heads, self.keys, self.Dv = *key.shape[1:3], value.shape[3]
+        _, self.kv_heads, self.keys, self.Dv = value.shape
         self.group = self.heads // self.kv_heads
         self.batch_heads = self.batch * self.kv_heads
         self.device = query.device
         self.about = device_of(self.device)
-        operand = operand_of((query.dtype, key.dtype, value.dtype))
-        self.maps = {
-            "FEATURE_MAP": feature_map,
-            "EPS": eps if feature_map == "relu" else 0.0,
-            "MASKED": valid is not None or operand == "fp16" or self._by_registers(),
-            "OPERAND": operand,
-        }
+        dtypes, widths = (query.dtype, key.dtype, value.dtype), (self.D, self.Dv)
+        self.kind = kind_of(
+            dtypes,
+            widths,
+            self.group,
+            (feature_map, eps),
+            valid is not None,
+            self.linked,
+            (self.device, self.about),
+            operand_of(dtypes),
+            measured_tiles.changes(),
+        )
+        why = self.kind.refusal
+        tokens, rows = max(self.length, self.keys), self.batch * self.heads
+        if tokens > LONGEST or rows * max(widths) > MOST_PROGRAMS:
+            why = why or refusal(dtypes, widths, tokens, rows)
+        if why is not None:
+            raise UnsupportedCallError(f"the Triton kernels cannot compute this: {why}")
+        self.query, self.key, self.value = map(last_contiguous, (query, key, value))
+        self.of_tokens = {"q": self.query, "k": self.key, "v": self.value}
+        visible = None if valid is None else valid.view(torch.uint8)
+        self.mask = {"VALID": visible, "valid_strides": (0, 0) if visible is None else visible.stride()}
+        self.decay = None if log_decay is None else log_decay.to(torch.float32).contiguous()
+        self.labels = None if documents is None else documents.to(torch.int32).contiguous()
+        self.maps, self.tiles = self.kind.maps, self.kind.tiles
         self.normalise = normalise
         self.segment = segment
-        # the interpreter has no registers to run out of, and takes its time for every step
-        kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, self.about.capability)
-        chosen = configuration(self.D, self.Dv, self.group, kind, capability, self.linked)
-        widths = self.D, self.Dv
-        self.tiles = measured_tiles.measured(chosen, self.device, operand, widths, self.group, self.linked)
-
-    def _by_registers(self) -> bool:
-        """Tell whether products take operands from registers, on the H100 those of fewer than 64 rows.
-
-        The compiler then computes features anew for each product, and in every warp, but for a mask on them.
-        """
-        return self.about.capability[0] in REGISTERS or (self.about.capability[0] == 9 and self.linked)
+        self.given: dict[Any, dict[str, Any]] = {}
 
     def tile(self, spec: KernelSpec) -> Tile:
         """Look up the tile of a kernel."""
@@ -233,41 +298,51 @@ class Problem:
         segment = self.segment
         if segment is None:
             segment = segment_length(length, self.programs(spec), self.about.processors, self.tiles.least)
-        assert segment % self.tiles.longest_chunk == 0, segment  # a step never looks past its segment
+        assert segment % self.kind.longest_chunk == 0, segment  # a step never looks past its segment
         return segment, -(-length // segment)
 
     def inputs(self, names: str, strides: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Pass the tensors named by letters (q, k, v), and the mask where there are keys or values."""
-        arguments: dict[str, Any] = {}
-        for name, x in (("q", self.query), ("k", self.key), ("v", self.value)):
-            if name in names:
-                arguments |= {name.upper(): x, **strides(**{name: x})}
-        if "k" in names or "v" in names:
-            valid = None if self.valid is None else self.valid.view(torch.uint8)
-            arguments |= {"VALID": valid, "valid_strides": (0, 0) if valid is None else valid.stride()}
-        return arguments
+        found: dict[str, Any] = {}
+        for name in names:
+            one = self.given.get((name, strides))
+            if one is None:
+                x = self.of_tokens[name]
+                one = self.given[name, strides] = {name.upper(): x, **strides(**{name: x})}
+            found |= one
+        if names != "q":
+            found |= self.mask
+        return found
 
-    def sizes(self, spec: KernelSpec) -> dict[str, int]:
+    def constants(self, spec: KernelSpec) -> dict[str, Any]:
         """Pass the constants of a kernel."""
-        tile = self.tile(spec)
-        sizes = {"D": self.D, "DV": self.Dv, "BLOCK": tile.block}
-        if tile.chunk > 1:  # a step has no chunks
-            sizes["CHUNK"] = tile.chunk
-        if "D" in spec.whole:
-            sizes["BLOCK_D"] = padded(self.D)
-        if "DV" in spec.whole:
-            sizes["BLOCK_V"] = padded(self.Dv)
-        return sizes
+        found = self.kind.constants.get(spec.name)
+        if found is None:
+            tile = self.tile(spec)
+            found = {"D": self.D, "DV": self.Dv, "BLOCK": tile.block, **self.maps}
+            if tile.chunk > 1:  # a step has no chunks
+                found["CHUNK"] = tile.chunk
+            if "D" in spec.whole:
+                found["BLOCK_D"] = padded(self.D)
+            if "DV" in spec.whole:
+                found["BLOCK_V"] = padded(self.Dv)
+            self.kind.constants[spec.name] = found
+        return found
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a result."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self.query.new_empty(*shape, dtype=dtype)  # half the time of torch.empty
+
+    def token_major(self, heads: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Allocate a result `[B, heads, length, width]`, in memory `[B, length, heads, width]`."""
+        laid_out = length * heads * width, width, heads * width, 1
+        return self.query.new_empty_strided((self.batch, heads, length, width), laid_out, dtype=dtype)
 
     def new_output(self) -> tuple[Tensor, Tensor]:
         """Allocate output `[B, H, N, Dv]`, in memory `[B, N, H, Dv]`, and total `[B, H, N]`."""
         dtype = self.value.dtype if self.normalise else torch.float32
-        output = self.new(self.batch, self.length, self.heads, self.Dv, dtype=dtype)
-        return output.transpose(1, 2), self.new(self.batch, self.heads, self.length)
+        output = self.token_major(self.heads, self.length, self.Dv, dtype)
+        return output, self.new(self.batch, self.heads, self.length)
 
     def new_state(self, over: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Allocate S `[B, Hkv, D, Dv]`, unless it is written `over` one, and z `[B, Hkv, D]`."""
@@ -357,19 +432,17 @@ class Problem:
 
         `programs`, where it is not None, walk the same segment in place of those of the description.
         """
-        self.launch(
-            kernel,
-            (self.programs(spec) if programs is None else programs, segments),
-            self.tile(spec),
-            **arguments,
-            **self.inputs(spec.inputs, strides if spec is STEP else constant_strides),
-            **self.links(spec),
-            **self.sizes(spec),
-            **self.maps,
-        )
+        arguments |= self.inputs(spec.inputs, strides if spec is STEP else constant_strides)
+        arguments |= self.links(spec)
+        arguments |= self.constants(spec)
+        grid = self.programs(spec) if programs is None else programs, segments
+        self.launch(kernel, grid, self.tile(spec), **arguments)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
         """Run a kernel on the device of the inputs."""
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        with torch.cuda.device_of(self.query):  # nothing on a CPU
+        if not self.query.is_cuda or torch.cuda.current_device() == self.device.index:
+            kernel[grid](**arguments, **options)
+            return
+        with torch.cuda.device_of(self.query):
             kernel[grid](**arguments, **options)

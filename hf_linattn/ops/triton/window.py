@@ -189,8 +189,7 @@ def _problem(window: Window) -> Problem:
 
 def _token_major(like: Tensor, call: Problem, shape: Any) -> Tensor:
     """Allocate a gradient `[B, H, N, D]` that lies token by token, in the dtype of its tensor."""
-    batch, heads, length, width = shape
-    return call.new(batch, length, heads, width, dtype=like.dtype).transpose(1, 2)
+    return call.token_major(*shape[1:], like.dtype)
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:

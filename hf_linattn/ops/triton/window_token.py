@@ -96,7 +96,7 @@ def decode(
 
     call = Problem(query, key, value, None, "none", True)
     size, tile = ring.key.shape[2], call.tiles.window_step
-    output = call.new(call.batch, 1, call.heads, call.Dv, dtype=value.dtype).transpose(1, 2)
+    output = call.token_major(call.heads, 1, call.Dv, value.dtype)
     counts = None if valid is None else valid.view(torch.uint8)
     met = None if sinks is None or sinks.query is None else last_contiguous(sinks.query)
     features = call.D if tail is None else tail.S.shape[2]
