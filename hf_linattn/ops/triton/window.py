@@ -189,7 +189,8 @@ def _problem(window: Window) -> Problem:
 
 def _token_major(like: Tensor, call: Problem, shape: Any) -> Tensor:
     """Allocate a gradient `[B, H, N, D]` that lies token by token, in the dtype of its tensor."""
-    return call.token_major(*shape[1:], like.dtype)
+    _, heads, length, width = shape
+    return call.token_major(heads, length, width, like.dtype)
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
