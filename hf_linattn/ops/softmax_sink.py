@@ -34,16 +34,20 @@ def fits(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout
         bias: what would be added to the scores; None for nothing.
         dropout: probability.
     """
-    tensors = (query, key, value)
     return (
         not dropout
         and not by_torch_alone()
         and not torch.is_autocast_enabled("cpu")
         and query.dtype == key.dtype == value.dtype
         and not (bias is not None and bias.requires_grad)
-        and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+        and query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         and query.shape[-1] == value.shape[-1]
-        and all(min(x.shape) > 0 for x in tensors)
+        and query.numel() > 0
+        and key.numel() > 0
+        and value.numel() > 0
     )
 
 
