@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 
+from safetensors import SafetensorError
+
 import hf_linattn  # noqa: F401
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import CheckpointError, OptionError
@@ -73,9 +75,11 @@ def run(argv: list[str]) -> None:
             __import__(package)
     command = known[argv[0]].load()
     sys.argv = argv
+    # of a folder that is missing or damaged; transformers' server finds out with ValueErrors too
+    damage = (OSError, SafetensorError, *([ValueError] if argv[0] == "transformers" else []))
     try:
         status = command()
-    except OSError as error:  # of a folder that is missing or damaged
+    except damage as error:
         raise CheckpointError(first_line(error)) from error
     sys.exit(status)
 

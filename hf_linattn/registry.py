@@ -285,6 +285,22 @@ def options_for(names: list[str], shared: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in shared.items() if key in taken or key in names}
 
 
+def refuse_unused(specs: typing.Iterable[str], shared: dict[str, Any]) -> None:
+    """Refuse shared options that no part of these compositions takes.
+
+    Raises:
+        UnknownPatchError: a name nobody registered.
+        OptionError: such an option.
+    """
+    names = [name for spec in specs for name in names_in(spec)]
+    known = {*names, *(option for name in names for option in signature(find(name)))}
+    for option in shared:
+        if option not in known:
+            raise OptionError(
+                f"none of {', '.join(dict.fromkeys(names))} has an option {option!r}.{_hint(option, known)}"
+            )
+
+
 def parse(spec: str, options: dict[str, Any] | None = None) -> Recipe:
     """Read `"softmax1+logn"` with options for any of its parts.
 

@@ -120,6 +120,7 @@ class Delta(StatefulAttention):
         heads, kv_heads, head_dim, value_dim = site.require(*sizes, reason="so its state has no size")
         self.source, self.rope = source, rope
         self.needs_hidden = source == "hidden"
+        self.gates_by_value = source == "value"
         self.width = source_width(site, source)
         self.map = None if feature_map is None else named_map("feature_map", feature_map, site)
         self.features = head_dim if self.map is None else self.map.features or head_dim

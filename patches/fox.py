@@ -52,6 +52,7 @@ class Fox(Modifier):
         [heads] = site.require("heads", reason="and each has a gate")
         self.source = source
         self.needs_hidden = self.keeps_gates = source == "hidden"
+        self.gates_by_value = source == "value"
         self.width = source_width(site, source)
         self.weight = nn.Parameter(torch.zeros(heads, self.width))
         self.bias = nn.Parameter(gate_bias(half_lives(heads, shortest, half_life), temperature=1.0))

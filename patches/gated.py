@@ -70,6 +70,7 @@ class Gated(NamedMapAttention):
         [heads] = site.require("kv_heads", reason="so it can have no gates")
         bias = gate_bias(half_lives(heads, shortest, half_life))
         self.needs_hidden = source == "hidden"
+        self.gates_by_value = source == "value"
         self.gate_count = int(self.needs_hidden)
         self.width = source_width(site, source)
         self.use_map(feature_map, front, site)

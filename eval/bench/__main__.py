@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linattn.cli.arguments import positive_number
+from hf_linattn.cli.arguments import positive_number, seed
 from hf_linattn.errors import OptionError
 
 from ..common.cli import (
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget", type=positive_number, metavar="S", help=budget_help)
     cpp_help = "with kernels in C++, compiled if need be, or without (default: as HF_LINATTN_CPP has it)"
     add("--cpp", action=argparse.BooleanOptionalAction, help=cpp_help)
-    add("--seed", type=int, default=0, help="of inputs (default: %(default)s)")
+    add("--seed", type=seed, default=0, help="of inputs (default: %(default)s)")
     add("--output-dir", type=Path, help="folder for the results; the same command resumes there")
     add("--explain", action="store_true", help="print which form of linear attention runs for which size")
     docs_help = "write or renew the page of each RUN there, named after its --output-dir"

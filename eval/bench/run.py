@@ -17,6 +17,7 @@ from hf_linattn import describe
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
+from hf_linattn.registry import refuse_unused
 
 from ..common import pages
 from ..common import results as files
@@ -127,6 +128,7 @@ class BenchRun:
             BenchConfig(shape, kind, lengths[0], not args.bidirectional, dtype, self.device)
             for dtype, shape, kind in product(args.dtypes, args.shapes, args.kinds)
         ]
+        refuse_unused(args.patches, args.options or {})
         for spec in args.patches:  # everything that can be refused is, before anything is measured
             check(spec, args.options or {}, not args.bidirectional)
         for config, spec in product(configs, args.patches):
@@ -196,6 +198,7 @@ class BenchRun:
             )
         if patched:
             return [None]
+        refuse_unused(chosen or ["elu1"], self.args.options or {})
         for spec in chosen or ["elu1"]:
             check(spec, self.args.options or {}, True)
         return list(chosen or ["elu1"])

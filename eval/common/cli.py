@@ -14,6 +14,7 @@ from hf_linattn.cli.arguments import argparse_type as argparse_type
 from hf_linattn.cli.arguments import json_object as json_object
 from hf_linattn.cli.arguments import positive_int as positive_int
 from hf_linattn.cli.arguments import positive_ints as positive_ints
+from hf_linattn.cli.arguments import seed as seed_type
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import OptionError
 
@@ -65,7 +66,7 @@ def add_model_arguments(
         add("--options", type=argparse_type(json_object), help="options of --patch as JSON")
     default = "as saved" if dtype == "auto" else "%(default)s"
     add("--dtype", choices=dtypes, default=dtype, help=f"of the model's weights (default: {default})")
-    add("--seed", type=int, default=default_seed, help=f"{seed} (default: %(default)s)")
+    add("--seed", type=seed_type, default=default_seed, help=f"{seed} (default: %(default)s)")
 
 
 def add_text_arguments(

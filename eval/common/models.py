@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
@@ -60,7 +61,7 @@ def load_model(curve: ModelSpec, *, dtype: str = "auto", device: torch.device | 
     torch_dtype = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
         model: Any = from_pretrained(curve.source, dtype=torch_dtype)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"no model at {curve.source!r}: {first_line(error)}") from error
     if curve.rope_scaling is not None:
         for name, module in scaled_rotaries(model, curve.rope_scaling).items():

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return samples.run(args, command) if "prompt" in args else run.run(args, command)
 
-    interrupted = "the same command goes on after the last finished model"
+    interrupted = "the same command goes on after the last finished model, with --prompt from the start"
     return cli.run_command(build_parser(), work, argv, check=_checked, interrupted=interrupted)
 
 

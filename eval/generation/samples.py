@@ -14,14 +14,15 @@ import torch
 
 from hf_linattn import describe
 from hf_linattn.cli.files import write_json
-from hf_linattn.errors import DataError, LinattnError
+from hf_linattn.errors import CheckpointError, DataError, LinattnError
 from hf_linattn.ops.dispatch import kernels
 
 from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
-from ..common.nll import scoring
+from ..common.nll import explained_failures, scoring
 from ..common.results import versions
 
 FORMAT = "hf_linattn.samples/1"
+MEMORY = "out of memory: take a shorter --prompt, fewer --new-tokens, --dtype bfloat16 or a smaller model"
 SHOWN = 600
 """Characters from the end of a prompt that the text on stdout shows."""
 
@@ -71,7 +72,13 @@ def generate(
 
     Raises:
         DataError: a prompt has no tokens.
+        CheckpointError: the model cannot generate.
+        UnsupportedModelError: its table of positions ends before the prompt.
     """
+    if not getattr(model, "can_generate", bool)():
+        raise CheckpointError(
+            f"{name or type(model).__name__} writes no text: {type(model).__name__} cannot generate"
+        )
     choice: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
         choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -86,13 +93,14 @@ def generate(
             set_seed(seed)
             for _ in range(samples):
                 start = time.perf_counter()
-                out = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=max_new_tokens,
-                    pad_token_id=pad,
-                    **choice,
-                )[0, ids.shape[1] :]
+                with explained_failures(model, ids.shape[1] + max_new_tokens, MEMORY):
+                    out = model.generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        max_new_tokens=max_new_tokens,
+                        pad_token_id=pad,
+                        **choice,
+                    )[0, ids.shape[1] :]
                 seconds = round(time.perf_counter() - start, 3)
                 text = tokenizer.decode(out, skip_special_tokens=True, clean_up_tokenization_spaces=False)
                 written.append(Sample(name, index, ids.shape[1], len(out), text, seconds))

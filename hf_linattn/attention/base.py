@@ -46,6 +46,7 @@ class Patch(nn.Module):
         identity: leaves the module's own attention in force.
         rope: False switches the model's rotary embedding off in its module.
         needs_hidden: reads the module's input, `call.hidden`.
+        gates_by_value: makes gates of the values.
         keeps_gates: gates of past tokens are wanted again, by `call.gates`.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
@@ -62,6 +63,7 @@ class Patch(nn.Module):
     default_for: ClassVar[str] = ""
     rope: bool = True
     needs_hidden: bool = False
+    gates_by_value: bool = False
     keeps_gates: bool = False
 
     def __init__(self, site: AttentionSite) -> None:

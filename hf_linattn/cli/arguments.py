@@ -11,6 +11,8 @@ from typing import Any
 
 from hf_linattn.errors import OptionError
 
+MOST_SEED = 2**32 - 1
+
 
 def option(default: Any, text: str, **extra: Any) -> Any:
     """Declare a field of a dataclass of options.
@@ -144,6 +146,13 @@ def positive_int(text: str) -> int:
 def positive_ints(text: str) -> list[int]:
     """Read whole numbers of at least 1 by comma, each once, in order, as a type of argparse."""
     return sorted({positive_int(part) for part in text.split(",")})
+
+
+def seed(text: str) -> int:
+    """Read a seed, as a type of argparse: NumPy takes those of 32 bits."""
+    if not text.strip().isdecimal() or int(text) > MOST_SEED:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {MOST_SEED}, got {text!r}")
+    return int(text)
 
 
 def positive_number(text: str) -> float:

@@ -26,6 +26,8 @@ def writing(path: Path, kind: type[LinattnError] = TrainingError) -> Iterator[No
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, FileExistsError):
+            reason = "a file of this name is in its place"
         raise kind(f"cannot write {path}: {reason}") from error
 
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hf_linattn.attention.base import Attention
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.convert.patch_hook import PatchHook, computing_by
+from hf_linattn.errors import OptionError
 from hf_linattn.patching.contexts import bypassed, hybrids, use_branches
 from hf_linattn.patching.interface import NAME, native_attention
 from hf_linattn.patching.module import CallContext, PatchedAttention
@@ -120,6 +122,20 @@ class AttentionTransfer(nn.Module):
         """Every site with the copies of its projections, by their names in the module."""
         for site, names, copies in zip(self.sites, self.names, self.copies, strict=True):
             yield site, dict(zip(names, copies.parameters(), strict=True))
+
+
+def check_weights_comparable(model: nn.Module) -> None:
+    """Refuse patches whose weights cannot be found by one-hot values.
+
+    Raises:
+        OptionError: gates are made of the values.
+    """
+    for part in model.modules():
+        if isinstance(part, Attention) and part.gates_by_value:
+            raise OptionError(
+                f"--target weights finds weights by one-hot values, and {part.name!r} makes its gates of the "
+                'values: give --options \'{"source": "hidden"}\', or leave --target out'
+            )
 
 
 class _CompareHook(PatchHook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,8 +13,9 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 
 from hf_linattn import describe, patch_model
-from hf_linattn.cli.files import write_json
+from hf_linattn.cli.files import read_json, write_json
 from hf_linattn.convert.arguments import ConvertArguments
+from hf_linattn.convert.attention_transfer import check_weights_comparable
 from hf_linattn.convert.distillation import DistillationLoss, frozen_teacher
 from hf_linattn.convert.keep_layers import keep_layers
 from hf_linattn.convert.layer_sizes import size_layers, with_sizes
@@ -82,6 +82,9 @@ def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data:
         longest = max(plan.stages, key=lambda stage: stage.length)
         # a text that is too short, and rows that are too long, are refused before anything is written
         row = first_rows(plan, longest.objective, 1, data)
+    transfers = any(stage.name == "transfer" for stage in plan.stages)
+    if plan.sizes_layers and transfers and not plan.arguments.train_projections:  # before layers are measured
+        raise nothing_to_transfer(plan.arguments)
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)
@@ -285,9 +288,8 @@ def _begin(
     """
     path, arguments = plan.folder.record_path, plan.arguments
     if path.exists():
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        validation.losses = json.loads(validation.path.read_text(encoding="utf-8"))
-        return record
+        validation.losses = read_json(validation.path)
+        return read_json(path)
     model = load_original(plan.original, arguments.dtype, plan.objective)
     check_fit(model, plan.objective, row, validation.blocks)
     validation.add("original", model)
@@ -300,6 +302,8 @@ def _begin(
     transfers = any(stage.name == "transfer" for stage in plan.stages)
     if transfers and not rows.parameters and not arguments.train_projections:  # before anything is written
         raise nothing_to_transfer(arguments)
+    if transfers and arguments.target == "weights":
+        check_weights_comparable(model)
     if plan.kept is not None and not transfers and rows.parameters:
         raise OptionError(
             f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: "

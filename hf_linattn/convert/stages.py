@@ -39,10 +39,12 @@ PROJECTIONS_RATE = 0.1
 def nothing_to_transfer(arguments: ConvertArguments | FinetuneArguments) -> TrainingError:
     """Make the error for a patch that has no parameters of its own."""
     patch = arguments.patch or f"that of {arguments.model}"
+    stages = arguments.chosen_stages() if isinstance(arguments, ConvertArguments) else []
+    others = ",".join(name for name in stages if name != "transfer") or "distill"
     return TrainingError(
         f"stage transfer trains the parameters of the patch, and {patch} has none. Give "
         "--learn-front (a learned layer in front of its map), --train-projections, or leave the "
-        "stage out (--stages distill)"
+        f"stage out (--stages {others})"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_linattn.cli.files import filling, replacing, write_json
+from hf_linattn.cli.files import filling, read_json, replacing, write_json
 from hf_linattn.cli.jobs import last_step
 from hf_linattn.cli.main import package_versions
 from hf_linattn.cli.processor import note_slow
@@ -118,7 +117,7 @@ def train(
         folder.check(arguments, settings)
     accelerator.wait_for_everyone()
     if arguments.resume and (path / "results.json").exists():
-        finished: dict[str, Any] = json.loads((path / "results.json").read_text(encoding="utf-8"))
+        finished = read_json(path / "results.json")
         if accelerator.is_main_process and arguments.eval_data not in (
             None,
             finished.get("arguments", {}).get("eval_data"),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 from transformers.utils.hub import cached_file
@@ -18,15 +19,16 @@ from hf_linattn.patching.discovery import is_text_alone
 
 TRUST = "HF_LINATTN_TRUST_REMOTE_CODE"
 """Environment variable: 1 loads models as `trust_remote_code=True` does."""
-MISSING = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What transformers 5 raises for a folder without the files that it looks for."""
+MISSING = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+"""What transformers 5 raises for a folder without the files that it looks for, or with damaged ones."""
 
 
 def first_line(error: Exception) -> str:
     """Cut a library's message of many lines to the first; an empty one becomes the error's name."""
     text = str(error).strip() or type(error).__name__
     hint = f" Read it; {TRUST}=1 runs it" if "trust_remote_code=True" in text else ""
-    return text.splitlines()[0] + hint
+    lines = text.splitlines()
+    return (" ".join(lines) if lines[0].rstrip().endswith(":") else lines[0]) + hint
 
 
 def trust() -> dict[str, bool]:
@@ -126,7 +128,12 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         DataError: there is none.
     """
-    return _read(AutoTokenizer, source, f"no tokenizer in {source} (give one with --tokenizer)", DataError)
+    message = f"no tokenizer in {source} (give one with --tokenizer)"
+    if not Path(gguf_parts(source)[0]).expanduser().exists():
+        message = (
+            f"no folder {source}, and no tokenizer of this name on the Hub (or give one with --tokenizer)"
+        )
+    return _read(AutoTokenizer, source, message, DataError)
 
 
 def processor_files(source: str, config: Any) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_linattn.cli.arguments import check_values, option
+from hf_linattn.cli.arguments import MOST_SEED, check_values, option
 from hf_linattn.errors import OptionError
 
 FREE_TO_CHANGE = {
@@ -85,7 +85,9 @@ class TrainingArguments:
         "let torch.compile compile the layers: minutes at the start, then faster; not in stage transfer",
     )
     dtype: str = option("float32", "dtype of the weights", choices=("float32", "bfloat16"))
-    seed: int = option(0, "decides new weights, the order of the data and dropout", minimum=0)
+    seed: int = option(
+        0, "decides new weights, the order of the data and dropout", minimum=0, maximum=MOST_SEED
+    )
     eval_data: str | None = option(None, "text for the validation loss, as --data; start, every N steps, end")
     eval_split: str = option("validation", "split of --eval-data when it is a dataset name")
     eval_every: int = option(100, "steps between validations", minimum=1)

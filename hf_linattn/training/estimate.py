@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_linattn.errors import TrainingError
+from hf_linattn.patching.loading import explain_missing
 from hf_linattn.training.fsdp import is_sharding
 from hf_linattn.training.loop import LoopSettings, LossFunction, Preparation, to_device
 from hf_linattn.training.optimizers import state_bytes
@@ -262,11 +263,11 @@ def check_weights_fit(name: str, dtype: torch.dtype) -> None:
         dtype: that they are loaded in.
 
     Raises:
-        TrainingError: naming both.
+        TrainingError: naming both; or the weights are damaged.
     """
     numbers = 0
     for path in Path(name).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
+        with explain_missing(f"cannot read {path}", TrainingError), safe_open(path, framework="pt") as file:
             numbers += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     size, free = numbers * dtype.itemsize, free_bytes(torch.device("cpu"))
     if size > free:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_linattn.cli.arguments import differences
-from hf_linattn.cli.files import writing
+from hf_linattn.cli.files import read_json, writing
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.arguments import TrainingArguments
 
@@ -92,8 +91,8 @@ class RunFolder:
         Raises:
             TrainingError: the run began with others.
         """
-        record = json.loads(self.record_path.read_text(encoding="utf-8"))
-        before = record if self.settings_key is None else record[self.settings_key]
+        record = read_json(self.record_path)
+        before = record if self.settings_key is None else record.get(self.settings_key, {})
         if changed := differences(options, before, dict(settings)):
             raise TrainingError(
                 f"cannot resume the {self.noun} in {self.path}: it began with other {', '.join(changed)}"

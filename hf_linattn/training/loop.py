@@ -429,7 +429,9 @@ class TrainingLoop:
             if self._saved_step
             else "no checkpoint was due yet"
         )
-        return TrainingError(f"{what}; {kept}. Try a lower --lr, a longer --warmup or --mixed-precision no.")
+        return TrainingError(
+            f"{what}; {kept}. Try a lower learning rate, a longer warm-up or --mixed-precision no."
+        )
 
 
 _SUPPORTED = {
