@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from hf_linattn.cli.files import read_json, replacing
 from hf_linattn.patching.interface import NAME
 
-CARD = "README.md"
+CARD, ADAPTER = "README.md", "adapter"
 
 _TASKS = {"causal": "text-generation", "mlm": "fill-mask", "states": "feature-extraction"}
 _HEARD_AND_SEEN = {"vision_config": "image-text-to-text", "audio_config": "audio-text-to-text"}
@@ -74,8 +74,28 @@ def write_card(
         _measured(losses, label, runs[-1]),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in runs[-1]["versions"].items()) + ".",
     ]
+    _write(folder, parts)
+    if (folder / ADAPTER).is_dir():  # where peft has put a form to fill in
+        metadata.library_name, metadata.tags = "peft", [*(metadata.tags or []), "lora"]
+        head = f"---\n{metadata.to_yaml()}\n---"
+        _write(folder / ADAPTER, [head, f"# LoRA of {folder.resolve().name}", _of_adapter(base, groups)])
+
+
+def _write(folder: Path, parts: Sequence[str]) -> None:
     with replacing(folder / CARD) as partial:
         partial.write_text(str(ModelCard("\n\n".join(parts) + "\n")), encoding="utf-8")
+
+
+def _of_adapter(base: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    """Say that the folder above has these weights merged, and what they alone are to be put on."""
+    merged = "The folder above holds the model with these weights merged into it: load that one."
+    if not groups:
+        return f"{merged} They alone go on `{base}` by `peft.PeftModel.from_pretrained`."
+    return (
+        f"{merged} They alone go on a patched model: peft puts them on `{base}` as it is without a word, "
+        "and were not trained so. Patch it first, by `hf_linattn.patch_model`, then call "
+        f"`peft.PeftModel.from_pretrained`.\n\n{_origin(base, groups)}"
+    )
 
 
 def _card_of(base: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hf_linattn.cli.processor import note_slow
 from hf_linattn.data import BlockFile, streams
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune.arguments import FinetuneArguments
-from hf_linattn.finetune.card import CARD, write_card
+from hf_linattn.finetune.card import ADAPTER, CARD, write_card
 from hf_linattn.finetune.model import (
     check_fit,
     freeze_beside_text,
@@ -402,7 +402,7 @@ def _save(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, source: 
     with filling(folder) as partial:
         if hasattr(model, "merge_and_unload"):
             # Otherwise peft looks the base model's vocabulary up on the Hub.
-            model.save_pretrained(str(partial / "adapter"), save_embedding_layers=False)
+            model.save_pretrained(str(partial / ADAPTER), save_embedding_layers=False)
             model = model.merge_and_unload()
         model.save_pretrained(str(partial))
         tokenizer.save_pretrained(partial)

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("surroundings")
         (["--model", "nowhere"], "cannot load --model nowhere"),
         (["--data", "tiny.txt"], "fewer than one block"),
         (["--output-dir", "model"], "--model itself"),
-        (["--tokenizer", "nowhere"], "no tokenizer in nowhere"),
+        (["--tokenizer", "nowhere"], "no folder nowhere, and no tokenizer of this name on the Hub"),
+        (["--patch", "gated", "--target", "weights"], "'gated' makes its gates of the values"),
+        (["--preset", "h2o", "--stages", "transfer,finetune"], "stage out (--stages finetune)"),
     ],
 )
 def test_one_clear_line(argv, message, capsys):
@@ -150,6 +152,7 @@ def test_a_loss_that_is_no_number(capsys):
         ({"resume": True, "overwrite": True}, "exclude each other"),
         ({"preset": "slow"}, "--preset must be one of auto, recall, hybrid, linear, h2o, plain"),
         ({"block_size": 1}, "--block-size must be at least 2"),
+        ({"seed": 2**32}, "--seed must be at most 4294967295"),
     ],
 )
 def test_bad_options(options, message):

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import warnings
@@ -104,6 +105,22 @@ def test_resume_with_changed_text_is_refused(capsys, monkeypatch):
     Path("moving.txt").write_text(Path("train.txt").read_text().upper())
     assert main(argv) == 1
     assert "it began with other data_sha256" in capsys.readouterr().err
+
+
+def test_damaged_weights_and_records_are_one_line(finished, capsys):
+    shutil.copytree("model", "cut")
+    with Path("cut/model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    assert main([*BASE, "--model", "cut", "--output-dir", "never"]) == 1
+    assert "error: cannot read cut/model.safetensors: " in capsys.readouterr().err
+    assert not Path("never").exists()
+    shutil.copytree(finished, "damaged")
+    for content in ("{", "[]"):
+        for name in ("results.json", "run.json"):
+            shutil.copy(Path(finished, name), "damaged")
+        Path("damaged", name).write_text(content)
+        assert main([*SHORT, "--output-dir", "damaged", "--resume"]) == 1
+        assert f"damaged/{name}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("warm_start")

@@ -168,6 +168,10 @@ def test_lora_trains_adapters_and_the_patch_and_saves_them_merged(gain):
     changed = {name for name in before if not torch.equal(after[name], before[name])}
     assert changed == {name for name in before if "_proj." in name}
     assert Path("lora/adapter/adapter_model.safetensors").exists()
+    card = Path("lora/adapter/README.md").read_text()
+    assert "library_name: peft" in card
+    assert "They alone go on a patched model" in card
+    assert "More Information Needed" not in card
     results = json.loads(Path("lora/results.json").read_text())
     assert results["patch_parameters"] == 2
     assert results["trained_parameters"] < results["parameters"]

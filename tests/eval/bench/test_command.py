@@ -123,6 +123,7 @@ def test_refuses_with_one_line_and_leaves_nothing(tmp_path, capsys):
     refused(arguments(out, "--patches", "decay", "--bidirectional"), "causal only", capsys)
     refused(arguments(out, "--patches", "elu1,nope"), "rotary embedding", capsys)
     refused(arguments(out, "--patches", "window", "--options", '{"window": {"sise": 3}}'), "size", capsys)
+    refused(arguments(out, "--patches", "window,elu1", "--options", '{"siz": 3}'), "mean 'size'?", capsys)
     refused([*arguments(out), "--device", "cudda"], "--device cudda", capsys)
     refused([*arguments(out), "--device", "meta"], "nothing that could be timed", capsys)
     assert not out.exists()

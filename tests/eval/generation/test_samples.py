@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from helpers.fixtures_demo import SENTENCE, save_model
+from helpers.tiny_models import build
 from transformers import AutoTokenizer
 
 from hf_linattn import from_pretrained
@@ -43,6 +45,28 @@ def test_they_are_the_models_own(model, tmp_path, capsys):
     assert [s["text"] for s in first] == [s["text"] for s in again]
     assert first[0]["text"] != first[1]["text"]
     assert "written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        (
+            "BertForMaskedLM",
+            {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "BertForMaskedLM cannot generate",
+        ),
+        ("GPT2LMHeadModel", {"n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": 16}, "table ends at 16"),
+    ],
+)
+def test_a_model_that_cannot_write_is_one_line(kind, sizes, message, model, tmp_path, capsys):
+    folder, output = tmp_path / "other", tmp_path / "samples.json"
+    build(kind, dtype=torch.float32, vocab_size=300, **sizes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    assert main(["--model", str(folder), "--prompt", SENTENCE, "--output", str(output)]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not output.exists()
 
 
 def test_the_former_command_says_how_it_is_called_now(model, tmp_path, capsys):
