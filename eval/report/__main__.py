@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_linattn.errors import DataError
+from hf_linattn.errors import DataError, OptionError
 
 from ..common.cli import command_parser, run_command
 
@@ -73,6 +73,11 @@ def _run(args: argparse.Namespace, command: str) -> str:
     from .page import render, write_results
     from .rows import compare
 
+    if args.results is not None:
+        if args.results.suffix == ".csv":
+            raise OptionError("--results is a .json; its .csv is written next to it")
+        if args.output.resolve() in (args.results.resolve(), args.results.with_suffix(".csv").resolve()):
+            raise OptionError("--output and --results are the same file")
     older = [(name, folder) for name in OTHER_NAMES for folder in getattr(args, name)]
     folders = [*args.folders, *(folder for _, folder in older)]
     if not folders:

@@ -268,7 +268,7 @@ def _loading(source: str, hint: str = "") -> Iterator[None]:
     ) as error:
         # the generator's own message says only that something went wrong
         reason = str(error.__cause__ or error).strip().split("\n")[0]
-        if "corresponds to no data" in reason:  # of a table without rows
+        if "corresponds to no data" in reason or "BatchSize must be greater than 0" in reason:
             raise DataError(f"{source} has no rows") from error
         raise DataError(f"cannot load the data {source!r}{hint}: {reason}") from error
 

@@ -68,6 +68,14 @@ def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrained
         switch_off_dropout(model)
     set_seed(arguments.seed)
     if arguments.patch is not None:
+        if is_patched(model):
+            trained = sum(p.numel() for name, p in model.named_parameters() if PATCH_PART in name)
+            specs = {module.spec for module in model.modules() if isinstance(module, PatchedAttention)}
+            warnings.warn(
+                f"--patch replaces the patch of {arguments.model} ({', '.join(sorted(specs))}) and its "
+                f"{trained:,} weights; leave it out to go on with that patch",
+                stacklevel=2,
+            )
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)
     return model
 

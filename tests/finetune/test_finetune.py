@@ -23,9 +23,9 @@ from helpers.fixtures_finetune import (
     workplace,
 )
 from safetensors.torch import load_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_linattn import from_pretrained
+from hf_linattn import from_pretrained, patch_model
 from hf_linattn.finetune import FinetuneArguments, finetune
 from hf_linattn.finetune.__main__ import main
 from hf_linattn.training import loop
@@ -214,6 +214,16 @@ def test_bfloat16_autocast_trains(workplace):
     results = json.loads(Path("bf16/results.json").read_text())
     assert results["eval_loss"] < results["eval_loss_before"]
     assert {tensor.dtype for tensor in load_file("bf16/model.safetensors").values()} == {torch.float32}
+
+
+def test_a_patch_that_is_replaced_is_named(tmp_path):
+    model = patch_model(AutoModelForCausalLM.from_pretrained("model"), "hedgehog")
+    count = sum(p.numel() for name, p in model.named_parameters() if "linattn" in name)
+    model.save_pretrained(tmp_path / "mapped")
+    AutoTokenizer.from_pretrained("model").save_pretrained(tmp_path / "mapped")
+    argv = [*BASE, "--model", str(tmp_path / "mapped"), "--max-steps", "1"]
+    with pytest.warns(UserWarning, match=rf"mapped \(hedgehog\) and its {count:,} weights"):
+        assert main([*argv, "--patch", "elu1", "--output-dir", str(tmp_path / "replaced")]) == 0
 
 
 def test_saved_patched_model_keeps_its_patch(workplace):

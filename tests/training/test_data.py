@@ -84,6 +84,9 @@ def test_tables_give_a_document_per_row(tmp_path, suffix):
 def bad_sources(folder):
     (folder / "empty.txt").touch()
     (folder / "empty.jsonl").touch()
+    datasets.Dataset.from_dict(
+        {"text": []}, features=datasets.Features(text=datasets.Value("string"))
+    ).to_parquet(folder / "none.parquet")
     (folder / "header.csv").write_text("text\n")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -99,6 +102,7 @@ def bad_sources(folder):
         ("./missing", "text", "no such file or folder"),
         ("empty.txt", "text", "empty.txt is empty"),
         ("empty.jsonl", "text", "empty.jsonl is empty"),
+        ("none.parquet", "text", "none.parquet has no rows"),
         ("header.csv", "text", "header.csv has no rows"),
         ("/dev/null", "text", "/dev/null is neither a file nor a folder"),
         ("blank.jsonl", "text", "column 'text' of blank.jsonl is empty"),

@@ -211,6 +211,14 @@ def test_nothing_to_report_is_refused(tmp_path, capsys):
     assert "nothing to report: give folders" in capsys.readouterr().err
 
 
+def test_one_file_for_two_outputs_is_refused(tmp_path, capsys):
+    page = str(tmp_path / "x.html")
+    for results, message in (("x.csv", "--results is a .json"), ("x.html", "are the same file")):
+        assert main([str(tmp_path), "--output", page, "--results", str(tmp_path / results)]) == 1
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     fixtures.comparison(tmp_path)
     with pytest.raises(DataError, match=r"cannot read .*nowhere\.json"):
