@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -228,6 +228,12 @@ def constant_strides(**tensors: Tensor) -> dict[str, Any]:
     return found
 
 
+def in_order(kernel: Any, arguments: dict[str, Any]) -> Iterable[Any]:
+    """Bring arguments to the order of a kernel's parameters: by name triton takes half as long again."""
+    assert len(arguments) == len(kernel.arg_names), arguments.keys() ^ {*kernel.arg_names}
+    return map(arguments.__getitem__, kernel.arg_names)
+
+
 class Problem:
     """Inputs of one call, and its launches. Arguments as `launch.forward` takes them."""
 
@@ -442,7 +448,7 @@ class Problem:
         """Run a kernel on the device of the inputs."""
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         if not self.query.is_cuda or torch.cuda.current_device() == self.device.index:
-            kernel[grid](**arguments, **options)
+            kernel[grid](*in_order(kernel, arguments), **options)
             return
         with torch.cuda.device_of(self.query):
-            kernel[grid](**arguments, **options)
+            kernel[grid](*in_order(kernel, arguments), **options)

@@ -266,7 +266,8 @@ def _target(name: str) -> Iterator[None]:
 
 def _build(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> Any:
     """Compile, or find what was compiled, as a launch does; but do not launch."""
-    return kernel.run(grid=grid, warmup=True, num_warps=tile.warps, num_stages=tile.stages, **arguments)
+    how = {"grid": grid, "warmup": True, "num_warps": tile.warps, "num_stages": tile.stages}
+    return kernel.run(*problem.in_order(kernel, arguments), **how)
 
 
 def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
