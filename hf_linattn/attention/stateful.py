@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention.base import Attention, Output
-from hf_linattn.attention.cache import StateLayer
+from hf_linattn.attention.cache import StateLayer, state_like
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.documents import DocumentRows
 from hf_linattn.attention.masks import once, with_notes
@@ -217,6 +217,11 @@ class StatefulAttention(Attention):
                     "the attention mask shows other past tokens than those already summed into the "
                     "state: pass the mask of all tokens so far, unchanged"
                 )
+        state = layer.state
+        learns = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if learns and state is not None and any(x.is_inference() for x in state):
+            # autograd could not keep these for a backward
+            layer.state = state_like(state, [x.clone() for x in state])
         return layer.state
 
     def _absorb_pending(self, layer: StateLayer, valid: Tensor | None) -> None:

@@ -17,6 +17,7 @@ from hf_linattn.attention import LinearAttention, Tokens, upcast
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.softmax import capped, scores_of
+from hf_linattn.ops.tracing import transforming
 from hf_linattn.ops.types import ScaledSums, State
 
 from . import ring
@@ -112,7 +113,8 @@ def push(rest: LinearAttention, tokens: Tokens, before: SalientState, size: int)
     )
     column = torch.arange(-slots, width + length + 1, device=key.device)
     holds = torch.cat([before.kept_valid, column[slots:] < total[:, -1:]], 1)
-    most = -(-length // BLOCK) if torch.compiler.is_compiling() else int(rounds[:, -1].max())
+    unknown = torch.compiler.is_compiling() or transforming()
+    most = -(-length // BLOCK) if unknown else int(rounds[:, -1].max())
     leaves = torch.full_like(key[..., 0], most, dtype=torch.int64)  # the round in which it is absorbed
     phi_k = phi_value = None
     state, kept = before.linear, torch.arange(slots, device=key.device).expand(*key.shape[:2], -1)

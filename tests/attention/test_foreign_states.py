@@ -74,6 +74,19 @@ def test_another_dtype_is_refused_and_the_cache_goes_on(spec, before, after):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("spec", STATEFUL)
+def test_a_state_of_inference_mode_goes_on_with_gradients(spec):
+    model = patched(spec, options_of(spec))
+    with torch.inference_mode():
+        cache = cache_of(model, 2)
+    want = model(IDS[:2, 20:23], past_key_values=copy.deepcopy(cache)).logits
+    with torch.enable_grad():
+        got = model(IDS[:2, 20:23], past_key_values=cache).logits
+        got.square().mean().backward()
+    assert distance(got, want) < 1e-6
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
 def test_rows_are_brought_to_another_batch_as_the_message_says():
     model = patched("elu1")
     cache = cache_of(model, 1)

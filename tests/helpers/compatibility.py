@@ -145,7 +145,7 @@ ROWS: dict[str, list[Shown]] = {
     "`torch.func`: `grad`, `vmap`": [
         works(DECODERS, "ops/test_second_order.py::test_gradients_of_each_text_by_vmap")
     ],
-    "gradients of gradients": [
+    "gradients of gradients (scores: `softmax1`; torch's fused softmax has none)": [
         works(DECODERS, "ops/test_second_order.py::test_models_on_kernels_have_the_curvature_of_torchs")
     ],
     "`torch.export`": [

@@ -152,6 +152,17 @@ def test_what_is_refused(spec, count, message):
     assert not learned(model)
 
 
+@torch.no_grad()
+def test_vmap_computes_texts_of_its_own():
+    model = patched()
+    texts = model.get_input_embeddings()(tiny_models.tokens(3, 40))[:, None]
+
+    def outputs(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    close(torch.func.vmap(outputs)(texts), torch.stack([outputs(x) for x in texts]), 1e-12)
+
+
 def test_encoders_are_refused():
     with pytest.raises(UnsupportedModelError, match="causal only: salient tokens"):
         patched(family="bert")
