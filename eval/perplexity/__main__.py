@@ -78,7 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
         "Perplexity per token and per byte at several lengths of context, on the same tokens.",
         EPILOG,
     )
-    cli.add_model_arguments(parser, patch="patch to try on the loaded model, such as elu1")
+    cli.add_model_arguments(
+        parser, patch="patch to try on the loaded model, such as elu1; 'unpatched' takes one off"
+    )
     cli.add_text_arguments(parser)
     add = parser.add_argument
     lengths = ",".join(map(str, LENGTHS))
