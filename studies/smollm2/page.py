@@ -118,11 +118,11 @@ AGAINST = (
 SHORT_ROWS = {
     "original": "the model itself",
     "control": "softmax, trained on {once} tokens",
-    "hybrid-256": "`--preset hybrid`, {once}",
-    "h2o-swapped": "`h2o` just put in, not trained",
     "h2o-measured": "`--preset h2o`, {once}",
     "h2o-recall": "`--preset recall`: softmax in 8 layers of 30, {once}",
+    "hybrid-256": "`--preset hybrid`, {once}",
     "linear": "`--preset linear`, {once}",
+    "h2o-swapped": "`h2o` just put in, not trained",
 }
 """Its rows, and what they are called there."""
 LONGEST = {"control-long": "softmax, {long}", "h2o-recall-long": "`--preset recall`, {long}"}
@@ -155,12 +155,15 @@ def table(
     columns: dict[str, Callable[[Figures], str]],
     names: dict[str, str] | None = None,
 ) -> str:
-    """Write a table of the rows that have any of its figures; with names, of the rows that have one."""
+    """Write a table of the rows that have any of its figures; with names, of those rows in that order."""
     lines = []
+    if names is not None:
+        order = list(names)
+        rows = sorted((row for row in rows if row.slot in names), key=lambda row: order.index(row.slot))
     for row in rows:
         cells = [column(row) for column in columns.values()]
-        name = row.row.name if names is None else names.get(row.slot)
-        if name is not None and any(cells):
+        name = row.row.name if names is None else names[row.slot]
+        if any(cells):
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return _table([name.strip() for name in columns], lines)
 
