@@ -201,7 +201,7 @@ def cache(sharp):
             "rows that this run takes: it was made with another text, --eval-data, --seed",
         ),
         (["--cache-teacher", "damaged"], "--cache-teacher damaged is damaged"),
-        (["--cache-teacher", "train.txt"], "cannot write train.txt: File exists"),
+        (["--cache-teacher", "train.txt"], "cannot write train.txt: a file of this name"),
         (["--stages", "transfer"], "--cache-teacher: there is no stage distill; leave it out"),
         (["--objective", "states"], "--cache-teacher: hidden states are compared, not predictions"),
     ],

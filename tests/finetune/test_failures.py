@@ -214,7 +214,7 @@ def test_failed_replacement_leaves_the_old_file(tmp_path):
         (("--data", "missing.txt"), "no such file or folder: missing.txt"),
         (("--data", "tiny.txt"), "tiny.txt holds 10 tokens, fewer than one block of 32"),
         (("--eval-data", "tiny.txt"), "tiny.txt holds 10 tokens, fewer than one block of 32"),
-        (("--model", "nowhere"), "no tokenizer in nowhere"),
+        (("--model", "nowhere"), "no folder nowhere, and no tokenizer of this name on the Hub"),
         (("--model", "nowhere", "--tokenizer", "model"), "nowhere"),
         (("--model", "bare"), "no tokenizer in bare (give one with --tokenizer)"),
         (

@@ -22,7 +22,7 @@ def test_what_is_there():
     [
         (load_config, "/nowhere", CheckpointError, "no such folder: /nowhere"),
         (load_config, "nowhere/at-all", CheckpointError, "no model at 'nowhere/at-all': "),
-        (load_tokenizer, "nowhere/at-all", DataError, "no tokenizer in nowhere/at-all"),
+        (load_tokenizer, "nowhere/at-all", DataError, "no folder nowhere/at-all, and no tokenizer"),
         (load_tokenizer, str(Path(__file__).parent), DataError, "give one with --tokenizer"),
     ],
 )
