@@ -75,6 +75,16 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch, capsys,
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ")
         assert words in error
+    for name in ("bare", "cut"):
+        from_pretrained(BASE).save_pretrained(tmp_path / name)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(tmp_path / "cut")
+    with (tmp_path / "cut" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    for name, words in (("bare", "Unrecognized processing class"), ("cut", "deserializing header")):
+        assert status(["serve", str(tmp_path / name), "--device", "cpu"]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert words in error
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):

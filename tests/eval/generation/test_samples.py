@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,6 +68,15 @@ def test_a_model_that_cannot_write_is_one_line(kind, sizes, message, model, tmp_
     assert error.startswith("error: ")
     assert message in error
     assert not output.exists()
+
+
+def test_damaged_weights_are_one_line(model, tmp_path, capsys):
+    shutil.copytree(model, tmp_path / "cut")
+    with (tmp_path / "cut" / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    words = ["--model", str(tmp_path / "cut"), "--prompt", "ab", "--output", str(tmp_path / "samples.json")]
+    assert main(words) == 1
+    assert "error: no model at " in capsys.readouterr().err
 
 
 def test_the_former_command_says_how_it_is_called_now(model, tmp_path, capsys):
