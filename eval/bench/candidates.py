@@ -8,7 +8,7 @@ under transformers' `sdpa`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_linattn.attention import Attention
 from hf_linattn.errors import OptionError
 from hf_linattn.patching.patch import patch_model
-from hf_linattn.registry import names_in, options_for, parse
+from hf_linattn.registry import names_in, options_for, parse, refuse_unused
 
 from .config import IN_PLACE, SDPA, BenchConfig, Shape
 from .timing import Timed
@@ -154,14 +154,15 @@ def random_inputs(config: BenchConfig, seed: int = 0) -> RandomInputs:
     )
 
 
-def check(spec: str, options: dict[str, Any], causal: bool) -> None:
-    """Check that a patch exists and goes in this direction, before any work.
+def check(specs: Sequence[str], options: dict[str, Any], causal: bool) -> None:
+    """Check that patches exist, go in this direction and take the options, before any work.
 
     Raises:
-        UnknownPatchError, OptionError: of the name or an option; also a patch of the other direction.
+        UnknownPatchError, OptionError: of a name or an option; also a patch of the other direction.
     """
     wanted = "causal" if causal else "bidirectional"
-    for part in parse(spec, own_options(spec, options)).parts:
+    refuse_unused(specs, options)
+    for part in (part for spec in specs for part in parse(spec, own_options(spec, options)).parts):
         if issubclass(part, Attention) and part.directions not in ("both", wanted):
             advice = "add --bidirectional" if causal else "leave --bidirectional out"
             reason = f"{part.directions} only ({part.direction_reason})"

@@ -17,7 +17,6 @@ from hf_linattn import describe
 from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.causality import require_causal
-from hf_linattn.registry import refuse_unused
 
 from ..common import pages
 from ..common import results as files
@@ -128,9 +127,8 @@ class BenchRun:
             BenchConfig(shape, kind, lengths[0], not args.bidirectional, dtype, self.device)
             for dtype, shape, kind in product(args.dtypes, args.shapes, args.kinds)
         ]
-        refuse_unused(args.patches, args.options or {})
-        for spec in args.patches:  # everything that can be refused is, before anything is measured
-            check(spec, args.options or {}, not args.bidirectional)
+        # everything that can be refused is, before anything is measured
+        check(args.patches, args.options or {}, not args.bidirectional)
         for config, spec in product(configs, args.patches):
             build_bare(config, spec, args.options)
         files.check_writable(self.folder)
@@ -198,10 +196,9 @@ class BenchRun:
             )
         if patched:
             return [None]
-        refuse_unused(chosen or ["elu1"], self.args.options or {})
-        for spec in chosen or ["elu1"]:
-            check(spec, self.args.options or {}, True)
-        return list(chosen or ["elu1"])
+        specs = chosen or ["elu1"]
+        check(specs, self.args.options or {}, True)
+        return [*specs]
 
 
 def _label(model: Any) -> str:

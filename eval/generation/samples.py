@@ -14,8 +14,9 @@ import torch
 
 from hf_linattn import describe
 from hf_linattn.cli.files import write_json
-from hf_linattn.errors import CheckpointError, DataError, LinattnError
+from hf_linattn.errors import DataError, LinattnError
 from hf_linattn.ops.dispatch import kernels
+from hf_linattn.patching.causality import require_causal
 
 from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
 from ..common.nll import explained_failures, scoring
@@ -72,13 +73,10 @@ def generate(
 
     Raises:
         DataError: a prompt has no tokens.
-        CheckpointError: the model cannot generate.
-        UnsupportedModelError: its table of positions ends before the prompt.
+        UnsupportedModelError: the model does not continue texts, or its table of positions ends before the
+            prompt does.
     """
-    if not getattr(model, "can_generate", bool)():
-        raise CheckpointError(
-            f"{name or type(model).__name__} writes no text: {type(model).__name__} cannot generate"
-        )
+    require_causal(model)
     choice: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
         choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -142,7 +142,7 @@ class Attention(Patch):
             module = left.pop()
             if module is not None:
                 left += module._modules.values()
-                if HOOK in module.__dict__ and _offloads(module):
+                if _offloads(module):
                     found.append(module)
         return found
 

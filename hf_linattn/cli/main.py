@@ -11,6 +11,9 @@ from itertools import pairwise
 from hf_linattn.cli.versions import check_versions, installed
 from hf_linattn.errors import LinattnError, ProcessLostError, TrainingError
 
+RESUMABLE = "the same command with --resume goes on from the last checkpoint, without one from the start"
+"""What to say of a command that was interrupted, where it has checkpoints."""
+
 
 def exit_status(
     work: Callable[[], None], *, interrupted: str, extra: str = "eval", process: int = 0, alike: bool = False

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 
-from hf_linattn.cli.main import exit_status, quiet_libraries, start_missing_processes
+from hf_linattn.cli.main import RESUMABLE, exit_status, quiet_libraries, start_missing_processes
 from hf_linattn.convert.arguments import ConvertArguments, build_parser
 from hf_linattn.errors import OptionError
 
@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if process == 0:
             sys.stdout.write(summary(result))
 
-    advice = "the same command with --resume goes on from the last checkpoint, without one from the start"
-    return exit_status(work, interrupted=advice, extra="train", process=process)
+    return exit_status(work, interrupted=RESUMABLE, extra="train", process=process)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,11 @@ class ConversionPlan:
         return self.arguments.options if self.layers is None else None
 
     @property
+    def transfers(self) -> bool:
+        """Whether a stage trains the parameters of the patch."""
+        return any(stage.name == "transfer" for stage in self.stages)
+
+    @property
     def original(self) -> str:
         """Folder or Hub name of the model that the converted one is to be like."""
         return self.arguments.teacher or self.arguments.model

@@ -82,8 +82,9 @@ def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data:
         longest = max(plan.stages, key=lambda stage: stage.length)
         # a text that is too short, and rows that are too long, are refused before anything is written
         row = first_rows(plan, longest.objective, 1, data)
-    transfers = any(stage.name == "transfer" for stage in plan.stages)
-    if plan.sizes_layers and transfers and not plan.arguments.train_projections:  # before layers are measured
+    if (
+        plan.sizes_layers and plan.transfers and not plan.arguments.train_projections
+    ):  # before layers are measured
         raise nothing_to_transfer(plan.arguments)
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
@@ -299,12 +300,13 @@ def _begin(
         torch.manual_seed(arguments.seed)
         patch_model(model, plan.patch, options=plan.options, sliding=arguments.sliding)
     rows = describe(model)
-    transfers = any(stage.name == "transfer" for stage in plan.stages)
-    if transfers and not rows.parameters and not arguments.train_projections:  # before anything is written
+    if (
+        plan.transfers and not rows.parameters and not arguments.train_projections
+    ):  # before anything is written
         raise nothing_to_transfer(arguments)
-    if transfers and arguments.target == "weights":
+    if plan.transfers and arguments.target == "weights":
         check_weights_comparable(model)
-    if plan.kept is not None and not transfers and rows.parameters:
+    if plan.kept is not None and not plan.transfers and rows.parameters:
         raise OptionError(
             f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: "
             "give a preset with stage transfer, such as --preset hybrid"

@@ -278,7 +278,7 @@ def stage_recipe(plan: ConversionPlan, stage: StagePlan, lora: int) -> TrainingR
     if stage.name == "finetune":
         return TrainingRecipe(arguments.patch_rate)
     # without patch and LoRA the model is its own teacher, unless stage transfer has changed its weights too
-    changed = arguments.train_projections and any(other.name == "transfer" for other in plan.stages)
+    changed = arguments.train_projections and plan.transfers
     is_teacher = lora and not changed and arguments.teacher is None and arguments.patch is not None
     teacher = None if is_teacher else plan.original
     return Distill(

@@ -13,7 +13,7 @@ import shlex
 import sys
 from typing import Any
 
-from hf_linattn.cli.main import exit_status, quiet_libraries, start_missing_processes
+from hf_linattn.cli.main import RESUMABLE, exit_status, quiet_libraries, start_missing_processes
 from hf_linattn.errors import OptionError
 from hf_linattn.finetune import finetune
 from hf_linattn.finetune.arguments import FinetuneArguments, build_parser
@@ -37,8 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         if process == 0:
             sys.stdout.write(_summary(results))
 
-    advice = "the same command with --resume goes on from the last checkpoint, without one from the start"
-    return exit_status(work, interrupted=advice, extra="train", process=process)
+    return exit_status(work, interrupted=RESUMABLE, extra="train", process=process)
 
 
 def _summary(results: dict[str, Any]) -> str:

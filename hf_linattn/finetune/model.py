@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hf_linattn import from_pretrained, is_patched, patch_model
+from hf_linattn import describe, from_pretrained, is_patched, patch_model
 from hf_linattn.errors import DataError, TrainingError, UnsupportedModelError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.patching.causality import require_causal
@@ -69,11 +69,11 @@ def load_model(arguments: FinetuneArguments, objective: Objective) -> PreTrained
     set_seed(arguments.seed)
     if arguments.patch is not None:
         if is_patched(model):
-            trained = sum(p.numel() for name, p in model.named_parameters() if PATCH_PART in name)
-            specs = {module.spec for module in model.modules() if isinstance(module, PatchedAttention)}
+            before = describe(model)
+            specs = sorted({row.patch for row in before if row.patch != "softmax"})
             warnings.warn(
-                f"--patch replaces the patch of {arguments.model} ({', '.join(sorted(specs))}) and its "
-                f"{trained:,} weights; leave it out to go on with that patch",
+                f"--patch replaces the patch of {arguments.model} ({', '.join(specs)}) and its "
+                f"{before.parameters:,} weights; leave it out to go on with that patch",
                 stacklevel=2,
             )
         patch_model(model, arguments.patch, options=arguments.options, sliding=arguments.sliding)

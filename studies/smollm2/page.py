@@ -156,13 +156,13 @@ def table(
     names: dict[str, str] | None = None,
 ) -> str:
     """Write a table of the rows that have any of its figures; with names, of those rows in that order."""
-    lines = []
+    rows = list(rows)
+    named = [(row.row.name, row) for row in rows]
     if names is not None:
-        order = list(names)
-        rows = sorted((row for row in rows if row.slot in names), key=lambda row: order.index(row.slot))
-    for row in rows:
+        named = [(name, row) for slot, name in names.items() for row in rows if row.slot == slot]
+    lines = []
+    for name, row in named:
         cells = [column(row) for column in columns.values()]
-        name = row.row.name if names is None else names[row.slot]
         if any(cells):
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return _table([name.strip() for name in columns], lines)
@@ -175,10 +175,9 @@ def _table(columns: list[str], lines: list[str]) -> str:
 
 def against(rows: Iterable[Figures], controls: dict[int, Figures]) -> str:
     """Write what rows have over their control's: that of as many tokens."""
-    lines = []
-    order = list(AGAINST_ROWS)
-    for row in sorted(
-        (row for row in rows if row.row.name in order), key=lambda row: order.index(row.row.name)
+    rows, lines = list(rows), []
+    for label, row in (
+        (label, row) for name, label in AGAINST_ROWS.items() for row in rows if row.row.name == name
     ):
         control = controls.get(row.tokens)
         if control is None or not row.get("novels"):
@@ -187,12 +186,11 @@ def against(rows: Iterable[Figures], controls: dict[int, Figures]) -> str:
             *(_over(row.get("novels", str(n)), control.get("novels", str(n))) for n in LENGTHS[:3]),
             _over(row.get("novels", "32768"), row.get("novels", "8192"), 3),
             *_questions(row, control),
-            f"{_found(row, 'passkey', 5)} ({_found(control, 'passkey', 5)})",
-            f"{_found(row, 'key_value', 20)} ({_found(control, 'key_value', 20)})",
+            _found(row, control, "passkey", 5),
+            _found(row, control, "key_value", 20),
             share(row.get("cost", "bytes_ratio"), 1),
         ]
-        cells = ["" if "()" in cell or cell.startswith(" (") else cell for cell in cells]
-        lines.append(f"| {AGAINST_ROWS[row.row.name]} | {row.tokens:,} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {row.tokens:,} | {' | '.join(cells)} |")
     return _table(list(AGAINST), lines)
 
 
@@ -206,9 +204,8 @@ def _questions(row: Figures, control: Figures) -> tuple[str, str]:
         mine, other = row.all.get(measure), control.all.get(measure)
         if mine and other:
             points = 100 * (_mean(mine) - _mean(other))
-            return f"{points + 0.0:+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0"), share(
-                mine["lambada"]["value"] / other["lambada"]["value"]
-            )
+            words = mine["lambada"]["value"] / other["lambada"]["value"]
+            return f"{points:+.1f}" if abs(points) >= 0.05 else "0.0", share(words)
     return "", ""
 
 
@@ -216,10 +213,12 @@ def _mean(found: Json) -> float:
     return mean(found[name]["value"] for name in CHOICES)
 
 
-def _found(row: Figures, what: str, questions: int) -> str:
-    """Count what was found again, of so many questions at each length."""
-    found = row.get("recall", what)
-    return "" if found is None else f"{questions * sum(found.values()):.0f}"
+def _found(row: Figures, control: Figures, what: str, questions: int) -> str:
+    """Count what was found again, of so many questions at each length; in brackets by the control."""
+    mine, other = row.get("recall", what), control.get("recall", what)
+    if mine is None or other is None:
+        return ""
+    return f"{questions * sum(mine.values()):.0f} ({questions * sum(other.values()):.0f})"
 
 
 def curves(figures: dict[str, Json], *measures: str) -> str:

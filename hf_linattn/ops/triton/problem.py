@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -98,14 +99,12 @@ class Kind(NamedTuple):
     """What calls of one kind have in common, found once: short calls wait for Python.
 
     Attributes:
-        refusal: why the kernels take none of them; None where they do.
         maps: constants of all kernels.
         tiles: how kernels are cut.
         longest_chunk: of the tiles of linear attention.
         constants: all constants of a kernel, by its name, collected when it is first launched.
     """
 
-    refusal: str | None
     maps: dict[str, Any]
     tiles: Configuration
     longest_chunk: int
@@ -136,10 +135,12 @@ def kind_of(
         where: the device, and what it is.
         operand: what products are computed in.
         changes: of the tiles that were measured, `measured_tiles.changes`.
+
+    Raises:
+        UnsupportedCallError: other dtypes, or wider heads.
     """
-    why, (feature_map, eps), (device, about) = refusal(dtypes, widths), features, where
-    if why is not None:
-        return Kind(why, {}, configuration(1, 1, 1, "ieee", NO_DEVICE), 0, {})
+    _require(dtypes, widths)
+    (feature_map, eps), (device, about) = features, where
     # Products take operands from registers there, on the H100 those of fewer than 64 rows. The compiler then
     # computes features anew for each product, and in every warp, but for a mask on them.
     by_registers = about.capability[0] in REGISTERS or (about.capability[0] == 9 and linked)
@@ -153,7 +154,7 @@ def kind_of(
     kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, about.capability)
     chosen = configuration(*widths, group, kind, capability, linked)
     tiles = measured_tiles.measured(chosen, device, operand, widths, group, linked)
-    return Kind(None, maps, tiles, tiles.longest_chunk, {})
+    return Kind(maps, tiles, tiles.longest_chunk, {})
 
 
 def refusal(
@@ -179,6 +180,14 @@ def refusal(
     if rows * max(widths) > MOST_PROGRAMS:
         return f"they take at most {MOST_PROGRAMS:,} rows times heads times their size"
     return None
+
+
+def _require(
+    dtypes: tuple[torch.dtype, ...], widths: tuple[int, int], tokens: int = 0, rows: int = 0
+) -> None:
+    why = refusal(dtypes, widths, tokens, rows)
+    if why is not None:
+        raise UnsupportedCallError(f"the Triton kernels cannot compute this: {why}")
 
 
 def operand_of(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -271,12 +280,9 @@ class Problem:
             operand_of(dtypes),
             measured_tiles.changes(),
         )
-        why = self.kind.refusal
         tokens, rows = max(self.length, self.keys), self.batch * self.heads
         if tokens > LONGEST or rows * max(widths) > MOST_PROGRAMS:
-            why = why or refusal(dtypes, widths, tokens, rows)
-        if why is not None:
-            raise UnsupportedCallError(f"the Triton kernels cannot compute this: {why}")
+            _require(dtypes, widths, tokens, rows)
         self.query, self.key, self.value = map(last_contiguous, (query, key, value))
         self.of_tokens = {"q": self.query, "k": self.key, "v": self.value}
         visible = None if valid is None else valid.view(torch.uint8)
@@ -447,8 +453,6 @@ class Problem:
     def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
         """Run a kernel on the device of the inputs."""
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        if not self.query.is_cuda or torch.cuda.current_device() == self.device.index:
-            kernel[grid](*in_order(kernel, arguments), **options)
-            return
-        with torch.cuda.device_of(self.query):
+        here = not self.query.is_cuda or torch.cuda.current_device() == self.device.index
+        with nullcontext() if here else torch.cuda.device_of(self.query):
             kernel[grid](*in_order(kernel, arguments), **options)

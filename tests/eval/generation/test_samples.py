@@ -54,7 +54,7 @@ def test_they_are_the_models_own(model, tmp_path, capsys):
         (
             "BertForMaskedLM",
             {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-            "BertForMaskedLM cannot generate",
+            "BertForMaskedLM sees later tokens",
         ),
         ("GPT2LMHeadModel", {"n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": 16}, "table ends at 16"),
     ],
