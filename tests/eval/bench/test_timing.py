@@ -117,13 +117,13 @@ def test_shapes_are_read_as_they_are_written(text, shape):
 
 def test_patches_of_the_other_direction_and_unknown_ones_are_refused():
     with pytest.raises(OptionError, match=r"bidirectional only .* add --bidirectional"):
-        check("linformer", {}, causal=True)
+        check(["linformer"], {}, causal=True)
     with pytest.raises(OptionError, match=r"causal only .* leave --bidirectional out"):
-        check("decay", {}, causal=False)
+        check(["decay"], {}, causal=False)
     with pytest.raises(UnknownPatchError, match="elu1"):
-        check("elu", {}, causal=True)
+        check(["elu"], {}, causal=True)
     with pytest.raises(OptionError, match="size"):
-        check("window", {"window": {"sise": 3}}, causal=True)
+        check(["window"], {"window": {"sise": 3}}, causal=True)
 
 
 def prefill_series(limits, **options):
