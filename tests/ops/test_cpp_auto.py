@@ -98,6 +98,15 @@ def test_one_that_does_not_work_leaves_the_next(shipped):
     assert dispatch.kernels()["cpu"] == "cpp, prebuilt good"
 
 
+def test_a_system_that_refuses_the_tiles_of_a_processor_leaves_torch(compiled_before, monkeypatch):
+    class Refused(ctypes.CDLL):
+        linattn_permitted = staticmethod(lambda: 0)
+
+    monkeypatch.setattr(ctypes, "CDLL", Refused)
+    assert attention()[1] == "eager"
+    assert "AMX, which the system refuses" in dispatch.kernels()["cpu"]
+
+
 CASES = {
     "nothing": (lambda ship, library: None, "this installation has no prebuilt library"),
     "another processor": (lambda ship, library: ship("other"), "fits this processor: other"),

@@ -106,8 +106,13 @@ def load(path: Path) -> ctypes.CDLL:
             f"{path} cannot be loaded ({error}): delete it, or name another folder by XDG_CACHE_HOME. "
             f"{_without()}"
         ) from error
-    for name in ("threaded", "rounds"):
+    for name in ("threaded", "rounds", "permitted"):
         getattr(loaded, f"linattn_{name}").restype = ctypes.c_int64
+    if not loaded.linattn_permitted():
+        raise UnsupportedCallError(
+            f"{path} computes with AMX, which the system refuses to this process: compile without it, by "
+            f"CXX='c++ -mno-amx-tile'. {_without()}"
+        )
     for name in KERNELS:
         function = getattr(loaded, f"linattn_{name}")
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_float), None

@@ -16,11 +16,11 @@
 template <class Element>
 class DeltaBackward : DeltaHead<Element> {
     using Base = DeltaHead<Element>;
-    using Base::p_, Base::row_, Base::head_, Base::chunk_, Base::chunk_row_, Base::head_dim_;
-    using Base::value_dim_, Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::w_, Base::u_;
-    using Base::links_, Base::beta_, Base::d_beta_, Base::d_decay_, Base::query_factor_, Base::key_factor_;
-    using Base::state_factor_, Base::key_inverse_, Base::key_rows_, Base::key_columns_, Base::strip_;
     using Base::key_transposed_;
+    using Base::links_, Base::beta_, Base::d_beta_, Base::d_decay_, Base::query_factor_, Base::key_factor_;
+    using Base::p_, Base::row_, Base::head_, Base::chunk_, Base::chunk_row_, Base::head_dim_;
+    using Base::state_factor_, Base::key_inverse_, Base::key_rows_, Base::key_columns_, Base::strip_;
+    using Base::value_dim_, Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::w_, Base::u_;
 
     float *scores_, *d_scores_, *g_, *d_query_, *d_left_, *d_right_, *z_, *d_running_;
     float *dS_, *states_, *all_w_;
@@ -152,12 +152,12 @@ private:
             this->read_row(p_.d_output, head, start + i, g_ + i * value_row_, value_dim_, value_row_);
         const Factor<Element> g = along_rows(g_, value_row_, count, value_row_, g_rows_);
         const Element* g_columns = across_rows(g_, value_row_, count, value_row_, g_columns_);
-        for (int i = 0; i < count; i += ROWS)
-            query_gradients(head, start, i, std::min(ROWS, count - i), g, keys);
+        for (int i = 0; i < count; i += STRIP<Element>)
+            query_gradients(head, start, i, std::min(STRIP<Element>, count - i), g, keys);
         const Element* queries = query_columns(count);
         const Element* scores = pair_columns(scores_, count, score_columns_);
         const Element* d_scores = pair_columns(d_scores_, count, d_score_columns_);
-        for (int j = 0; j < count; j += ROWS) {
+        for (int j = 0; j < count; j += STRIP<Element>) {
             add_from_later(scores, j, count, g_columns, value_row_, z_);
             add_from_later(d_scores, j, count, queries, key_row_, d_right_);
         }
@@ -169,7 +169,7 @@ private:
     void query_gradients(int64_t head, int64_t start, int i, int rows, const Factor<Element>& g,
                          const Element* keys) {
         const int seen = i + rows, columns = padded(seen);
-        float inverse[ROWS];
+        float inverse[STRIP<Element>];
         for (int m = i; m < seen; ++m)
             inverse[m - i] = this->read_unit(p_.query, head, start + m, query_ + m * key_row_);
         const Factor<Element> queries =
@@ -207,8 +207,8 @@ private:
                         float* to) const {
         const int first = j / STEPS<Element>, inner = steps<Element>(count) - first;
         const Factor<Element> left{pairs + first * chunk_row_, 1, chunk_row_};
-        rows_of_product(left, j, std::min(ROWS, count - j), inner, right + first * right_row, right_row, to,
-                        right_row, right_row, true);
+        rows_of_product(left, j, std::min(STRIP<Element>, count - j), inner, right + first * right_row,
+                        right_row, to, right_row, right_row, true);
     }
 
     void add_to_dS(const Element* left, const Element* right, int count) {
@@ -234,8 +234,9 @@ private:
                 scale(y, beta_[i], value_row_);
             }
             const int64_t at = int64_t(first) / STEPS<Element> * value_row_;
-            columns = across_rows(z_ + first * value_row_, value_row_, end - first, value_row_,
-                                  z_columns_ + at) - at;
+            columns =
+                across_rows(z_ + first * value_row_, value_row_, end - first, value_row_, z_columns_ + at) -
+                at;
         }
         return columns;
     }
@@ -246,8 +247,8 @@ private:
         product(z, count, steps<Element>(value_dim_), S_transposed_, key_row_, d_left_, key_row_, key_row_,
                 false);
         for (int i = 0; i < count; ++i) scale(d_left_ + i * key_row_, -query_factor_[i], key_row_);
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(z, i, rows, steps<Element>(value_dim_), turned_, chunk_row_, d_scores_,
                             chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) {
@@ -259,7 +260,8 @@ private:
             add_from_earlier(i, rows, columns, keys, d_left_);
         }
         const Element* d_links = pair_columns(d_scores_, count, d_score_columns_);
-        for (int j = 0; j < count; j += ROWS) add_from_later(d_links, j, count, keys, key_row_, d_right_);
+        for (int j = 0; j < count; j += STRIP<Element>)
+            add_from_later(d_links, j, count, keys, key_row_, d_right_);
         for (int i = 0; i < count; ++i)
             for (int d = 0; d < key_row_; d += WIDTH)
                 store(query_ + i * key_row_ + d, load(key_ + i * key_row_ + d) * -query_factor_[i]);

@@ -7,8 +7,8 @@
 template <class Element>
 class DeltaForward : DeltaHead<Element> {
     using Base = DeltaHead<Element>;
-    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
     using Base::key_row_, Base::value_row_, Base::query_, Base::query_factor_, Base::key_transposed_;
+    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
     using Base::strip_;
 
     const int heads_;
@@ -59,8 +59,8 @@ private:
         for (int i = 0; i < count; ++i) this->read_unit(p_.query, head, start + i, query_ + i * key_row_);
         const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
         const float factor = p_.scale ? at<float>(p_.scale)[head] : 1;
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
                             chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) this->times_ratio(scores_ + m * chunk_row_, m, columns);

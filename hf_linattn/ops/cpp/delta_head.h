@@ -13,7 +13,7 @@
 
 #include "gate.h"
 #include "key_head.h"
-#include "operands.h"
+#include "tiles.h"
 
 constexpr float LOWEST = -50;  // of the log decay of a token, as ops/eager/delta_rule.py has it
 
@@ -113,7 +113,7 @@ protected:
         const int64_t turned_keys = transposed_size<Element>(n, key_row_);
         const int64_t columns_of_u = across_size<Element>(n, value_row_);
         const int64_t columns_of_state = across_size<Element>(key_row_, value_row_);
-        const int64_t strip = along_size<Element>(ROWS, n);
+        const int64_t strip = along_size<Element>(STRIP<Element>, n);
         reserve(n * (2 * key_row_ + 3 * value_row_ + 2 * n + 8) + rows_of_keys + columns_of_keys +
                 turned_keys + columns_of_u + columns_of_state + strip + extra_floats);
         query_ = alloc(n, key_row_);
@@ -164,8 +164,8 @@ protected:
         transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
         read_decay(start, count);
         const Factor<Element> keys = keys_as_rows(count);
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), columns = padded(i + rows);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), columns = padded(i + rows);
             rows_of_product(keys, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, links_,
                             chunk_row_, columns, false);
             for (int m = i; m < i + rows; ++m) {
@@ -252,9 +252,7 @@ protected:
         return across_rows(u_ + row * value_row_, value_row_, rows, value_row_, u_columns_ + at) - at;
     }
 
-    void set_corrections(int row) {
-        set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]);
-    }
+    void set_corrections(int row) { set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]); }
 
     // The state after a chunk; the keys are scaled for it.
     void update_state(float* S, int count, bool empty, const Element* corrections) {

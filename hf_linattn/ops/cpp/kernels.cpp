@@ -14,6 +14,10 @@
 #if defined(__SSE__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 // Headers of the library come before: what is hidden is called without a table of addresses.
 #pragma GCC visibility push(hidden)
@@ -41,7 +45,10 @@ template <class Kernel, class Problem>
 void run_all(const Problem& p, float number) {
     const int64_t batch_heads = p.batch * p.kv_heads;
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic) if (p.threads > 1 && batch_heads > 1)
-    for (int64_t batch_head = 0; batch_head < batch_heads; ++batch_head) Kernel(p, number, batch_head).run();
+    for (int64_t batch_head = 0; batch_head < batch_heads; ++batch_head) {
+        [[maybe_unused]] const TileSetup<ON_TILES<Kernel>> tiles;
+        Kernel(p, number, batch_head).run();
+    }
 }
 
 // Of kernels that take some heads at a time.
@@ -50,6 +57,7 @@ void run_together(const Problem& p, float number) {
     const int64_t heads = heads_together(p), groups = (p.kv_heads + heads - 1) / heads;
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic) if (p.threads > 1 && p.batch * groups > 1)
     for (int64_t group = 0; group < p.batch * groups; ++group) {
+        [[maybe_unused]] const TileSetup<ON_TILES<Kernel>> tiles;
         const int64_t first = group % groups * heads;
         Kernel(p, number, group / groups * p.kv_heads + first, std::min(heads, p.kv_heads - first)).run();
     }
@@ -89,6 +97,9 @@ int64_t linattn_rounds() {
     return 0;
 #endif
 }
+
+// Whether the system lets this process use the processor as the library does; asks it to.
+int64_t linattn_permitted() { return tiles_permitted(); }
 
 void linattn_forward(const LinearProblem* p, float eps) {
 #if defined(__AVX512BF16__)

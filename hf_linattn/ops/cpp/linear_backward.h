@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "linear_head.h"
-#include "operands.h"
+#include "tiles.h"
 
 // What gradients need, causal or not. `S_transposed_` is the transpose of S, or of its gradient.
 //
@@ -48,10 +48,9 @@ protected:
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
         return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * value_row +
                heads * (state_floats(p) + p.heads / p.kv_heads * p.length) +
-               across_size<Element>(n, key_row) +
-               across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
-               along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
-               S_transposed_size(key_row, value_row);
+               across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
+               along_size<Element>(n, key_row) + along_size<Element>(n, value_row) +
+               across_size<Element>(key_row, value_row) + S_transposed_size(key_row, value_row);
     }
 
     // Of floats it is S_transposed_ itself.
@@ -71,8 +70,10 @@ protected:
             read_row(p_.d_output, head, start + i, g, value_dim_, value_row_);
             if (p_.normalise) {
                 const float total = at<float>(p_.total)[index], inverse = total > 0 ? 1 / total : 0;
-                if (ROUNDED) inverse_[i] = inverse;
-                else scale(g, inverse, value_row_);
+                if (ROUNDED)
+                    inverse_[i] = inverse;
+                else
+                    scale(g, inverse, value_row_);
             }
             if (!wants_t) continue;
             float& d_total = t(head, start)[i];
@@ -147,11 +148,11 @@ protected:
 template <class Element>
 class LinearBackward : LinearGradients<Element> {
     using Base = LinearGradients<Element>;
-    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
-    using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
     using Base::elements, Base::query_columns_, Base::g_columns_, Base::S_transposed_columns_;
     using Base::g_, Base::d_query_, Base::d_key_, Base::d_value_, Base::S_transposed_, Base::sums_;
     using Base::heads_;
+    using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
+    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
 
     Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
     Element *score_columns_, *d_score_columns_, *d_score_rows_;
@@ -165,7 +166,7 @@ class LinearBackward : LinearGradients<Element> {
                transposed_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
                along_size<Element>(n, value_row) + across_size<Element>(n, key_row) +
                across_size<Element>(n, value_row) + 2 * across_size<Element>(n, n) +
-               along_size<Element>(ROWS, n);
+               along_size<Element>(STRIP<Element>, n);
     }
 
 public:
@@ -179,7 +180,7 @@ public:
           value_columns_(elements(across_size<Element>(chunk_row_, value_row_))),
           score_columns_(elements(across_size<Element>(chunk_row_, chunk_row_))),
           d_score_columns_(elements(across_size<Element>(chunk_row_, chunk_row_))),
-          d_score_rows_(elements(along_size<Element>(ROWS, chunk_row_))),
+          d_score_rows_(elements(along_size<Element>(STRIP<Element>, chunk_row_))),
           scores_(this->alloc(chunk_row_, chunk_row_)),
           d_scores_(this->alloc(chunk_row_, chunk_row_)),
           query_derivatives_(this->alloc(chunk_row_, key_row_)),
@@ -242,8 +243,8 @@ private:
         this->read_output_gradient(head, start, count, true);
         const float* d_total = this->t(head, start);
         const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), value_transposed_, chunk_row_,
                             d_scores_, chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) add_t_and_mask(d_total[m], m, columns);
@@ -317,8 +318,8 @@ private:
         const Element* g_across = across_rows(g_, value_row_, count, value_row_, g_columns_);
         const Element* keys =
             single_pass_ ? across_rows(key_, key_row_, count, key_row_, key_columns_) : nullptr;
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
                             chunk_row_, columns, false);
             rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), value_transposed_, chunk_row_,
@@ -335,8 +336,8 @@ private:
         const int row = chunk_row_, columns = padded(count);
         const Element* scores_across = across_rows(scores_, row, count, columns, score_columns_);
         const Element* d_scores_across = across_rows(d_scores_, row, count, columns, d_score_columns_);
-        for (int j = 0; j < count; j += ROWS) {  // the queries from this key on
-            const int rows = std::min(ROWS, count - j), first = j / STEPS<Element>;
+        for (int j = 0; j < count; j += STRIP<Element>) {  // the queries from this key on
+            const int rows = std::min(STRIP<Element>, count - j), first = j / STEPS<Element>;
             const int inner = steps<Element>(count) - first;
             const Factor<Element> scores{scores_across + first * row, 1, row};
             const Factor<Element> d_scores{d_scores_across + first * row, 1, row};

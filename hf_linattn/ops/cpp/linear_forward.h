@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "linear_head.h"
-#include "operands.h"
+#include "tiles.h"
 
 template <class Element>
 class LinearForward : LinearHead {
@@ -27,7 +27,7 @@ class LinearForward : LinearHead {
         return n * (n + value_row) + ROUNDED * n * key_row + heads * state_floats(p) +
                along_size<Element>(n, key_row) + transposed_size<Element>(n, key_row) +
                across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
-               along_size<Element>(ROWS, n) + across_size<Element>(key_row, value_row);
+               along_size<Element>(STRIP<Element>, n) + across_size<Element>(key_row, value_row);
     }
 
 public:
@@ -40,7 +40,7 @@ public:
           key_transposed_(alloc_of<Element>(transposed_size<Element>(chunk_row_, key_row_))),
           key_columns_(alloc_of<Element>(across_size<Element>(chunk_row_, key_row_))),
           value_columns_(alloc_of<Element>(across_size<Element>(chunk_row_, value_row_))),
-          score_rows_(alloc_of<Element>(along_size<Element>(ROWS, chunk_row_))),
+          score_rows_(alloc_of<Element>(along_size<Element>(STRIP<Element>, chunk_row_))),
           state_columns_(alloc_of<Element>(across_size<Element>(key_row_, value_row_))),
           heads_(heads) {
         states_.reserve(heads);
@@ -110,8 +110,8 @@ private:
         read_queries(head, start, count);
         float* total = at<float>(p_.total) + query_offset(head, start);
         const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
-        for (int i = 0; i < count; i += ROWS) {
-            const int rows = std::min(ROWS, count - i), seen = i + rows, columns = padded(seen);
+        for (int i = 0; i < count; i += STRIP<Element>) {
+            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
                             chunk_row_, columns, false);
             for (int m = i; m < seen; ++m) {

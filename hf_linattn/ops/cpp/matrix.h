@@ -260,18 +260,30 @@ __attribute__((noinline)) void strip(const Factor<Element>& a, int row, int inne
 
 // Rows `row` to `row + count` (at most ROWS) of C = A B, or C += A B; `columns` in whole vectors.
 template <int M = ROWS, class Element>
+inline void few_rows_of_product(const Factor<Element>& a, int row, int count, int inner, const Element* b,
+                                int64_t b_row, float* c, int64_t c_row, int columns, bool add) {
+    if (count == M) return strip<M>(a, row, inner, b, b_row, c + row * c_row, c_row, columns, add);
+    if constexpr (M > 1) few_rows_of_product<M - 1>(a, row, count, inner, b, b_row, c, c_row, columns, add);
+}
+
+// Rows of a product that are computed together.
+template <class Element>
+constexpr int STRIP = ROWS;
+
+// The same for at most STRIP<Element> rows; on tiles there is another one (tiles.h).
+template <class Element>
 inline void rows_of_product(const Factor<Element>& a, int row, int count, int inner, const Element* b,
                             int64_t b_row, float* c, int64_t c_row, int columns, bool add) {
-    if (count == M) return strip<M>(a, row, inner, b, b_row, c + row * c_row, c_row, columns, add);
-    if constexpr (M > 1) rows_of_product<M - 1>(a, row, count, inner, b, b_row, c, c_row, columns, add);
+    few_rows_of_product(a, row, count, inner, b, b_row, c, c_row, columns, add);
 }
 
 // C = A B, or C += A B: A [rows, inner], B [inner, columns].
 template <class Element>
 inline void product(const Factor<Element>& a, int rows, int inner, const Element* b, int64_t b_row, float* c,
                     int64_t c_row, int columns, bool add) {
-    for (int row = 0; row < rows; row += ROWS)
-        rows_of_product(a, row, std::min(ROWS, rows - row), inner, b, b_row, c, c_row, columns, add);
+    for (int row = 0; row < rows; row += STRIP<Element>)
+        rows_of_product(a, row, std::min(STRIP<Element>, rows - row), inner, b, b_row, c, c_row, columns,
+                        add);
 }
 
 template <int half>  // of each that takes part

@@ -14,6 +14,7 @@ FOLDER = build.SOURCES / "lib"
 """`TARGET-SOURCES-CONTENT.so`, as `build` has it; empty in a checkout and in a wheel for any machine."""
 V3 = "avx avx2 bmi1 bmi2 f16c fma abm movbe popcnt sse4_1 sse4_2 ssse3 cx16 xsave"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+V4_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 
 
 class Target(NamedTuple):
@@ -34,11 +35,16 @@ LINUX = ("-s",)
 TARGETS = {
     ("Linux", "x86_64"): (
         Target(
+            "x86-64-v4-amx",
+            (*LINUX, *V4_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+            frozenset(f"{V4} avx512_bf16 amx_tile amx_bf16".split()),
+        ),
+        Target(
             "x86-64-v4-bf16",
-            (*LINUX, "-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+            (*LINUX, *V4_FLAGS, "-mavx512bf16"),
             frozenset(f"{V4} avx512_bf16".split()),
         ),
-        Target("x86-64-v4", (*LINUX, "-march=x86-64-v4", "-mprefer-vector-width=512"), frozenset(V4.split())),
+        Target("x86-64-v4", (*LINUX, *V4_FLAGS), frozenset(V4.split())),
         Target("x86-64-v3", (*LINUX, "-march=x86-64-v3"), frozenset(V3.split())),
     ),
     ("Linux", "aarch64"): (Target("aarch64", LINUX, frozenset({"asimd"})),),

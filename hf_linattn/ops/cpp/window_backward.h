@@ -24,7 +24,7 @@ class WindowBackward : WindowSinkHead<Element> {
                              transposed_size<Element>(n, value_row) + n * (key_row + value_row);
         const int64_t packed = along_size<Element>(n, key_row) + across_size<Element>(n, key_row) +
                                along_size<Element>(n, value_row) + across_size<Element>(n, value_row) +
-                               along_size<Element>(ROWS, n) + 2 * across_size<Element>(n, n);
+                               along_size<Element>(STRIP<Element>, n) + 2 * across_size<Element>(n, n);
         return Head::tiles_in_ring(p) * tile + packed + n * (value_row + key_row + n + 2) + 2 * value_row;
     }
     static Element* elements(int64_t count) { return Head::template alloc_of<Element>(count); }
@@ -39,7 +39,7 @@ public:
           query_columns_(elements(across_size<Element>(block_, key_row_))),
           g_rows_(elements(along_size<Element>(block_, value_row_))),
           g_columns_(elements(across_size<Element>(block_, value_row_))),
-          d_score_rows_(elements(along_size<Element>(ROWS, block_))),
+          d_score_rows_(elements(along_size<Element>(STRIP<Element>, block_))),
           weight_columns_(elements(across_size<Element>(block_, block_))),
           d_score_columns_(elements(across_size<Element>(block_, block_))),
           d_key_(this->alloc(tiles_ * block_, key_row_)),
@@ -119,11 +119,12 @@ private:
         const int64_t block = start / block_, last = this->last_tile(start, count);
         for (int64_t tile = block; tile <= last; ++tile) {
             if (this->all_masked(tile)) continue;
-            for (int i = 0; i < count; i += ROWS) query_strip(block, tile, i, std::min(ROWS, count - i));
+            for (int i = 0; i < count; i += STRIP<Element>)
+                query_strip(block, tile, i, std::min(STRIP<Element>, count - i));
             weights_ = across_rows(scores_, block_, count, block_, weight_columns_);
             d_weights_ = across_rows(d_scores_, block_, count, block_, d_score_columns_);
-            for (int j = 0; j < block_; j += ROWS)
-                column_strip(block, tile, j, std::min(ROWS, block_ - j), count);
+            for (int j = 0; j < block_; j += STRIP<Element>)
+                column_strip(block, tile, j, std::min(STRIP<Element>, block_ - j), count);
         }
         for (int i = 0; i < count; ++i) {
             float* d_query = d_query_ + i * key_row_;

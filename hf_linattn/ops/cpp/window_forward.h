@@ -21,7 +21,7 @@ class WindowForward : WindowSinkHead<Element> {
     static int64_t scratch_floats(const WindowProblem& p) {
         const int64_t n = p.block, key_row = padded(p.head_dim), value_row = padded(p.value_dim);
         const int64_t tile = transposed_size<Element>(n, key_row) + steps<Element>(n) * value_row;
-        return along_size<Element>(n, key_row) + along_size<Element>(ROWS, n) +
+        return along_size<Element>(n, key_row) + along_size<Element>(STRIP<Element>, n) +
                Head::tiles_in_ring(p) * tile + n * (std::max(key_row, value_row) + value_row + 1 + WIDTH) +
                value_row;
     }
@@ -33,7 +33,7 @@ public:
           key_transposed_(
               this->template alloc_of<Element>(tiles_ * transposed_size<Element>(block_, key_row_))),
           value_columns_(this->template alloc_of<Element>(tiles_ * steps<Element>(block_) * value_row_)),
-          weight_rows_(this->template alloc_of<Element>(along_size<Element>(ROWS, block_))),
+          weight_rows_(this->template alloc_of<Element>(along_size<Element>(STRIP<Element>, block_))),
           staging_(this->alloc(block_, std::max(key_row_, value_row_))),
           numerator_(this->alloc(block_, value_row_)),
           top_(this->alloc(block_, 1)),
@@ -78,8 +78,8 @@ private:
         }
         const int64_t block = start / block_, last = this->last_tile(start, count);
         for (int64_t tile = block; tile <= last; ++tile)
-            for (int i = 0; i < count && !this->all_masked(tile); i += ROWS)
-                add_tile(block, tile, i, std::min(ROWS, count - i));
+            for (int i = 0; i < count && !this->all_masked(tile); i += STRIP<Element>)
+                add_tile(block, tile, i, std::min(STRIP<Element>, count - i));
         for (int i = 0; i < count; ++i) write_row(head, start, i);
     }
 

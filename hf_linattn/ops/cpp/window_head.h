@@ -11,7 +11,7 @@
 #include <limits>
 
 #include "key_head.h"
-#include "operands.h"
+#include "tiles.h"
 
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
