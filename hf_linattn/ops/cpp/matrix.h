@@ -227,7 +227,7 @@ struct Factor {
 
 typedef Factor<float> LeftFactor;
 
-inline void add_product(Floats& sum, float x, const float* right) { sum += broadcast(x) * load(right); }
+inline void add_product(Floats& sum, float x, Floats right) { sum += broadcast(x) * right; }
 
 template <int M, int V, class Element>
 inline void tile(const Factor<Element>& a, int row, int inner, const Element* b, int64_t b_row, float* c,
@@ -236,11 +236,14 @@ inline void tile(const Factor<Element>& a, int row, int inner, const Element* b,
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) sums[m][v] = add ? load(c + m * c_row + v * WIDTH) : Floats{};
     const Element* left = a.data + row * a.along_rows;
-    for (int k = 0; k < inner; ++k)
+    for (int k = 0; k < inner; ++k) {
+        decltype(load(b)) right[V];  // for all rows: GCC would else jam loops, with sums in memory
+        for (int v = 0; v < V; ++v) right[v] = load(b + k * b_row + v * WIDTH);
         for (int m = 0; m < M; ++m) {
             const Element x = left[m * a.along_rows + k * a.along_columns];
-            for (int v = 0; v < V; ++v) add_product(sums[m][v], x, b + k * b_row + v * WIDTH);
+            for (int v = 0; v < V; ++v) add_product(sums[m][v], x, right[v]);
         }
+    }
     for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) store(c + m * c_row + v * WIDTH, sums[m][v]);
 }

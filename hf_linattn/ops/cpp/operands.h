@@ -29,9 +29,11 @@ struct Pair {
 template <>
 constexpr int STEPS<Pair> = 2;
 
-inline void add_product(Floats& sum, Pair x, const Pair* right) {
-    const __m512i left = _mm512_set1_epi32(x.both), other = _mm512_loadu_si512(right);
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)other);
+inline __m512i load(const Pair* x) { return _mm512_loadu_si512(x); }
+
+inline void add_product(Floats& sum, Pair x, __m512i right) {
+    const __m512i left = _mm512_set1_epi32(x.both);
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
 }
 
 // A vector of pairs of neighbours in a row that has so many floats, in whole vectors, from there on.
