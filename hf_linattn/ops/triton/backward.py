@@ -190,10 +190,19 @@ class _Run:
             "NORMALISE": call.normalise,
         }
 
-    def launch(self, kernel: Any, spec: KernelSpec, length: int, segment: int, **own: Any) -> None:
-        """Launch a pass over `length` tokens with what all passes take, and what it takes besides."""
+    def launch(
+        self,
+        kernel: Any,
+        spec: KernelSpec,
+        length: int,
+        segment: int,
+        own: dict[str, Any],
+        programs: int | None = None,
+    ) -> None:
+        """Launch a pass over `length` tokens with what it takes by itself, and what all passes take."""
         own |= self.common
-        self.call.run(kernel, spec, -(-length // segment), length=length, segment=segment, **own)
+        own["length"], own["segment"] = length, segment
+        self.call.run(kernel, spec, -(-length // segment), own, programs)
 
     def rows(self, d_total: Tensor | None, output: Tensor, segment: int, slots: int) -> Slots:
         """Compute t and shift of every query, and R and r of each segment, counted from the last one.
@@ -208,14 +217,16 @@ class _Run:
             GRADIENT_ROWS,
             call.length,
             segment if slots else ROWS_ALONE,
-            T=self.t,
-            STATES=states,
-            slots=slots,
+            {
+                "T": self.t,
+                "STATES": states,
+                "slots": slots,
+                "OUT": output,
+                **constant_strides(out=output),
+                "D_TOTAL": None if d_total is None else d_total.to(torch.float32).contiguous(),
+                "FACTORS": factors,
+            },
             programs=None if slots else call.batch_heads,
-            OUT=output,
-            **constant_strides(out=output),
-            D_TOTAL=None if d_total is None else d_total.to(torch.float32).contiguous(),
-            FACTORS=factors,
         )
         return Slots(states, factors)
 
@@ -234,14 +245,16 @@ class _Run:
             QUERY_GRADIENTS,
             self.call.length,
             segment,
-            **self.call.before(before, S0, z0),
-            T=self.t,
-            S0=S0,
-            Z0=z0,
-            D_Q=d_query,
-            **constant_strides(d_q=d_query),
-            ALONG=along,
-            CAUSAL=causal,
+            {
+                **self.call.before(before, S0, z0),
+                "T": self.t,
+                "S0": S0,
+                "Z0": z0,
+                "D_Q": d_query,
+                **constant_strides(d_q=d_query),
+                "ALONG": along,
+                "CAUSAL": causal,
+            },
         )
         return d_query, None if along is None else along.sum(0)
 
@@ -274,16 +287,18 @@ class _Run:
             KEY_GRADIENTS,
             self.call.keys,
             segment,
-            **after,
-            T=self.t,
-            D_S=R,
-            D_Z=r,
-            D_K=d_key,
-            **constant_strides(d_k=d_key),
-            D_S0=d_S0,
-            D_Z0=d_z0,
-            ALONG=along,
-            CAUSAL=causal,
+            {
+                **after,
+                "T": self.t,
+                "D_S": R,
+                "D_Z": r,
+                "D_K": d_key,
+                **constant_strides(d_k=d_key),
+                "D_S0": d_S0,
+                "D_Z0": d_z0,
+                "ALONG": along,
+                "CAUSAL": causal,
+            },
         )
         return d_key, None if along is None else along.sum(0), d_S0, d_z0
 
@@ -297,10 +312,12 @@ class _Run:
             VALUE_GRADIENTS,
             self.call.keys,
             segment,
-            **after,
-            D_S=R,
-            D_V=d_value,
-            **constant_strides(d_v=d_value),
-            CAUSAL=causal,
+            {
+                **after,
+                "D_S": R,
+                "D_V": d_value,
+                **constant_strides(d_v=d_value),
+                "CAUSAL": causal,
+            },
         )
         return d_value

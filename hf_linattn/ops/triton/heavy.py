@@ -162,7 +162,7 @@ def _few(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns
 
     held = call.batch, call.kv_heads, 2, columns.total
     own = {"SOURCE": call.new(*held, dtype=torch.int32), "WEIGHT": call.new(*held)}
-    _launch(call, heavy_kernels.window_and_heavy, call.batch_heads, tile, given | own)
+    call.launch(heavy_kernels.window_and_heavy, (call.batch_heads,), tile, given | own)
 
 
 def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColumns) -> Tensor:
@@ -197,15 +197,10 @@ def _prompt(call: Problem, tile: Tile, given: dict[str, Any], columns: HeavyColu
         "LOOKING": looking,
         "RANKED": 128 if width <= 128 or not roomy else 256,
     }
-    _launch(call, kernels.prompt_sums, tiles, tile, given)
+    call.launch(kernels.prompt_sums, (tiles,), tile, given)
     # a program alone: as many warps as share its steps
     alone = tile._replace(warps=8, stages=1 if capability[0] == 10 else tile.stages)
-    _launch(call, kernels.prompt_choices, call.batch_heads, alone, given | chosen)
-    _launch(call, kernels.prompt_outputs, tiles, tile, given)
-    _launch(call, kernels.prompt_cache, of_cache, narrow, given | {"COLUMNS": narrow.block})
+    call.launch(kernels.prompt_choices, (call.batch_heads,), alone, given | chosen)
+    call.launch(kernels.prompt_outputs, (tiles,), tile, given)
+    call.launch(kernels.prompt_cache, (of_cache,), narrow, given | {"COLUMNS": narrow.block})
     return log_sum
-
-
-def _launch(call: Problem, kernel: Any, programs: int, tile: Tile, given: dict[str, Any]) -> None:
-    """Run a kernel with those of the arguments that it has."""
-    call.launch(kernel, (programs,), tile, **{name: given[name] for name in kernel.arg_names})

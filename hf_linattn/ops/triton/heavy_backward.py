@@ -148,17 +148,15 @@ def backward(
         "OPERAND": operand,
     }
 
-    def launch(kernel: Any, programs: int) -> None:
-        call.launch(kernel, (programs,), tile, **{name: given[name] for name in kernel.arg_names})
-
     steps = -(-call.length // columns.block) + 1
     tiles = sum(-(-count // tile.block) for count in (columns.sinks, columns.heavy))
-    launch(kernels.heavy_query_gradients, call.batch_heads * steps * -(-columns.block // tile.chunk))
+    programs = call.batch_heads * steps * -(-columns.block // tile.chunk)
+    call.launch(kernels.heavy_query_gradients, (programs,), tile, given)
     for first in range(0, call.batch_heads, some):
         heads = min(some, call.batch_heads - first)
         given["first_head"] = first
-        launch(kernels.heavy_key_parts, heads * (made + 1) * tiles)
-        launch(kernels.heavy_key_gradients, heads * -(-call.length // tile.block))
+        call.launch(kernels.heavy_key_parts, (heads * (made + 1) * tiles,), tile, given)
+        call.launch(kernels.heavy_key_gradients, (heads * -(-call.length // tile.block),), tile, given)
     return Gradients(d_query, d_near, d_key, d_value)
 
 

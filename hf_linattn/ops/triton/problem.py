@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ LONGEST = 65535 * 256
 """Tokens: a grid has at most 65535 segments, and some kernels cut theirs to 256 tokens."""
 MOST_PROGRAMS = 2**31 - 1
 """Along the first axis of a grid, where a program answers for one column at the least."""
+HERE = nullcontext()
 NO_DEVICE = (7, 0)
 """Capability that has no tiles of its own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -237,10 +238,12 @@ def constant_strides(**tensors: Tensor) -> dict[str, Any]:
     return found
 
 
-def in_order(kernel: Any, arguments: dict[str, Any]) -> Iterable[Any]:
-    """Bring arguments to the order of a kernel's parameters: by name triton takes half as long again."""
-    assert len(arguments) == len(kernel.arg_names), arguments.keys() ^ {*kernel.arg_names}
-    return map(arguments.__getitem__, kernel.arg_names)
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], warmup: bool = False
+) -> Any:
+    """Run a kernel, or only compile it: arguments by position, which triton takes faster than by name."""
+    given = map(arguments.__getitem__, kernel.arg_names)
+    return kernel.run(*given, grid=grid, warmup=warmup, num_warps=tile.warps, num_stages=tile.stages)
 
 
 class Problem:
@@ -400,12 +403,14 @@ class Problem:
             kernels.segment_states,
             SEGMENT_STATES,
             slots,
-            STATES=found.states,
-            FACTORS=found.factors,
-            kv_heads=self.kv_heads,
-            length=self.keys,
-            segment=segment,
-            slots=slots,
+            {
+                "STATES": found.states,
+                "FACTORS": found.factors,
+                "kv_heads": self.kv_heads,
+                "length": self.keys,
+                "segment": segment,
+                "slots": slots,
+            },
         )
         return found
 
@@ -426,21 +431,28 @@ class Problem:
             kernels.accumulate,
             (batch_heads, -(-size // SCAN.block)),
             SCAN,
-            STATES=states,
-            FACTORS=factors,
-            S0=S,
-            Z0=z,
-            slots=slots,
-            SIZE_S=self.D * self.Dv,
-            SIZE=size,
-            BLOCK=SCAN.block,
-            SLOTS=SCAN.chunk,
+            {
+                "STATES": states,
+                "FACTORS": factors,
+                "S0": S,
+                "Z0": z,
+                "slots": slots,
+                "SIZE_S": self.D * self.Dv,
+                "SIZE": size,
+                "BLOCK": SCAN.block,
+                "SLOTS": SCAN.chunk,
+            },
         )
 
     def run(
-        self, kernel: Any, spec: KernelSpec, segments: int, programs: int | None = None, **arguments: Any
+        self,
+        kernel: Any,
+        spec: KernelSpec,
+        segments: int,
+        arguments: dict[str, Any],
+        programs: int | None = None,
     ) -> None:
-        """Launch a kernel that walks segments, with what its description gives and more arguments.
+        """Launch a kernel that walks segments, with these arguments and what its description adds to them.
 
         `programs`, where it is not None, walk the same segment in place of those of the description.
         """
@@ -448,11 +460,10 @@ class Problem:
         arguments |= self.links(spec)
         arguments |= self.constants(spec)
         grid = self.programs(spec) if programs is None else programs, segments
-        self.launch(kernel, grid, self.tile(spec), **arguments)
+        self.launch(kernel, grid, self.tile(spec), arguments)
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
-        """Run a kernel on the device of the inputs."""
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> None:
+        """Run a kernel on the device of the inputs, with those of the arguments that it has."""
         here = not self.query.is_cuda or torch.cuda.current_device() == self.device.index
-        with nullcontext() if here else torch.cuda.device_of(self.query):
-            kernel[grid](*in_order(kernel, arguments), **options)
+        with HERE if here else torch.cuda.device_of(self.query):
+            run_kernel(kernel, grid, tile, arguments)

@@ -207,12 +207,15 @@ def report(
     launches, tensors = dict.fromkeys(calls, 0), dict.fromkeys(calls, 0)
     call = ""
 
-    def compile_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
+    def compile_only(
+        self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, given: dict[str, Any]
+    ) -> None:
         launches[call] += 1
-        given = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 4]
+        arguments = {name: given[name] for name in kernel.arg_names}
+        tokens = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 4]
         size = getattr(torch, shape.dtype).itemsize
         large = sum(
-            x.element_size() // size for x in given if x.shape[2] in (shape.length, shape.length - SPAN)
+            x.element_size() // size for x in tokens if x.shape[2] in (shape.length, shape.length - SPAN)
         )
         tensors[call] += 0 if "token" in call else large
         if kernels is not None and kernel.__name__ not in kernels:
@@ -221,7 +224,7 @@ def report(
             calls_of = found[kernel.__name__].calls
             calls_of[call] = calls_of.get(call, 0) + 1
             return
-        built = _build(kernel, grid, tile, arguments)
+        built = problem.run_kernel(kernel, grid, tile, arguments, warmup=True)
         code, step = machine_code.read(built), arguments.get("STEP", arguments.get("LOOKING", 1))
         found[kernel.__name__] = Compiled(
             kernel.__name__,
@@ -262,12 +265,6 @@ def _target(name: str) -> Iterator[None]:
     of = mock.patch.object(problem, "device_of", device)
     with of, mock.patch("torch.version.hip", hip):
         yield
-
-
-def _build(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> Any:
-    """Compile, or find what was compiled, as a launch does; but do not launch."""
-    how = {"grid": grid, "warmup": True, "num_warps": tile.warps, "num_stages": tile.stages}
-    return kernel.run(*problem.in_order(kernel, arguments), **how)
 
 
 def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
@@ -445,8 +442,8 @@ def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, l
 def _host(run: Callable[[], Any]) -> float:
     """Measure microseconds of Python and of triton's binder in a call, without the driver: the best round."""
 
-    def bind_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, **arguments: Any) -> None:
-        _build(kernel, grid, tile, arguments)
+    def bind_only(self: Any, *launched: Any) -> None:
+        problem.run_kernel(*launched, warmup=True)
 
     with mock.patch.object(problem.Problem, "launch", bind_only):
         run()

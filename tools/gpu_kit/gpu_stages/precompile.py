@@ -98,8 +98,8 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
 
     from hf_linattn.ops.triton import problem
 
-    def launch(self: Any, kernel: Any, grid: Any, tile: Any, **arguments: Any) -> None:
-        kernel.warmup(**arguments, grid=grid, num_warps=tile.warps, num_stages=tile.stages)
+    def launch(self: Any, *launched: Any) -> None:
+        problem.run_kernel(*launched, warmup=True)
 
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)
