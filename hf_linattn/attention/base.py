@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.site import AttentionSite
-from hf_linattn.errors import OptionError, UnsupportedCallError
+from hf_linattn.errors import OptionError, UnsupportedCallError, UnsupportedModelError
 
 Output = tuple[Tensor, Tensor | None]
 SINKS = frozenset(("s_aux", "sinks"))
@@ -30,7 +30,19 @@ SCORE_EXTRAS = frozenset(("position_bias", "softcap", "indices", "attention_mask
 """What models do to their scores, as the attention interface names it: biases, caps, masks of an indexer."""
 
 
-class Patch(nn.Module):
+class PatchHolder(nn.Module):
+    """A module that other libraries cannot put a wrapper into in the place of a patch."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(self.__dict__.get("_modules", {}).get(name), Patch) and not isinstance(value, Patch):
+            raise UnsupportedModelError(
+                f"the patch {name!r} cannot be replaced by a {type(value).__name__}: what a patch learns is "
+                "trained whole. With peft: modules_to_save=['linattn'] in place of target_parameters"
+            )
+        super().__setattr__(name, value)
+
+
+class Patch(PatchHolder):
     """A named change to attention, as `@register` knows it.
 
     Docstring, as docs/patches.md shows it: a one-line summary; the formula; prose; `Options:` with ranges;

@@ -95,10 +95,11 @@ WITH_GATES: dict[type, Any] = {
     cls: type(
         f"Gate{cls.__name__}",
         (GateLayer, cls),
-        {name: _both(name) for name in FOLLOWED if hasattr(cls, name)},
+        {name: _both(name) for name in FOLLOWED if hasattr(cls, name)} | {"__module__": __name__},
     )
     for cls in _known()
 }
+globals().update({cls.__name__: cls for cls in WITH_GATES.values()})  # where pickle looks for them
 
 
 def with_gates(layer: Any, where: str) -> GateLayer:

@@ -8,6 +8,7 @@ compute it where others computed the forward, else torch's operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,16 +63,21 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         *inputs, chosen, count, log_sum, output = ctx.saved_tensors
-        found: Sequence[Tensor | None]
         if grad is None:
-            found = [None] * len(inputs)
-        elif torch.is_grad_enabled():  # as under create_graph=True
-            found = gradients(lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad])
-        elif log_sum is not None:
-            choices = HeavyChoices(chosen, count, log_sum)
-            found = *by_kernels(heavy.HeavyText(*inputs), grad, output, choices, ctx.options), None
-        else:
-            found = by_torch(heavy.HeavyText(*inputs), chosen, ctx.options, grad)
+            return *[None] * len(inputs), None, None
+        found: Sequence[Tensor | None]
+        device = grad.device.type
+        # inside autocast a backward is under it, too, and sums are float32
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
+            if torch.is_grad_enabled():  # as under create_graph=True
+                found = gradients(
+                    lambda *x: [torch.cat([*_outputs(x, chosen, ctx.options)], 2)], inputs, [grad]
+                )
+            elif log_sum is not None:
+                choices = HeavyChoices(chosen, count, log_sum)
+                found = *by_kernels(heavy.HeavyText(*inputs), grad, output, choices, ctx.options), None
+            else:
+                found = by_torch(heavy.HeavyText(*inputs), chosen, ctx.options, grad)
         return *found, None, None
 
 

@@ -72,6 +72,19 @@ def _refuse_unpatched(model: Any, where: str) -> None:
         )
 
 
+def _refuse_patched_parts(model: Any) -> None:
+    """Refuse to save a model of which a part was patched by itself: its config.json would not say so."""
+    name = next(
+        (name for name, part in model.named_modules() if name and INSTALLATION in part.__dict__), None
+    )
+    if name is not None:
+        raise CheckpointError(
+            f"nothing was saved: {name!r} of this {type(model).__name__} is patched by itself, and would be "
+            f"loaded without its patch. Save that part (model.{name}.save_pretrained), or unpatch it and "
+            "patch the whole model"
+        )
+
+
 def _refuse_unnamed_quantisation(model: Any, folder: Path) -> None:
     """Refuse weights that torchao's `quantize_` changed: no config.json could say how to read them."""
     changed = (name for name, p in model.named_parameters() if type(p).__module__.startswith("torchao."))
@@ -101,6 +114,7 @@ def install() -> None:
     def save_as_a_whole(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save a model; a patched one replaces what is in the folder once all of it is written."""
         given = names.bind(self, save_directory, *args, **kwargs).arguments
+        _refuse_patched_parts(self)
         alone = getattr(self, "should_save_on_this_rank", bool)(given.get("is_main_process", True))
         elsewhere = given.get("push_to_hub") or given.get("distributed_checkpoint")
         if INSTALLATION not in self.__dict__ or not alone or elsewhere:

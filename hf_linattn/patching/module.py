@@ -6,9 +6,10 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_linattn.attention import Attention, Modifier, Patch, ScoreAttention
+from hf_linattn.attention.base import PatchHolder
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.call import Call
 from hf_linattn.attention.gate_layer import GateLayer
@@ -46,7 +47,7 @@ NO_CONTEXT = CallContext()
 USED = CallContext(used=True)
 
 
-class PatchedAttention(nn.Module):
+class PatchedAttention(PatchHolder):
     """A recipe built at one site: an attention and its modifiers, as a child of the attention module.
 
     Args:

@@ -384,3 +384,8 @@ def test_the_command(place, tmp_path, monkeypatch, capsys):
     listed = capsys.readouterr().out.splitlines()
     assert "elu1: measured" in listed
     assert "linformer: bidirectional only" in listed
+
+
+def test_the_readme_counts_them():
+    count = sum(cls.__module__.startswith("hf_linattn.patches") for cls in registry.patches().values())
+    assert f"{count} patches" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -129,3 +129,20 @@ def test_a_model_has_the_gradients_of_walking(padded, monkeypatch):
     for grads in found[:2]:
         for x, y in zip(grads, found[2], strict=True):
             close(x, y, 1e-12)
+
+
+def test_a_backward_inside_autocast_is_the_one_outside():
+    model = tiny_models.build("LlamaForCausalLM", **CONFIG)
+    patch_model(model, "h2o", options={**OPTIONS, "positions": "auto"})
+    ids, found = tiny_models.tokens(2, 60), []
+    for inside in (True, False):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        found.append([x.grad for x in model.parameters()])
+        model.zero_grad()
+    for x, y in zip(*found, strict=True):
+        close(x, y, 2e-2)

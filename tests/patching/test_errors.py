@@ -220,6 +220,19 @@ def test_wrappers_pass_the_call_on(kind):
     assert not is_patched(model)
 
 
+@pytest.mark.parametrize(
+    ("patch", "part"), [("hedgehog", "hedgehog.query_weight"), ("window+gated", "window.rest.weight")]
+)
+def test_a_wrapper_does_not_take_the_place_of_a_patch(patch, part):
+    peft = pytest.importorskip("peft")
+    model = patch_model(tiny_models.llama(2, dtype=torch.float32), patch)
+    want, name = logits(model, IDS), f"model.layers.0.self_attn.linattn.{part}"
+    assert name in dict(model.named_parameters())
+    with pytest.raises(UnsupportedModelError, match=r"cannot be replaced by a ParamWrapper.*modules_to_save"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=[], r=2, target_parameters=[name]))
+    assert torch.equal(logits(model, IDS), want)
+
+
 @pytest.mark.parametrize("spec", ["elu1", "gated", "window", "h2o"])
 def test_a_model_without_memory_tells_shapes(spec):
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from helpers.learned_patches import logits
 from helpers.tiny_models import tokens
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from hf_linattn import describe, from_pretrained, is_patched, patch_model
+from hf_linattn import describe, from_pretrained, is_patched, patch_model, unpatch_model
 from hf_linattn.errors import CheckpointError
 
 IDS = tokens(1, 30)
@@ -139,3 +139,15 @@ def test_a_folder_half_written_by_others(half, tmp_path):
     assert content(tmp_path) == before
     model = patch_model(plain_model("linear"), "elu1")  # a failed load leaves nothing behind for others
     assert torch.isfinite(logits(model, IDS)).all()
+
+
+def test_a_part_that_is_patched_by_itself_is_not_lost_with_the_whole(tmp_path):
+    model = plain_model("linear")
+    patch_model(model.model, "gated")
+    with pytest.raises(CheckpointError, match=r"'model' of this LlamaForCausalLM is patched by itself"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not list(tmp_path.iterdir())
+    model.model.save_pretrained(tmp_path / "part")
+    assert is_patched(from_pretrained(tmp_path / "part"))
+    unpatch_model(model.model)
+    model.save_pretrained(tmp_path / "whole")

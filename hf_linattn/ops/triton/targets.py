@@ -442,8 +442,8 @@ def _prompt_work(code: machine_code.Code, tile: Tile, name: str, looking: int, l
 def _host(run: Callable[[], Any]) -> float:
     """Measure microseconds of Python and of triton's binder in a call, without the driver: the best round."""
 
-    def bind_only(self: Any, *launched: Any) -> None:
-        problem.run_kernel(*launched, warmup=True)
+    def bind_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, given: dict[str, Any]) -> None:
+        problem.run_kernel(kernel, grid, tile, given, warmup=True)
 
     with mock.patch.object(problem.Problem, "launch", bind_only):
         run()

@@ -98,8 +98,8 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
 
     from hf_linattn.ops.triton import problem
 
-    def launch(self: Any, *launched: Any) -> None:
-        problem.run_kernel(*launched, warmup=True)
+    def launch(self: Any, kernel: Any, grid: Any, tile: Any, given: dict[str, Any]) -> None:
+        problem.run_kernel(kernel, grid, tile, given, warmup=True)
 
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)
