@@ -38,7 +38,7 @@ def patch_model(
 
     Args:
         model: any transformers model whose attention goes through the attention interface, or its wrapper.
-            Give the whole model: a part that is patched by itself is lost when the whole is saved.
+            Give the whole model: one with a part that is patched by itself is not saved as a whole.
         patch: "elu1"; a composition "softmax1+logn"; a plan per layer {"0-11": "elu1", "12-23": "softmax"},
             whose keys are indices, ranges or patterns of module names and values may be (name, options);
             or a callable (name, module) -> patch or None. A name alone is for the text: what reads images
