@@ -24,7 +24,7 @@ from hf_linattn.cli.files import filling, writing
 from hf_linattn.errors import CheckpointError, UnsupportedModelError
 from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_weights, patching_class
 from hf_linattn.patching.config import GUARD, unmark
-from hf_linattn.patching.installation import INSTALLATION
+from hf_linattn.patching.installation import INSTALLATION, patched_part
 from hf_linattn.patching.interface import NAME
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -74,9 +74,7 @@ def _refuse_unpatched(model: Any, where: str) -> None:
 
 def _refuse_patched_parts(model: Any) -> None:
     """Refuse to save a model of which a part was patched by itself: its config.json would not say so."""
-    name = next(
-        (name for name, part in model.named_modules() if name and INSTALLATION in part.__dict__), None
-    )
+    name = patched_part(model)
     if name is not None:
         raise CheckpointError(
             f"nothing was saved: {name!r} of this {type(model).__name__} is patched by itself, and would be "

@@ -178,6 +178,12 @@ def installation_of(model: nn.Module) -> Installation | None:
     return model.__dict__.get(INSTALLATION)
 
 
+def patched_part(model: nn.Module) -> str | None:
+    """Name a part of a model that is patched by itself; None where there is none."""
+    parts = ((name, part) for name, part in model.named_modules() if part is not model)
+    return next((name for name, part in parts if installation_of(part) is not None), None)
+
+
 def native_implementation(site: AttentionSite, installation: Installation | None) -> str:
     """Name the attention implementation of a module, that of before where its model is patched.
 

@@ -16,7 +16,12 @@ from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.adapters import masks_of
 from hf_linattn.patching.discovery import is_beside_text
-from hf_linattn.patching.installation import Installation, installation_of, native_implementation
+from hf_linattn.patching.installation import (
+    Installation,
+    installation_of,
+    native_implementation,
+    patched_part,
+)
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.patching.plan import Plan, report_unrouted, resolve, sites_of, transformers_model
@@ -123,11 +128,11 @@ def _check_alone(model: nn.Module, inside: nn.Module, sites: list[AttentionSite]
         raise UnsupportedModelError(
             "patch the model before DistributedDataParallel wraps it: it must see every weight"
         )
-    for name, module in inside.named_modules():
-        if module is not inside and installation_of(module) is not None:
-            raise UnsupportedModelError(
-                f"{name!r} of this model is patched by itself: call unpatch_model on it first"
-            )
+    part = patched_part(inside)
+    if part is not None:
+        raise UnsupportedModelError(
+            f"{part!r} of this model is patched by itself: call unpatch_model on it first"
+        )
     if installation_of(inside) is None and any(NAME in site.module._modules for site in sites):
         raise UnsupportedModelError(
             f"{type(inside).__name__} is a part of a patched model: call patch_model on the whole model"

@@ -16,11 +16,11 @@
 template <class Element>
 class DeltaBackward : DeltaHead<Element> {
     using Base = DeltaHead<Element>;
-    using Base::key_transposed_;
-    using Base::links_, Base::beta_, Base::d_beta_, Base::d_decay_, Base::query_factor_, Base::key_factor_;
     using Base::p_, Base::row_, Base::head_, Base::chunk_, Base::chunk_row_, Base::head_dim_;
-    using Base::state_factor_, Base::key_inverse_, Base::key_rows_, Base::key_columns_, Base::strip_;
     using Base::value_dim_, Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::w_, Base::u_;
+    using Base::links_, Base::beta_, Base::d_beta_, Base::d_decay_, Base::query_factor_, Base::key_factor_;
+    using Base::state_factor_, Base::key_inverse_, Base::key_rows_, Base::key_columns_, Base::strip_;
+    using Base::key_transposed_;
 
     float *scores_, *d_scores_, *g_, *d_query_, *d_left_, *d_right_, *z_, *d_running_;
     float *dS_, *states_, *all_w_;
@@ -234,9 +234,8 @@ private:
                 scale(y, beta_[i], value_row_);
             }
             const int64_t at = int64_t(first) / STEPS<Element> * value_row_;
-            columns =
-                across_rows(z_ + first * value_row_, value_row_, end - first, value_row_, z_columns_ + at) -
-                at;
+            columns = across_rows(z_ + first * value_row_, value_row_, end - first, value_row_,
+                                  z_columns_ + at) - at;
         }
         return columns;
     }

@@ -7,8 +7,8 @@
 template <class Element>
 class DeltaForward : DeltaHead<Element> {
     using Base = DeltaHead<Element>;
-    using Base::key_row_, Base::value_row_, Base::query_, Base::query_factor_, Base::key_transposed_;
     using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
+    using Base::key_row_, Base::value_row_, Base::query_, Base::query_factor_, Base::key_transposed_;
     using Base::strip_;
 
     const int heads_;

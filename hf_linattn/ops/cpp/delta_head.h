@@ -252,7 +252,9 @@ protected:
         return across_rows(u_ + row * value_row_, value_row_, rows, value_row_, u_columns_ + at) - at;
     }
 
-    void set_corrections(int row) { set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]); }
+    void set_corrections(int row) {
+        set_scaled(u_ + row * value_row_, w_ + row * value_row_, beta_[row]);
+    }
 
     // The state after a chunk; the keys are scaled for it.
     void update_state(float* S, int count, bool empty, const Element* corrections) {

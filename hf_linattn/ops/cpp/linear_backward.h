@@ -48,9 +48,10 @@ protected:
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
         return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * value_row +
                heads * (state_floats(p) + p.heads / p.kv_heads * p.length) +
-               across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
-               along_size<Element>(n, key_row) + along_size<Element>(n, value_row) +
-               across_size<Element>(key_row, value_row) + S_transposed_size(key_row, value_row);
+               across_size<Element>(n, key_row) +
+               across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
+               along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
+               S_transposed_size(key_row, value_row);
     }
 
     // Of floats it is S_transposed_ itself.
@@ -70,10 +71,8 @@ protected:
             read_row(p_.d_output, head, start + i, g, value_dim_, value_row_);
             if (p_.normalise) {
                 const float total = at<float>(p_.total)[index], inverse = total > 0 ? 1 / total : 0;
-                if (ROUNDED)
-                    inverse_[i] = inverse;
-                else
-                    scale(g, inverse, value_row_);
+                if (ROUNDED) inverse_[i] = inverse;
+                else scale(g, inverse, value_row_);
             }
             if (!wants_t) continue;
             float& d_total = t(head, start)[i];
@@ -148,11 +147,11 @@ protected:
 template <class Element>
 class LinearBackward : LinearGradients<Element> {
     using Base = LinearGradients<Element>;
+    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
+    using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
     using Base::elements, Base::query_columns_, Base::g_columns_, Base::S_transposed_columns_;
     using Base::g_, Base::d_query_, Base::d_key_, Base::d_value_, Base::S_transposed_, Base::sums_;
     using Base::heads_;
-    using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
-    using Base::p_, Base::row_, Base::chunk_, Base::chunk_row_, Base::head_dim_, Base::value_dim_;
 
     Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
     Element *score_columns_, *d_score_columns_, *d_score_rows_;

@@ -47,6 +47,22 @@ struct TileSetup<true> {
 // What is written before is there for tiles, and the other way round: compilers do not know that they read.
 inline void order_memory() { asm volatile("" ::: "memory"); }
 
+// One step of the inner axis, in tiles A and B, of the sums below: instructions take numbers as written.
+#define ADD_STEP(A, B)                   \
+    _tile_loadd(A, a + k, a_bytes);      \
+    _tile_loadd(B, b, b_bytes);          \
+    _tile_dpbf16ps(0, A, B);             \
+    if constexpr (V > 1) {               \
+        _tile_loadd(B, b + 16, b_bytes); \
+        _tile_dpbf16ps(1, A, B);         \
+    }                                    \
+    if constexpr (V > 2) {               \
+        _tile_loadd(B, b + 32, b_bytes); \
+        _tile_dpbf16ps(2, A, B);         \
+        _tile_loadd(B, b + 48, b_bytes); \
+        _tile_dpbf16ps(3, A, B);         \
+    }
+
 // 16 rows and V tiles of columns of C = A B, or C += A B; the pairs of `inner` in whole halves of a tile.
 template <int V>
 inline void sum_on_tiles(const Pair* a, int64_t a_row, int inner, const Pair* b, int64_t b_row, float* c,
@@ -68,34 +84,10 @@ inline void sum_on_tiles(const Pair* a, int64_t a_row, int inner, const Pair* b,
     }
     int k = 0;
     for (; k + 16 <= inner; k += 16, b += 16 * b_row) {
-        _tile_loadd(4, a + k, a_bytes);
-        _tile_loadd(5, b, b_bytes);
-        _tile_dpbf16ps(0, 4, 5);
-        if constexpr (V > 1) {
-            _tile_loadd(5, b + 16, b_bytes);
-            _tile_dpbf16ps(1, 4, 5);
-        }
-        if constexpr (V > 2) {
-            _tile_loadd(5, b + 32, b_bytes);
-            _tile_dpbf16ps(2, 4, 5);
-            _tile_loadd(5, b + 48, b_bytes);
-            _tile_dpbf16ps(3, 4, 5);
-        }
+        ADD_STEP(4, 5)
     }
     if (k < inner) {
-        _tile_loadd(6, a + k, a_bytes);
-        _tile_loadd(7, b, b_bytes);
-        _tile_dpbf16ps(0, 6, 7);
-        if constexpr (V > 1) {
-            _tile_loadd(7, b + 16, b_bytes);
-            _tile_dpbf16ps(1, 6, 7);
-        }
-        if constexpr (V > 2) {
-            _tile_loadd(7, b + 32, b_bytes);
-            _tile_dpbf16ps(2, 6, 7);
-            _tile_loadd(7, b + 48, b_bytes);
-            _tile_dpbf16ps(3, 6, 7);
-        }
+        ADD_STEP(6, 7)
     }
     _tile_stored(0, c, c_bytes);
     if constexpr (V > 1) _tile_stored(1, c + 16, c_bytes);
@@ -104,6 +96,8 @@ inline void sum_on_tiles(const Pair* a, int64_t a_row, int inner, const Pair* b,
         _tile_stored(3, c + 48, c_bytes);
     }
 }
+
+#undef ADD_STEP
 
 // 16 rows of C = A B, or C += A B, of a dense A; `columns` in whole vectors.
 __attribute__((noinline)) inline void strip_on_tiles(const Pair* a, int64_t a_row, int inner, const Pair* b,
