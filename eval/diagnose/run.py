@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+import torch
 from transformers import set_seed
 
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.dispatch import kernels
 
 from ..common.models import ModelSpec, load_config, load_model, load_texts, load_tokenizer, name_of
 from ..common.results import check_writable, default_device, recorded, versions
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace, command: str) -> Diagnosis:
         "label": " ".join(filter(None, [name_of(args.model), args.patch])),
         "versions": versions(),
         "device": str(device),
+        "threads": torch.get_num_threads(),
+        "kernels": kernels(),
         **diagnosis.to_dict(),
     }
     write(args.output_dir, content, diagnosis, chosen)

@@ -7,6 +7,7 @@ are kept as they are.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,6 +212,8 @@ def open_source(
         # pandas would read the words "NA" and "null" as missing
         extra: dict[str, Any] = {"keep_default_na": False} if builder == "csv" else {}
         extra |= {"data_files": str(path), "split": "train", "streaming": stream}
+        if builder == "csv" and _header(path).count(column) > 1:  # pandas would take the first
+            raise DataError(f"{path} has several columns {column!r}: name each differently")
         return Table(_load_dataset(str(source), builder, **extra), str(source), column)
     if path.exists():
         raise DataError(f"{source} is neither a file nor a folder")
@@ -219,6 +222,11 @@ def open_source(
     name, _, config = str(source).partition(":")
     table = _load_dataset(str(source), name, config or None, split=split, streaming=stream)
     return Table(table, str(source), column)
+
+
+def _header(path: Path) -> list[str]:
+    with _reading(path), path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file), [])
 
 
 def streams(source: Any) -> bool:

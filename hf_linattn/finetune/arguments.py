@@ -106,6 +106,11 @@ class FinetuneArguments(TrainingArguments):
             raise OptionError("--options belong to a --patch, and none is given")
         if self.warmup is None:
             self.warmup = math.ceil(0.03 * self.max_steps)
+        elif self.warmup > self.max_steps:
+            raise OptionError(
+                f"--warmup {self.warmup} is longer than --max-steps {self.max_steps}: the rate of --lr would "
+                "never be reached"
+            )
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -88,6 +88,7 @@ def bad_sources(folder):
         {"text": []}, features=datasets.Features(text=datasets.Value("string"))
     ).to_parquet(folder / "none.parquet")
     (folder / "header.csv").write_text("text\n")
+    (folder / "twice.csv").write_text("text,text\none,two\n")
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (folder / "nothing").mkdir()
@@ -104,6 +105,7 @@ def bad_sources(folder):
         ("empty.jsonl", "text", "empty.jsonl is empty"),
         ("none.parquet", "text", "none.parquet has no rows"),
         ("header.csv", "text", "header.csv has no rows"),
+        ("twice.csv", "text", "twice.csv has several columns 'text'"),
         ("/dev/null", "text", "/dev/null is neither a file nor a folder"),
         ("blank.jsonl", "text", "column 'text' of blank.jsonl is empty"),
         ("latin.txt", "text", "latin.txt is not UTF-8 text: byte 3"),

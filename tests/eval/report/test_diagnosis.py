@@ -22,6 +22,7 @@ from hf_linattn.eval.diagnose import plot
 from hf_linattn.eval.diagnose.measure import diagnose
 from hf_linattn.eval.diagnose.outputs import read
 from hf_linattn.eval.report import __main__ as report
+from hf_linattn.ops.dispatch import kernels
 
 FILES = {"diagnose.json", "diagnose.csv", "matrices.npz"}
 PICTURES = {"heads.png", "entropy.png", "attention.png", "activations.png"}
@@ -74,6 +75,8 @@ def test_command_on_the_base_model(tmp_path, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | PICTURES
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in PICTURES)
     assert found["label"] == "base softmax1"
+    assert found["kernels"] == kernels()
+    assert found["threads"] == torch.get_num_threads()
     assert 0 < found["heads"][0]["mass"] < 1
     assert found["command"].endswith("--patch softmax1")
     # the file says what the function finds on the same windows
