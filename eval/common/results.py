@@ -20,6 +20,8 @@ from hf_linattn.cli.files import replacing, writing
 from hf_linattn.errors import DataError
 from hf_linattn.ops.dispatch import kernels
 
+from .contents import digests, refuse_changes
+
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
 
@@ -76,7 +78,8 @@ class ResumableRun:
         seconds: label -> seconds that its measurement took.
 
     Raises:
-        DataError: the folder holds results of other arguments, or a file that is none of ours.
+        DataError: the folder holds results of other arguments, of a text or model that has changed since, or
+            a file that is none of ours.
         TrainingError: nothing can be written in the folder.
     """
 
@@ -90,15 +93,17 @@ class ResumableRun:
         device: torch.device | None = None,
         writes: bool = True,
     ) -> None:
-        earlier = load(folder, arguments, form)
+        contents = digests(arguments)
+        earlier = load(folder, arguments, form, contents)
         self.folder, self.writes, self.device = folder, writes, device or default_device()
-        self.complete = earlier is not None and bool(earlier["complete"])
+        self.complete = earlier is not None and bool(earlier.get("complete"))
         self.results: dict[str, Any] = earlier if earlier is not None and self.complete else {}
         self.earlier: dict[str, Any] = earlier or {}
         self.rows: list[dict[str, Any]] = self.earlier.get("rows", [])
         self.seconds: dict[str, float] = self.earlier.get("run", {}).get("seconds", {})
         self._head: dict[str, Any] = {"format": form, "complete": False, "command": command}
         self._head |= {"arguments": dict(arguments), "seed": arguments.get("seed"), "versions": versions()}
+        self._head["contents"] = contents
         if not self.complete:
             check_writable(folder)
 
@@ -143,11 +148,14 @@ def check_writable(folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any] | None:
+def load(
+    folder: Path, arguments: Mapping[str, Any], form: str, contents: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
     """Read what an earlier run of this command, by its format, left in the folder, finished or not.
 
     Raises:
-        DataError: the folder holds results of other arguments, or a file that is none of ours.
+        DataError: the folder holds results of other arguments, or of files that have changed since, or a file
+            that is none of ours.
     """
     path = folder / "results.json"
     if not path.exists():
@@ -164,6 +172,7 @@ def load(folder: Path, arguments: Mapping[str, Any], form: str) -> dict[str, Any
     if changed:
         names = ", ".join("--" + key.replace("_", "-") for key in changed)
         raise DataError(f"{folder} holds a run with other arguments ({names}); choose another --output-dir")
+    refuse_changes(folder, before, earlier.get("contents", {}), contents or {})
     return earlier
 
 

@@ -11,6 +11,9 @@ from hf_linattn.attention.masks import CAUSAL, is_compact, once
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.ops.tracing import exporting, transforming
 
+HIDDEN = -9000.0
+"""What an additive mask hides a key by, at most: BERT's -10,000 too, which is -9,984 in bfloat16."""
+
 
 @dataclass
 class Visibility:
@@ -273,7 +276,7 @@ def read_visibility(mask: Tensor | Visibility | None, queries: int, keys: int, i
         return Visibility(causal, queries, keys, mask, documents, window, chunks, may_be_packed=may_be_packed)
     if mask.dtype == torch.bool:
         return Visibility(is_causal, queries, mask.shape[-1], dense=mask)
-    visible = mask > torch.finfo(mask.dtype).min / 2
+    visible = mask > HIDDEN
     return Visibility(is_causal, queries, mask.shape[-1], dense=visible, bias=mask)
 
 

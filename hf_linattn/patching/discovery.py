@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -240,6 +240,29 @@ def _first(owner: Any, *names: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
+
+
+def reads_masks(model: nn.Module, sites: Collection[AttentionSite]) -> bool:
+    """Tell whether a module beside the attention computes with the mask, by what kind it is.
+
+    So do the convolutions of LASR and Parakeet, which hide padded frames.
+    """
+    names = {site.name for site in sites}
+    inside = tuple(f"{name}." for name in names)
+    kinds = {
+        type(module)
+        for name, module in model.named_modules()
+        if name not in names and not name.startswith(inside)
+    }
+    return any(map(_asks_for_mask_kind, kinds))
+
+
+@cache
+def _asks_for_mask_kind(cls: type[nn.Module]) -> bool:
+    try:
+        return "attention_mask.dtype" in inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError):
+        return False
 
 
 def _hidden_size(module: nn.Module, source: ForwardInfo) -> int | None:

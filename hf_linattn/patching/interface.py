@@ -115,9 +115,11 @@ def _looks_back(module: nn.Module, mask: Tensor | None, queries: int, is_causal:
     """Tell whether a call is causal; moonshine says False wherever a mask shows it, and of one query."""
     if is_causal is False and mask is not None and is_compact(mask):
         return mask.dtype == CAUSAL
-    if is_causal is None or (queries == 1 and mask is None):
-        return bool(getattr(module, "is_causal", True))
-    return is_causal
+    if is_causal is not None and (queries > 1 or mask is not None):
+        return is_causal
+    if mask is not None and is_compact(mask) and not hasattr(module, "is_causal"):  # as Splinter's
+        return mask.dtype == CAUSAL
+    return bool(getattr(module, "is_causal", True))
 
 
 def native_attention(

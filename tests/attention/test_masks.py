@@ -105,11 +105,11 @@ def padded_triangle(padding):
 
 
 @every_patch
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_causal_4d_mask_is_recognised(patch, dtype, ids):
+@pytest.mark.parametrize("hidden", [None, torch.finfo(torch.float64).min, -10000.0])
+def test_causal_4d_mask_is_recognised(patch, hidden, ids):
     mask = padded_triangle(13)
-    if dtype != torch.bool:
-        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    if hidden is not None:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, hidden)
     _, flat = left_padded(ids, 13)
     model = hf_linattn.patch_model(llama(), patch)
     at = positions(flat)
@@ -270,3 +270,29 @@ def test_a_padded_mask_that_hides_everything_stays_finite(ids):
 def test_every_refusal_is_of_the_one_family():
     assert issubclass(UnsupportedMaskError, LinattnError)
     assert issubclass(UnsupportedCallError, LinattnError)
+
+
+@pytest.mark.parametrize("patch", ["pooled", "linformer", "elu1", "scaled"])
+def test_encoders_whose_modules_do_not_say_so_see_both_ways(patch):
+    model = hf_linattn.patch_model(build("SplinterModel", num_hidden_layers=2, **SIZES), patch)
+    ids = tokens(1, 23)
+    other = ids.clone()
+    other[0, -1] = 1
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        outputs = [model(x, attention_mask=mask).last_hidden_state for x in (ids, other)]
+    assert (outputs[0] != outputs[1]).any(-1).all()
+
+
+@pytest.mark.parametrize("patch", ["relu2", "relu_n", "sigmoid_n", "logn", "softmax1", "elu1"])
+def test_padding_of_a_model_that_hides_it_by_minus_10000_does_not_count(patch):
+    model = build("MarkupLMModel", num_hidden_layers=2, **{**SIZES, "pad_token_id": 0})
+    hf_linattn.patch_model(model, patch)
+    ids = tokens(1, 15)
+    padded = torch.cat([ids, torch.zeros(1, 8, dtype=torch.long)], 1)
+    with torch.no_grad():
+        alone = model(input_ids=ids).last_hidden_state
+        beside = model(
+            input_ids=padded, attention_mask=(torch.arange(23) < 15)[None].long()
+        ).last_hidden_state
+    assert distance(beside[:, :15], alone) < EXACT

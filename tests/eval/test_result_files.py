@@ -10,7 +10,7 @@ from helpers.fixtures_perplexity import make_folder, make_texts
 from transformers import LlamaForCausalLM
 
 from hf_linattn.errors import DataError, TrainingError
-from hf_linattn.eval.common import results
+from hf_linattn.eval.common import contents, results
 
 TEXT = ("--data", "{data}", "--lengths", "64")
 COMMANDS = {
@@ -105,8 +105,8 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     done = results.ResumableRun(tmp_path / "out", arguments, "x/1", "python -m x")
     assert done.complete
     assert done.results == again.results
-    keys = ("format", "complete", "command", "arguments", "seed", "versions", "models", "rows", "run")
-    assert tuple(done.results) == keys
+    keys = ("format", "complete", "command", "arguments", "seed", "versions", "contents")
+    assert tuple(done.results) == (*keys, "models", "rows", "run")
     assert list(done.results["run"]) == ["device", "threads", "kernels", "seconds"]
     assert done.results["run"]["kernels"] == {"cpu": "torch: HF_LINATTN_CPP=0"}
     assert (tmp_path / "out" / "results.csv").read_text().split() == ["value", "1", "2"]
@@ -122,3 +122,47 @@ def test_a_process_that_does_not_write_leaves_no_file(tmp_path):
     run.finish("results.csv")
     assert run.results["complete"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changed", ["data", "model", "prompts"])
+def test_rows_of_a_text_or_model_that_has_changed_are_not_gone_on_with(tmp_path, changed):
+    folder = tmp_path / "model"
+    (tmp_path / "texts").mkdir()
+    folder.mkdir()
+    files = {"data": tmp_path / "texts" / "a.txt", "model": folder / "model.safetensors"}
+    files["prompts"] = tmp_path / "prompts.txt"
+    for file in files.values():
+        file.write_text("as it was")
+    arguments = {"model": str(folder), "data": str(tmp_path / "texts"), "prompts": files["prompts"]}
+
+    def start():
+        return results.ResumableRun(tmp_path / "out", {k: str(v) for k, v in arguments.items()}, "x/1", "run")
+
+    run = start()
+    run.begin({})
+    run.rows.append({"value": 1})
+    (tmp_path / "out").mkdir()
+    run.save()
+    (folder / "README.md").write_text("a card decides no numbers")
+    assert start().rows == [{"value": 1}]
+    files[changed].write_text("as it is!")
+    with pytest.raises(
+        DataError, match=f"what --{changed} .* was before it changed; choose another --output-dir"
+    ):
+        start()
+    results.save(tmp_path / "out", {"format": "x/1", "arguments": run.results["arguments"], "rows": run.rows})
+    assert start().rows == run.rows  # an older version took no digests
+    assert not start().complete
+
+
+def test_a_large_file_is_read_in_pieces_up_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "PIECE", 16)
+    monkeypatch.setattr(contents, "PIECES", 4)
+    file = tmp_path / "a.txt"
+    found = set()
+    for place in (0, 250, 500, 999):
+        text = bytearray(1000)
+        text[place] = 1
+        file.write_bytes(text)
+        found.add(contents.digests({"data": str(file)})["data"])
+    assert len(found) == 4

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from helpers.family_checks import check
 from helpers.multimodal import generated
 from helpers.oracle import as_oracle
@@ -177,3 +178,22 @@ def test_a_cache_that_lost_its_states_is_refused():
     past = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True).past_key_values
     with pytest.raises(CacheError, match="cut out of one with linear-attention states"):
         model(**inputs, decoder_input_ids=tokens[:, :1], past_key_values=past)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's, of LASR's kernels
+@pytest.mark.parametrize("kind", ["Lasr", "Parakeet"])
+@pytest.mark.parametrize("padded", [0, 40])
+def test_convolutions_that_read_the_mask_get_one_they_can_read(kind, padded):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"num_mel_bins": 16, "subsampling_conv_channels": 16}
+    config = getattr(transformers, f"{kind}EncoderConfig")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Encoder")(config).eval()
+    sounds, mask = torch.randn(2, 120, 16), torch.ones(2, 120, dtype=torch.long)
+    mask[0, 120 - padded :] = 0
+    with torch.no_grad():
+        want = model(sounds, attention_mask=mask)
+        shown = slice(None, (120 - padded) // 8 - 2)  # a frame in eight, and none beside the padding
+        got = patch_model(model, "scaled")(sounds, attention_mask=mask).last_hidden_state
+        assert close(got[1], want.last_hidden_state[1])
+        assert close(got[0, shown], want.last_hidden_state[0, shown])

@@ -172,7 +172,7 @@ def test_other_weights_do_not_stand_in_one_table(folder, data, tmp_path, capsys)
     model.model.layers[0].self_attn.linattn.hedgehog.query_weight.add_(0.1)
     model.save_pretrained(linear)
     assert main(command(linear, data, tmp_path / "out", *same[:2])) == 1
-    assert "measurements of another model" in capsys.readouterr().err
+    assert f"what --model {linear} was before it changed" in capsys.readouterr().err
     assert (tmp_path / "out" / "results.json").read_text() == before
 
 
