@@ -33,6 +33,8 @@ OWN = {
 }
 """Commands of this package, each a module with its own `--help`."""
 SERVER = ("fastapi", "openai", "pydantic", "uvicorn")
+NO_ANSWER = ("ConnectError", "ConnectTimeout")
+"""What a client raises where nobody listens: httpx's, which huggingface_hub has under more than one name."""
 
 
 def usage() -> str:
@@ -53,8 +55,8 @@ def run(argv: list[str]) -> None:
     """Find a command and run it.
 
     Raises:
-        OptionError: there is none of this name. ModuleNotFoundError: what it needs is not installed.
-        CheckpointError: a folder that it reads is missing or damaged.
+        OptionError: there is none of this name, or no server to chat with. ModuleNotFoundError: what it needs
+            is not installed. CheckpointError: a folder that it reads is missing or damaged.
     """
     if argv and argv[0] in ("-h", "--help"):
         sys.stdout.write(f"{usage()}\n")
@@ -81,6 +83,10 @@ def run(argv: list[str]) -> None:
         status = command()
     except damage as error:
         raise CheckpointError(first_line(error)) from error
+    except Exception as error:
+        if type(error).__name__ not in NO_ANSWER:
+            raise
+        raise OptionError(f"no server answers ({first_line(error)}): start `serve FOLDER` first") from error
     sys.exit(status)
 
 

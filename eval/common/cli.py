@@ -96,7 +96,7 @@ def add_output_arguments(
     parser: argparse.ArgumentParser, *, required: bool = True, what: str = RESUMES
 ) -> None:
     """Add --output-dir."""
-    parser.add_argument("--output-dir", type=Path, required=required, help=what)
+    parser.add_argument("--output-dir", type=_folder, required=required, help=what)
 
 
 def check_options_have_patch(args: Any) -> Any:
@@ -192,7 +192,16 @@ def parse_float(text: str) -> float:
 
 def natural_int(text: str) -> int:
     """Parse a whole number of at least 0."""
-    return 0 if text.strip() == "0" else positive_int(text)
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
+def _folder(text: str) -> Path:
+    """Parse the name of a folder; an empty one would be the folder one is in."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    return Path(text)
 
 
 def token_budget(text: str) -> int | Literal["all"]:

@@ -15,7 +15,7 @@ from hf_linattn.cli.files import filling, writing
 from hf_linattn.errors import DataError, OptionError
 
 from ..common.models import ModelSpec, load_config, load_model, load_texts, load_tokenizer, train_length
-from ..common.results import ResumableRun, default_device, save_csv, versions
+from ..common.results import ResumableRun, check_writable, default_device, save_csv, versions
 from ..common.windows import plan_windows
 from . import outputs as files
 from .measure import Evaluator, Measured, Recall
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace, command: str) -> str:
         OptionError: a rank, a number of layers or an attention that cannot be had.
         LinattnError: the model does not suit.
     """
+    if args.save is not None:
+        check_writable(args.save)
     recorded = {name: getattr(args, name) for name in MEASURED_BY}
     session = ResumableRun(args.output_dir, recorded, files.FORMAT, command)
     rows = files.rows_from(args.output_dir, session.rows)

@@ -38,7 +38,7 @@ def load_cases(path: Path) -> list[Case]:
         DataError: there is no such file, nothing in it, or a line is no case; the message names it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the cases {path}: {error}") from error
     cases = [_case(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]

@@ -298,7 +298,8 @@ class StateLayer(CacheLayerMixin):
                 self.torn = self.beside_others
                 raise CacheError(
                     f"crop({-count}): a constant-size state cannot forget tokens unless recording was on "
-                    "when they came: call cache.activate_past_recording() first, as assisted decoding does."
+                    "when they came: call cache.activate_past_recording() once the model has read its first "
+                    "ones, as assisted decoding does."
                 )
             if self.base is not None:
                 self.state, self.visible = self.base

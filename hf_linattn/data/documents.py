@@ -200,6 +200,8 @@ def open_source(
         hint = ": choose one of its splits" if isinstance(source, dict) else ""  # a DatasetDict is one
         given = f"{type(source).__name__}{hint}"
         raise DataError(f"text is a path, a dataset's name, a list of strings or a Dataset, not {given}")
+    if source == "":  # as of a variable that is not set; a path of no name is the folder one is in
+        raise DataError("the path of the text is empty")
     path = Path(source).expanduser()
     if path.is_dir():
         return TextFiles(_text_files(path), path)

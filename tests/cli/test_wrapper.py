@@ -32,6 +32,21 @@ def test_an_unknown_command_is_one_line(argv, capsys):
     assert ("python -m hf_linattn.finetune" in error) == (argv == ["finetune"])
 
 
+def test_chat_without_a_server_is_one_line(monkeypatch, capsys):
+    class ConnectError(Exception):  # httpx's, or httpx2's
+        pass
+
+    def chat():
+        raise ConnectError("All connection attempts failed")
+
+    command = SimpleNamespace(name="transformers", load=lambda: chat)
+    monkeypatch.setattr(wrapper, "entry_points", lambda group: [command])
+    assert status(["chat", "model", "http://localhost:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "no server answers (All connection attempts failed): start `serve FOLDER` first" in error
+
+
 def test_help_lists_every_command(capsys):
     assert status(["--help"]) == 0
     said = capsys.readouterr().out

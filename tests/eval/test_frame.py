@@ -74,3 +74,16 @@ def test_a_table_of_text():
     text = formatting.text_table(["a", "value"], [["long name", "1"], ["b", "22"]])
     assert text == "a          value\nlong name      1\nb             22"
     assert formatting.text_table(["a"], []) == "a"
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (cli.natural_int, "-1", "expected a whole number of at least 0, got '-1'"),
+        (cli.natural_int, "x", "expected a whole number of at least 0, got 'x'"),
+        (cli._folder, "", "the name of the folder is empty"),
+    ],
+)
+def test_wrong_values_say_what_is_right(parse, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        parse(text)

@@ -99,6 +99,7 @@ def bad_sources(folder):
 @pytest.mark.parametrize(
     ("source", "column", "message"),
     [
+        ("", "text", "the path of the text is empty"),
         ("missing.txt", "text", "no such file or folder"),
         ("./missing", "text", "no such file or folder"),
         ("empty.txt", "text", "empty.txt is empty"),

@@ -176,6 +176,14 @@ def test_other_weights_do_not_stand_in_one_table(folder, data, tmp_path, capsys)
     assert (tmp_path / "out" / "results.json").read_text() == before
 
 
+def test_where_the_hybrid_cannot_be_written_is_said_first(folder, data, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    extra = ("--tasks", "none", "--counts", "1", "--keep", "1", "--save", tmp_path / "file")
+    assert main(command(folder, data, tmp_path / "out", *extra)) == 1
+    assert f"cannot write {tmp_path / 'file'}: Not a directory" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_hybrid_is_written(folder, data, tmp_path, capsys):
     extra = ("--tasks", "none", "--counts", "1", "--keep", "1", "--save", tmp_path / "hybrid")
     assert main(command(folder, data, tmp_path / "out", *extra)) == 0
@@ -229,8 +237,8 @@ def test_no_recall_to_speak_of_is_said(folder, data, tmp_path, capsys, monkeypat
         (("--rank", "recall", "--tasks", "none"), 2, "--tasks none measures none"),
         (("--force-recall", "--tasks", "none"), 2, "no meaning with --tasks none"),
         (("--rank", "ppl"), 2, "invalid choice"),
-        (("--keep", "-1"), 2, "at least 1"),
-        (("--counts", "0,x"), 2, "at least 1, got 'x'"),
+        (("--keep", "-1"), 2, "at least 0"),
+        (("--counts", "0,x"), 2, "at least 0, got 'x'"),
         (("--tasks", "none", "--nope", "--save", "x"), 2, "leave out --nope"),
         (("--tasks", "none", "--nope", "--window", "9"), 2, "leave out --nope"),
         (("--window", "0"), 2, "at least 1"),

@@ -196,7 +196,7 @@ class TestCases:
             {"prompt": "x " * 35 + "It is blue. It is", "answer": " blue", "name": "colours", "depth": 0},
         ]
         path = tmp_path / "cases.jsonl"
-        path.write_text("\n".join(map(json.dumps, cases)) + "\n\n")
+        path.write_text("\ufeff" + "\n".join(map(json.dumps, cases)) + "\n\n")  # as editors on Windows begin
         out = tmp_path / "out"
         words = ["--model", folder, "--cases", path, "--lengths", "64,128", "--output-dir", out]
         assert main([str(word) for word in words]) == 0
