@@ -242,19 +242,21 @@ def _first(owner: Any, *names: str) -> int | None:
     return None
 
 
-def reads_masks(model: nn.Module, sites: Collection[AttentionSite]) -> bool:
-    """Tell whether a module beside the attention computes with the mask, by what kind it is.
+def beside_mask_readers(model: nn.Module, sites: Collection[AttentionSite]) -> list[AttentionSite]:
+    """List the sites that share their masks with a module that computes with them, by what kind they are.
 
-    So do the convolutions of LASR and Parakeet, which hide padded frames.
+    So do the convolutions of LASR and Parakeet, which hide padded frames: the sites are those of their layer.
     """
     names = {site.name for site in sites}
     inside = tuple(f"{name}." for name in names)
-    kinds = {
-        type(module)
-        for name, module in model.named_modules()
-        if name not in names and not name.startswith(inside)
-    }
-    return any(map(_asks_for_mask_kind, kinds))
+    found: dict[str, AttentionSite] = {}
+    for name, module in model.named_modules():
+        if name in names or name.startswith(inside) or not _asks_for_mask_kind(type(module)):
+            continue
+        while name and not any(site.name.startswith(f"{name}.") for site in sites):
+            name = name.rpartition(".")[0]
+        found |= {site.name: site for site in sites if not name or site.name.startswith(f"{name}.")}
+    return list(found.values())
 
 
 @cache

@@ -15,7 +15,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.adapters import masks_of
-from hf_linattn.patching.discovery import is_beside_text, reads_masks
+from hf_linattn.patching.discovery import beside_mask_readers, is_beside_text
 from hf_linattn.patching.installation import (
     Installation,
     installation_of,
@@ -238,12 +238,12 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
             return
         native = _native_configs(model, checked)
         routed = [site for site in checked.sites if not any(site.view.config is part for part in native)]
-        entry, flags = _config_entry(recipes, sliding), _mask_flags(model, routed, children)
+        entry, flags = _config_entry(recipes, sliding), _mask_flags(routed, children)
         installation.use_own_configs(entry, flags, native)
         pools = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-        for site in routed if pools else []:
-            if site.tower:  # which pools by an attention of torch's, with the same masks
-                site.view.config.__dict__[DENSE_MASKS] = True
+        # a tower pools by an attention of torch's, with the same masks
+        for site in [*[site for site in routed if pools and site.tower], *beside_mask_readers(model, routed)]:
+            site.view.config.__dict__[DENSE_MASKS] = True
         for site in checked.sites:
             installation.adapt(site)
             if site.name in children:
@@ -292,13 +292,10 @@ def _native_configs(model: PreTrainedModel, checked: _Checked) -> list[Any]:
     ]
 
 
-def _mask_flags(
-    model: PreTrainedModel, sites: list[AttentionSite], children: dict[str, PatchedAttention]
-) -> tuple[str, ...]:
+def _mask_flags(sites: list[AttentionSite], children: dict[str, PatchedAttention]) -> tuple[str, ...]:
     """Name what masks must be, beyond the compact form for the window of each layer."""
     forms = {masks_of(site) for site in sites}
     dense = "boolean" in forms or any("attention_mask" in site.extras for site in sites)
-    dense = dense or reads_masks(model, sites)
     dropped = any(child.drops_window for child in children.values())
     kept = any(site.window is not None and site.name not in children for site in sites)
     chunks = any(site.window == "chunked" and site.name in children for site in sites)
