@@ -197,10 +197,15 @@ def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
 
 
 @cache
+def _source(forward: Callable[..., Any]) -> str:
+    return textwrap.dedent(inspect.getsource(forward))
+
+
+@cache
 def read_forward(forward: Callable[..., Any]) -> ForwardInfo | None:
     """Read what a forward says; None if it does not call the attention interface."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(_source(forward))
     except (OSError, TypeError, SyntaxError):
         return None
     text = ast.unparse(tree)
@@ -251,7 +256,7 @@ def beside_mask_readers(model: nn.Module, sites: Collection[AttentionSite]) -> l
     inside = tuple(f"{name}." for name in names)
     found: dict[str, AttentionSite] = {}
     for name, module in model.named_modules():
-        if name in names or name.startswith(inside) or not _asks_for_mask_kind(type(module)):
+        if name in names or name.startswith(inside) or not _asks_for_mask_kind(type(module).forward):
             continue
         while name and not any(site.name.startswith(f"{name}.") for site in sites):
             name = name.rpartition(".")[0]
@@ -259,10 +264,11 @@ def beside_mask_readers(model: nn.Module, sites: Collection[AttentionSite]) -> l
     return list(found.values())
 
 
-@cache
-def _asks_for_mask_kind(cls: type[nn.Module]) -> bool:
-    try:
-        return "attention_mask.dtype" in inspect.getsource(inspect.unwrap(cls.forward))
+def _asks_for_mask_kind(forward: Callable[..., Any]) -> bool:
+    forward = inspect.unwrap(forward)
+    names = forward.__code__.co_varnames if inspect.isfunction(forward) else ()
+    try:  # reading a source takes a millisecond, and a model has dozens of classes
+        return "attention_mask" in names and "attention_mask.dtype" in _source(forward)
     except (OSError, TypeError):
         return False
 
