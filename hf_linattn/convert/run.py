@@ -43,7 +43,9 @@ from hf_linattn.finetune.card import write_card
 from hf_linattn.finetune.model import check_fit
 from hf_linattn.finetune.recipe import TrainingRecipe
 from hf_linattn.finetune.run import (
+    HELD_OUT,
     LoadedRows,
+    digest,
     load_data,
     load_held_out,
     make_accelerator,
@@ -51,7 +53,7 @@ from hf_linattn.finetune.run import (
     run_folder,
     train,
 )
-from hf_linattn.training.arguments import FREE_TO_CHANGE
+from hf_linattn.training.arguments import FREE_TO_CHANGE, HELD_OUT_ROWS
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.divergence import compare_hidden_states
 from hf_linattn.training.estimate import MEASURED
@@ -68,28 +70,23 @@ def run(arguments: ConvertArguments, command: str, data: Any = None) -> Conversi
     """
     accelerator = make_accelerator(arguments)
     plan = resolve(arguments)
-    with plan.folder.leaving_nothing():
+    with plan.folder.held(accelerator.is_main_process):
         return _convert(plan, accelerator, command, data)
 
 
 def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data: Any) -> ConversionResult:
-    if accelerator.is_main_process:
-        _prepare_folder(plan)
-        _write_own_text(plan, accelerator)
+    row = _prepare_folder(plan, accelerator, data) if accelerator.is_main_process else None
     accelerator.wait_for_everyone()
-    row = None
-    if accelerator.is_main_process and not plan.folder.record_path.exists():
-        longest = max(plan.stages, key=lambda stage: stage.length)
-        # a text that is too short, and rows that are too long, are refused before anything is written
-        row = first_rows(plan, longest.objective, 1, data)
     if (
         plan.sizes_layers and plan.transfers and not plan.arguments.train_projections
     ):  # before layers are measured
         raise nothing_to_transfer(plan.arguments)
+    validation = Validation(plan, accelerator)
+    if plan.folder.record_path.exists():
+        _check_held_out(plan, validation.blocks)
     sizes = size_layers(plan, accelerator, data) if plan.sizes_layers else {}
     plan = with_sizes(plan, sizes.get("sizes", {}))
     rows = _fill_teacher_cache(plan, accelerator, data)
-    validation = Validation(plan, accelerator)
     record = _begin(plan, validation, row, accelerator, command)
     if plan.sizes_layers:
         record["sizes"] = sizes["sizes"]
@@ -125,17 +122,80 @@ def _convert(plan: ConversionPlan, accelerator: Accelerator, command: str, data:
     return result
 
 
-def _prepare_folder(plan: ConversionPlan) -> None:
-    """See that the output folder can be used, before anything slow begins; --overwrite clears it.
+def _prepare_folder(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> Any:
+    """See that folder and texts can be used, before anything slow begins; then --overwrite clears the folder.
+
+    Returns:
+        The first of the longest rows of a new conversion; None where one is resumed.
 
     Raises:
-        TrainingError: it cannot be used; the message says what to do.
+        TrainingError: the folder cannot be used; the message says what to do.
+        DataError: a text is missing or too short.
     """
-    arguments = plan.arguments
-    settings = {name: value for name, value in asdict(arguments).items() if name not in FREE_TO_CHANGE}
-    plan.folder.check(arguments, settings)
+    arguments, folder = plan.arguments, plan.folder
+    free = FREE_TO_CHANGE - HELD_OUT_ROWS  # they decide validation.json
+    settings = {name: value for name, value in asdict(arguments).items() if name not in free}
+    folder.check(arguments, settings)
+    begins = arguments.overwrite or not folder.record_path.exists()
+    longest = max(plan.stages, key=lambda stage: stage.length)
+    row = None
+    # a text that is too short, and rows that are too long, are refused before anything is written or deleted
+    if begins and arguments.data != SELF:
+        row = first_rows(plan, longest.objective, 1, data)
+    if arguments.overwrite and folder.record_path.exists():
+        held_out = None if arguments.eval_data == SELF else load_held_out(arguments, plan.objective)
+        model = load_original(plan.original, arguments.dtype, plan.objective)
+        check_fit(model, plan.objective, row, held_out)
+        _check_patched(plan, _patched(plan, model))
+        del model
     if arguments.overwrite:
-        plan.folder.clear()
+        folder.clear()
+    _write_own_text(plan, accelerator)
+    if begins and row is None:
+        row = first_rows(plan, longest.objective, 1, data)
+    return row
+
+
+def _check_held_out(plan: ConversionPlan, blocks: Any) -> None:
+    """See that a resumed conversion is validated on the rows that it began with.
+
+    Raises:
+        TrainingError: they have changed; a record of an older version does not tell.
+    """
+    known = read_json(plan.folder.record_path).get(HELD_OUT)
+    if known is not None and blocks is not None and known != digest(blocks):
+        raise TrainingError(
+            f"cannot resume the conversion in {plan.folder.path}: the text of --eval-data "
+            f"{plan.arguments.eval_data} has changed since; restore it, or choose another directory"
+        )
+
+
+def _patched(plan: ConversionPlan, original: Any) -> Any:
+    """Patch the original, or load the model that has its patch already."""
+    arguments = plan.arguments
+    if plan.patch is None:
+        return load(arguments.model, arguments.dtype, plan.objective)
+    torch.manual_seed(arguments.seed)
+    return patch_model(original, plan.patch, options=plan.options, sliding=arguments.sliding)
+
+
+def _check_patched(plan: ConversionPlan, model: Any) -> None:
+    """See that the stages find in a patched model what they train or compare.
+
+    Raises:
+        TrainingError: the patch has nothing to train, or no weights to compare.
+        OptionError: layers would be ranked by weights that nothing has trained.
+    """
+    arguments, rows = plan.arguments, describe(model)
+    if plan.transfers and not rows.parameters and not arguments.train_projections:
+        raise nothing_to_transfer(arguments)
+    if plan.transfers and arguments.target == "weights":
+        check_weights_comparable(model)
+    if plan.kept is not None and not plan.transfers and rows.parameters:
+        raise OptionError(
+            f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: "
+            "give a preset with stage transfer, such as --preset hybrid"
+        )
 
 
 def _write_own_text(plan: ConversionPlan, accelerator: Accelerator) -> None:
@@ -294,25 +354,11 @@ def _begin(
     model = load_original(plan.original, arguments.dtype, plan.objective)
     check_fit(model, plan.objective, row, validation.blocks)
     validation.add("original", model)
-    if plan.patch is None:
-        model = load(arguments.model, arguments.dtype, plan.objective)
-    else:
-        torch.manual_seed(arguments.seed)
-        patch_model(model, plan.patch, options=plan.options, sliding=arguments.sliding)
-    rows = describe(model)
-    if (
-        plan.transfers and not rows.parameters and not arguments.train_projections
-    ):  # before anything is written
-        raise nothing_to_transfer(arguments)
-    if plan.transfers and arguments.target == "weights":
-        check_weights_comparable(model)
-    if plan.kept is not None and not plan.transfers and rows.parameters:
-        raise OptionError(
-            f"--keep would rank layers by weights of {plan.arguments.patch} that nothing has trained yet: "
-            "give a preset with stage transfer, such as --preset hybrid"
-        )
+    model = _patched(plan, model)
+    _check_patched(plan, model)  # before anything is written
     validation.add("swapped", model)
-    hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in rows)
+    layers = describe(model)
+    hybrid = plan.kept is not None or any(row.time != "O(n)" and not row.keeps_nothing for row in layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {
         "command": command,
@@ -323,6 +369,8 @@ def _begin(
         "lora": arguments.lora_rank(parameters, hybrid),
         "objective": plan.objective.name,
     }
+    if validation.blocks is not None:
+        record[HELD_OUT] = digest(validation.blocks)
     accelerator.wait_for_everyone()  # nobody may find the file while others still look for it
     if accelerator.is_main_process:
         write_json(validation.path, validation.losses)

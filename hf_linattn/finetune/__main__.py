@@ -43,11 +43,12 @@ def main(argv: list[str] | None = None) -> int:
 def _summary(results: dict[str, Any]) -> str:
     lines = [f"{results['steps']} steps, {results['tokens']:,} tokens, {results['seconds']:.0f} s"]
     if results["eval_loss"] is not None:
-        before, after = results["eval_loss_before"], results["eval_loss"]
+        losses = [results["eval_loss_before"], results["eval_loss"]]
+        known = [loss for loss in losses if loss is not None]  # the first may have come after training began
         token = "masked token" if results.get("objective") == "mlm" else "token"
         lines.append(
-            f"validation loss {before:.4f} -> {after:.4f} nats per {token} "
-            f"(perplexity {math.exp(before):.2f} -> {math.exp(after):.2f})"
+            f"validation loss {' -> '.join(f'{loss:.4f}' for loss in known)} nats per {token} "
+            f"(perplexity {' -> '.join(f'{math.exp(loss):.2f}' for loss in known)})"
         )
     if split := results.get("context_parallel"):
         lines.append(

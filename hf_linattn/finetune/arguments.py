@@ -95,6 +95,8 @@ class FinetuneArguments(TrainingArguments):
         super().__post_init__()
         if self.lora and self.train_only_patch:
             raise OptionError("--lora and --train-only-patch exclude each other")
+        if self.lora_alpha is not None and not self.lora:
+            raise OptionError("--lora-alpha scales LoRA: give --lora, its rank, or leave it out")
         if self.block_size % self.context_parallel or self.block_size < 2 * self.context_parallel:
             raise OptionError(
                 f"--block-size {self.block_size} cannot be split into {self.context_parallel} equal parts of "

@@ -25,7 +25,7 @@ from hf_linattn.cli.jobs import last_step
 from hf_linattn.cli.main import package_versions
 from hf_linattn.cli.processor import note_slow
 from hf_linattn.data import BlockFile, streams
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.finetune.arguments import FinetuneArguments
 from hf_linattn.finetune.card import ADAPTER, CARD, write_card
 from hf_linattn.finetune.model import (
@@ -40,7 +40,7 @@ from hf_linattn.patching.interface import PATCH_PART
 from hf_linattn.patching.loading import first_line, load_tokenizer, processor_files
 from hf_linattn.patching.splitting import split_rows
 from hf_linattn.registry import parse
-from hf_linattn.training.arguments import FREE_TO_CHANGE, TrainingArguments
+from hf_linattn.training.arguments import FREE_TO_CHANGE, HELD_OUT_ROWS, TrainingArguments
 from hf_linattn.training.chat import fit_objective
 from hf_linattn.training.checkpoint import Checkpoint
 from hf_linattn.training.estimate import announce
@@ -51,7 +51,7 @@ from hf_linattn.training.loop import LoopSettings, TrainingLoop, split_token_los
 from hf_linattn.training.objectives import Objective, build_objective, choose_objective
 from hf_linattn.training.tracking import LOGS, require_tracker, tracking
 
-VALIDATION = {"eval_data", "eval_split", "eval_every", "eval_blocks"}
+VALIDATION = HELD_OUT_ROWS | {"eval_every"}
 """With patience these decide which weights are kept."""
 
 RUN_FILES = (
@@ -59,6 +59,9 @@ RUN_FILES = (
     *("config.json", "model*.safetensors", "model.safetensors.index.json"),
 )
 """What a run may leave in its folder, as patterns; the tokenizer's files are simply replaced."""
+
+HELD_OUT = "eval_sha256"
+"""Entry of a record: digest of the rows of validation, where it has some; losses on others do not compare."""
 
 BLOCKS = "blocks.bin"
 """Rows of a text that is streamed, while the run goes on."""
@@ -72,8 +75,10 @@ PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "pe
 def run(arguments: FinetuneArguments, command: str) -> dict[str, Any]:
     """Fine-tune as the arguments say; see `hf_linattn.finetune.finetune`."""
     accelerator = make_accelerator(arguments)
+    folder = run_folder(arguments)
     with (
-        run_folder(arguments).leaving_nothing(BLOCKS),
+        folder.held(accelerator.is_main_process),
+        folder.leaving_nothing(BLOCKS),
         lost_processes(accelerator.process_index, accelerator.num_processes),
     ):
         results = train(arguments, command, accelerator, TrainingRecipe())
@@ -118,6 +123,8 @@ def train(
     accelerator.wait_for_everyone()
     if arguments.resume and (path / "results.json").exists():
         finished = read_json(path / "results.json")
+        if accelerator.is_main_process:  # it may have been killed before it did so itself
+            _remove_leftovers(folder)
         if accelerator.is_main_process and arguments.eval_data not in (
             None,
             finished.get("arguments", {}).get("eval_data"),
@@ -155,8 +162,8 @@ def train(
         if arguments.compile and recipe.compiles:
             compile_layers(model)
         if accelerator.is_main_process:
-            settings["data_sha256"] = hashlib.sha256(blocks.data).hexdigest()
-            _begin(folder, settings, arguments.overwrite)
+            settings["data_sha256"] = digest(blocks)
+            _begin(folder, settings, eval_blocks, arguments.overwrite)
         accelerator.wait_for_everyone()
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=recipe.skips)
         loop = TrainingLoop(
@@ -235,15 +242,14 @@ def _finish(
         box = [done]
         _save(recipe.export(trained), tokenizer, path, arguments.model)
         losses = {"before": done["eval_loss_before"], "trained": done["eval_loss"]}
-        known = losses if loop.eval_blocks is not None else {}
+        known = {name: loss for name, loss in losses.items() if loss is not None and arguments.eval_data}
         write_card(path, arguments.model, command, [done], known, recipe.label)
         with replacing(path / "loss.png") as partial:
             title = f"{arguments.model}, {arguments.patch or 'no new patch'}"
             save_loss_curve(loop.log.rows, partial, title, recipe.label)
         # Written last: where it is, the run is complete and its checkpoint no longer needed.
         write_json(path / "results.json", box[0])
-        loop.checkpoint.remove()
-        remove_blocks(run_folder(arguments))
+        _remove_leftovers(run_folder(arguments))
     broadcast_object_list(box)
     return box[0]
 
@@ -304,19 +310,44 @@ def _sizes(model: PreTrainedModel) -> dict[str, int]:
     return {"parameters": sum(sizes.values()), "patch_parameters": patch}
 
 
-def _begin(folder: RunFolder, settings: dict[str, Any], overwrite: bool) -> None:
+def _begin(
+    folder: RunFolder, settings: dict[str, Any], eval_blocks: NDArray[np.int32] | None, overwrite: bool
+) -> None:
     """Record the settings, over an old run with --overwrite; a resumed run must have the same text as before.
+
+    The text of its validation too, as soon as it has one.
 
     Raises:
         TrainingError: it has another text.
     """
     if overwrite:
         folder.clear()
-    if folder.record_path.exists():
-        folder.check_settings(FinetuneArguments, settings)
-        Checkpoint(folder.path).sweep()
-    else:
-        write_json(folder.record_path, settings)
+    held_out = {} if eval_blocks is None else {HELD_OUT: digest(eval_blocks)}
+    if not folder.record_path.exists():
+        write_json(folder.record_path, {**settings, **held_out})
+        return
+    folder.check_settings(FinetuneArguments, settings)
+    record = read_json(folder.record_path)
+    merged = {**held_out, **record}
+    if held_out and merged[HELD_OUT] != held_out[HELD_OUT]:
+        raise TrainingError(
+            f"cannot resume the run in {folder.path}: its validation had other rows; give --eval-data and "
+            "--eval-blocks as they were, or leave --eval-data out"
+        )
+    Checkpoint(folder.path).sweep()
+    if merged != record:
+        write_json(folder.record_path, merged)
+
+
+def digest(blocks: NDArray[np.int32]) -> str:
+    """Compute the SHA-256 of rows `[blocks, N]`."""
+    return hashlib.sha256(blocks.data).hexdigest()
+
+
+def _remove_leftovers(folder: RunFolder) -> None:
+    """Delete what a run no longer needs once it is complete."""
+    Checkpoint(folder.path).remove()
+    remove_blocks(folder)
 
 
 def _objective(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase) -> Objective:
@@ -443,7 +474,7 @@ def _results(
 ) -> dict[str, Any]:
     assert loop.log is not None
     rows = loop.log.rows
-    losses = [float(row["eval_loss"]) for row in rows if row["eval_loss"]]
+    before = [float(row["eval_loss"]) for row in rows if row["step"] == "0"]  # none without validation then
     return {
         "command": command,
         "arguments": dataclasses.asdict(arguments),
@@ -459,8 +490,9 @@ def _results(
         "steps": loop.step,
         "tokens": int(rows[-1]["tokens"]),
         "loss": float(rows[-1]["loss"]),
-        "eval_loss_before": losses[0] if losses else None,
+        "eval_loss_before": before[0] if before else None,
         "kept_step": loop.kept[0],
-        "eval_loss": loop.kept[1],
+        # a run resumed without --eval-data knows the losses of earlier steps, and not that of its last
+        "eval_loss": loop.kept[1] if loop.eval_blocks is not None else None,
         "seconds": round(loop.seconds, 3),
     }

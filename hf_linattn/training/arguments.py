@@ -15,6 +15,9 @@ FREE_TO_CHANGE = {
 }
 """Options that a resumed run may change: none decides the weights (batches are compared as a whole)."""
 
+HELD_OUT_ROWS = {"eval_data", "eval_split", "eval_blocks"}
+"""Options that decide which rows validation reads."""
+
 
 @dataclass
 class TrainingArguments:

@@ -152,14 +152,21 @@ class TrainLog:
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        """Keep the rows up to `last_step`; 0 starts a new log."""
+        """Keep the rows up to `last_step`, that of the checkpoint; 0 starts a new log.
+
+        Raises:
+            TrainingError: a row is missing, or the log cannot be written.
+        """
         self.path = path
         self.rows: list[dict[str, str]] = []
-        if last_step > 0 and path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                # the last line may be cut off, but then it is later than the checkpoint
-                complete = [row for row in csv.DictReader(file) if row["step"] and row["tokens"]]
-            self.rows = [row for row in complete if int(row["step"]) <= last_step]
+        if last_step > 0:
+            self.rows = [row for row in _complete_rows(path) if int(row["step"]) <= last_step]
+            missing = {*range(1, last_step + 1)} - {int(row["step"]) for row in self.rows}
+            if missing:  # no kill does this: the log is synced before the checkpoint
+                raise TrainingError(
+                    f"{path} lacks step {min(missing)}, and the checkpoint beside it is of step {last_step}: "
+                    "restore the file, or begin again with --overwrite"
+                )
         with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
             writer.writeheader()
@@ -176,3 +183,12 @@ class TrainLog:
         """Wait until all rows are on the disk."""
         with writing(self.path):
             flush_to_disk(self.path)
+
+
+def _complete_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows of a log; the last line may be cut off, but then it is later than the checkpoint."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if (row.get("step") or "").isdecimal() and row.get("tokens")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,10 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.arguments import differences
+from hf_linattn.cli.arguments import differences, flag_of
 from hf_linattn.cli.files import read_json, writing
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.arguments import TrainingArguments
+
+INPUTS = ("model", "teacher", "tokenizer", "data", "eval_data", "cache_teacher")
+"""Options that may name a file or folder to read."""
+
+_LOCKS: set[int] = set()
+"""Descriptors that hold the folders of this process."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,30 @@ class RunFolder:
                         path.rmdir()
             raise
 
+    @contextmanager
+    def held(self, main: bool = True) -> Iterator[None]:
+        """Make the folder, and keep other runs out of it; it goes if the block fails and leaves nothing.
+
+        Args:
+            main: False in the processes that work with another one, which holds it for all.
+
+        Raises:
+            TrainingError: it cannot be made, or another run is at work in it.
+        """
+        with self.leaving_nothing():
+            if not main:
+                yield
+                return
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(self.path)
+            try:
+                yield
+            finally:
+                if lock is not None:
+                    _LOCKS.discard(lock)
+                    os.close(lock)
+
     def check(self, arguments: TrainingArguments, settings: Mapping[str, Any]) -> None:
         """Make the folder, and see that this run can use it; resumed, it must have the same settings.
 
@@ -70,6 +102,8 @@ class RunFolder:
         path, noun = self.path, self.noun
         if path.exists() and Path(arguments.model).exists() and path.samefile(arguments.model):
             raise TrainingError(f"--output-dir {path} is --model itself: choose another directory")
+        if arguments.overwrite:
+            self._check_inputs_stay(arguments)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
@@ -84,6 +118,21 @@ class RunFolder:
             raise TrainingError(
                 f"{path} already holds a {noun}: give --resume, --overwrite or another directory"
             )
+
+    def _check_inputs_stay(self, arguments: TrainingArguments) -> None:
+        """See that `clear` deletes nothing that the run reads.
+
+        Raises:
+            TrainingError: it would.
+        """
+        deleted = {path.resolve() for path in (*self._left(), self.record_path)}
+        for name in INPUTS:
+            value = getattr(arguments, name, None)
+            source = None if value is None else Path(value).expanduser().resolve()
+            if source is not None and not deleted.isdisjoint((source, *source.parents)):
+                raise TrainingError(
+                    f"--overwrite would delete {flag_of(name)} {value}: choose another --output-dir"
+                )
 
     def check_settings(self, options: type[TrainingArguments], settings: Mapping[str, Any]) -> None:
         """Hold settings against those in the record; the class has defaults for those it does not name.
@@ -105,6 +154,47 @@ class RunFolder:
             TrainingError: something cannot be deleted.
         """
         with writing(self.path):
-            for path in [path for pattern in self.contents for path in self.path.glob(pattern)]:
+            for path in self._left():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             self.record_path.unlink(missing_ok=True)
+
+    def _left(self) -> list[Path]:
+        """List what a run has left beside its record."""
+        return [path for pattern in self.contents for path in self.path.glob(pattern)]
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder itself, so that no file is left; None where the system or its disk has no such locks.
+
+    Raises:
+        TrainingError: another run holds it.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # it may be written and not read
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise TrainingError(
+                f"another run is at work in {folder}: wait for it, or choose another directory"
+            ) from error
+        return None
+    _LOCKS.add(descriptor)
+    return descriptor
+
+
+def _close_locks() -> None:
+    """Leave the folders to the process that was forked from: a fork that outlives it would hold them."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_close_locks)

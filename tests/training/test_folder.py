@@ -1,9 +1,13 @@
 """The output folder of a run: who may use it, and what --overwrite deletes."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
+from helpers.fixtures_finetune import in_child
 
 from hf_linattn.errors import TrainingError
 from hf_linattn.training.arguments import TrainingArguments
@@ -77,3 +81,74 @@ def test_clearing_deletes_what_a_run_leaves_and_its_record_last(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert deleted[-1] == "run.json"
     folder_at(tmp_path).clear()  # nothing is left to delete
+
+
+@pytest.mark.parametrize("name", ["model", "data", "eval_data", "tokenizer"])
+@pytest.mark.parametrize("source", ["log", "log/rows", "run.json"])
+def test_overwrite_spares_what_the_run_reads(tmp_path, name, source):
+    (tmp_path / "log").mkdir()
+    for path in ("log/rows", "run.json"):
+        (tmp_path / path).touch()
+    options = {"model": "model", "data": "text", "output_dir": str(tmp_path)}
+    options[name] = str(tmp_path / source)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(TrainingError, match=f"--overwrite would delete {flag} .*: choose another --output"):
+        folder_at(tmp_path).check(TrainingArguments(**options, overwrite=True), {})
+    options[name] = str(tmp_path / "notes.txt")
+    folder_at(tmp_path).check(TrainingArguments(**options, overwrite=True), {})
+
+
+def test_a_folder_is_held_by_one_run(tmp_path):
+    folder = folder_at(tmp_path / "deep" / "out")
+    for _ in range(2):  # one after the other
+        with folder.held():
+            assert list(folder.path.iterdir()) == []
+            with (
+                pytest.raises(TrainingError, match=r"another run is at work in .*out: wait for it"),
+                folder.held(),
+            ):
+                pass
+            with folder.held(main=False):
+                pass
+    assert folder.path.exists()
+
+
+def test_a_held_folder_goes_with_a_run_that_fails(tmp_path):
+    folder = folder_at(tmp_path / "deep" / "out")
+    with pytest.raises(KeyError), folder.held():
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with folder.held():
+        pass
+
+
+@pytest.mark.parametrize("missing", ["open", "flock"])
+def test_a_folder_without_locks_is_used(tmp_path, monkeypatch, missing):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refused(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os if missing == "open" else fcntl, missing, refused)
+    with folder_at(tmp_path).held(), folder_at(tmp_path).held():
+        pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_fork_that_outlives_its_run_does_not_hold_the_folder(tmp_path):
+    folder = folder_at(tmp_path)
+
+    def run():
+        with folder.held():
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            (tmp_path / "child").write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(run) == signal.SIGKILL
+    try:
+        with folder.held():
+            pass
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
