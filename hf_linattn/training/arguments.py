@@ -120,6 +120,8 @@ class TrainingArguments:
         check_values(self)
         if not isinstance(self.model, str):
             raise OptionError(f"model must be a folder or Hub name, not {type(self.model).__name__}")
+        if self.output_dir == "":
+            raise OptionError("--output-dir is empty")
         if self.options is not None and not isinstance(self.options, dict):
             raise OptionError(f"options must be a dict, got {self.options!r}; the command line takes JSON")
         if self.resume and self.overwrite:

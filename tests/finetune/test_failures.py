@@ -260,6 +260,7 @@ def test_bad_input_is_one_line(capsys, argv, message):
         (("--lr", "nan"), "--lr must be at least 0"),
         (("--adam-beta2", "1"), "--adam-beta2 must be at most 0.9999, not 1.0"),
         (("--min-lr-rate", "1.5"), "--min-lr-rate must be at most 1, not 1.5"),
+        (("--output-dir", ""), "--output-dir is empty"),
         (("--warmup", "100", "--max-steps", "9"), "--warmup 100 is longer than --max-steps 9"),
         (("--lora-alpha", "4"), "--lora-alpha scales LoRA: give --lora"),
         (("--lora", "4", "--train-only-patch"), "--lora and --train-only-patch exclude each other"),
