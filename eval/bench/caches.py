@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_linattn import bypassed, is_patched
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.cache_layers import self_attention_cache
+from hf_linattn.patching.cache_layers import output_cache, self_attention_cache
 
 from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
@@ -137,7 +137,7 @@ def read(model: nn.Module, ids: Tensor) -> tuple[Tensor, Any]:
         UnsupportedModelError: the model gives no cache of transformers' kind.
     """
     out = forward(model, ids, 1, use_cache=True)
-    cache = self_attention_cache(getattr(out, "past_key_values", None))
+    cache = self_attention_cache(output_cache(out))
     if not getattr(cache, "layers", None):
         raise UnsupportedModelError(
             f"{type(model).__name__} gives no cache of transformers' kind, so that neither its bytes nor "

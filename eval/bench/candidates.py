@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention import Attention
 from hf_linattn.errors import OptionError
+from hf_linattn.patching.cache_layers import CACHE_NAME
 from hf_linattn.patching.patch import patch_model
 from hf_linattn.registry import names_in, options_for, parse, refuse_unused
 
@@ -63,7 +64,7 @@ class BareAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
     ) -> Tensor:
         """Attend, as a module of transformers does between its projections; `[B, N, H, Dv]`.
 
@@ -72,10 +73,10 @@ class BareAttention(nn.Module):
             key: `[B, Hkv, N, D]`.
             value: `[B, Hkv, N, Dv]`.
             attention_mask: from `BareModel.mask`.
-            past_key_values: cache of transformers.
+            cache: of transformers.
         """
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attention_interface: Any = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         output: Tensor = attention_interface(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling
@@ -105,7 +106,7 @@ class BareModel(PreTrainedModel):
         embeddings = like.new_empty(batch, length, 1)
         make: Any = create_causal_mask if self.config.causal else create_bidirectional_mask
         mask: Tensor | None = make(
-            config=self.config, inputs_embeds=embeddings, attention_mask=None, past_key_values=cache
+            config=self.config, inputs_embeds=embeddings, attention_mask=None, **{CACHE_NAME: cache}
         )
         return mask
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.patching.cache_layers import handed
 from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import size as size_text
@@ -103,10 +104,11 @@ def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int
     _, cache = caches.read(model, ids[:, :length])
     clock.wait()
     prefill = time.perf_counter() - start
+    given = handed(model, cache)
     size, held, decode = caches.cache_bytes(cache), caches.held_bytes(cache), 0.0
     for place in range(length, ids.shape[1]):
         start = time.perf_counter()
-        forward(model, ids[:, place : place + 1], 1, past_key_values=cache, use_cache=True)
+        forward(model, ids[:, place : place + 1], 1, **given, use_cache=True)
         clock.wait()
         decode += time.perf_counter() - start
         held = max(held, caches.held_bytes(cache))

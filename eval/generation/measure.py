@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hf_linattn import bypassed
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
+from hf_linattn.patching.cache_layers import handed, output_cache
 from hf_linattn.patching.causality import require_causal
 
 from ..common.nll import scoring, window_logits
@@ -202,8 +203,8 @@ def _greedy(
     ended = torch.zeros(len(step), dtype=torch.bool, device=step.device)
     written, cache = [], None
     for _ in range(new_tokens):
-        out = model(input_ids=step, past_key_values=cache, use_cache=True)
-        cache = getattr(out, "past_key_values", None)
+        out = model(input_ids=step, **handed(model, cache), use_cache=True)
+        cache = output_cache(out)
         if cache is None:
             raise UnsupportedModelError(f"{type(model).__name__} keeps no cache to continue a text from")
         logits = out.logits[:, -1]

@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_linattn.errors import OptionError
 
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # gpt_neox, gpt_bigcode and ctrl use the second
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
+"""The arguments by which models hand on a cache: since 5.24, before that, and bloom's own."""
 
 
 ROTARY_ARGUMENT = "position_embeddings"
@@ -101,9 +102,11 @@ class ForwardInfo:
         updates: whether a cache is written at all.
         cache_position: index of the cache among forward's positional arguments, None if keyword only.
         parameters: names of forward's parameters, without self.
-        sharing: attributes of the module that make it take keys and values from another layer, or give it
-            its own.
+        takes, gives: attributes of the module that make it take keys and values from another layer, or
+            give others its own.
         rotations: of queries and keys, of which some layers may make none.
+        past_argument: the argument in which some calls get keys of the past, instead of the cache's.
+        sine_first: it takes the rotary embedding as (sin, cos), as gptj does.
     """
 
     calls: int
@@ -112,8 +115,11 @@ class ForwardInfo:
     updates: bool
     cache_position: int | None
     parameters: tuple[str, ...]
-    sharing: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
     rotations: tuple[Rotation, ...] = ()
+    past_argument: str | None = None
+    sine_first: bool = False
 
 
 class ModuleView:
@@ -147,6 +153,7 @@ class AttentionSite:
         beside_tower: its model has such modules, and this is none of them.
         adapted: the module keeps attention code of its own, and an adapter makes it call the interface.
         attributes: what the adapter gives the module beside that.
+        taken: some module of the model takes keys and values from another layer.
     """
 
     name: str
@@ -167,6 +174,7 @@ class AttentionSite:
     beside_tower: bool = False
     adapted: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
+    taken: bool = False
 
     @property
     def view(self) -> ModuleView:
@@ -232,6 +240,12 @@ class AttentionSite:
         return None
 
     @cached_property
+    def takes(self) -> bool:
+        """Whether it takes keys and values from another layer."""
+        return any(getattr(self.view, name, False) for name in self.forward_info.takes)
+
+    @cached_property
     def shares(self) -> bool:
         """Whether it takes keys and values from another layer, or gives it its own."""
-        return any(getattr(self.view, name, False) for name in self.forward_info.sharing)
+        gives = any(getattr(self.view, name, False) for name in self.forward_info.gives)
+        return self.takes or (gives and self.taken)

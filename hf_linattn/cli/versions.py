@@ -46,8 +46,8 @@ def requirements(extra: str) -> Iterator[Requirement]:
 def check_versions(extra: str = "") -> None:
     """Refuse packages that are older than an extra asks for, and warn of newer ones; skip missing ones.
 
-    Of what the package itself needs, newer ones are refused too: it reads transformers' own source, and 5.24,
-    for one, has renamed the arguments by which caches are handed on.
+    Of what the package itself needs, newer ones are refused too: it reads transformers' own source, and a
+    release can rename what it looks for, as 5.24 did with the arguments by which caches are handed on.
 
     Args:
         extra: of this package; "" for the package itself.

@@ -9,6 +9,7 @@ is wanted: a request that goes on with its text, as the next turn of a chat does
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Sequence
 from math import lcm
@@ -31,8 +32,9 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 from hf_linattn.attention.cache import state_like
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CacheError, NotPatchedError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.patching.cache_layers import output_cache
 from hf_linattn.patching.interface import NAME
-from hf_linattn.patching.paged import STEP, Request, Step
+from hf_linattn.patching.paged import CACHE, STEP, Request, Step
 
 STATES = "linattn_state"
 """Type of layers that keep a state, among transformers' "full_attention" and "sliding_attention"."""
@@ -318,7 +320,7 @@ def _probed_states(model: Any, kinds: list[str]) -> dict[int, Any]:
     if STATES not in kinds:
         return {}
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
+    cache = output_cache(model(input_ids=ids, use_cache=True))
     states = {}
     for layer, kind in enumerate(kinds):
         if kind == STATES:
@@ -416,8 +418,24 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             rows = inputs.max_requests_per_batch + 1
             inputs.cumulative_seqlens_k[STATES] = torch.zeros(rows, dtype=torch.int32, device=whole.device)
             inputs.total_seqlen_k[STATES] = inputs.max_length_k[STATES] = 0
-        cache.update = _refuse_update
+        cache.update = functools.partial(self._hand_on, cache)
         return processor
+
+    def _hand_on(
+        self, cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any = None
+    ) -> Any:
+        """Stand before the cache's own method: our attention reads and writes the pages itself.
+
+        Since 5.24 attention modules call it, before that only an attention that is not ours.
+        """
+        if self.model.config.get_text_config()._attn_implementation != NAME:
+            raise NotPatchedError(
+                "the model was unpatched while its requests are served: stop the manager first"
+            )
+        if kwargs is None:
+            raise self._not_handed([layer_idx])
+        kwargs[CACHE] = cache
+        return key_states, value_states
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """Go on unless the program has ended: its thread would keep a stopped server alive."""
@@ -443,12 +461,10 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             for each, request in zip(batch, requests, strict=True):
                 slots.ended[request.name] = (each.state, request.past + request.length)
         if missing := set(range(len(self.config.layer_types))) - step.layers:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not hand the paged cache to the attention of layers "
-                f"{', '.join(map(str, sorted(missing)))}: use generate"
-            )
+            raise self._not_handed(sorted(missing))
 
-
-def _refuse_update(*args: Any, **kwargs: Any) -> Any:
-    """Stand before the cache's own method, which an attention calls that is not ours."""
-    raise NotPatchedError("the model was unpatched while its requests are served: stop the manager first")
+    def _not_handed(self, layers: list[int]) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self.model).__name__} does not hand the paged cache to the attention of layers "
+            f"{', '.join(map(str, layers))}: use generate"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 from transformers.cache_utils import (
@@ -13,14 +15,30 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_linattn.attention.cache import HybridStateLayer, StateLayer
 from hf_linattn.attention.gate_layer import GateLayer, with_gates
+from hf_linattn.attention.site import CACHE_ARGUMENTS
 from hf_linattn.attention.tokens import Tokens
 from hf_linattn.errors import CacheError
 
+CACHE_NAME = next(x.name for x in fields(BaseModelOutputWithPast) if x.name in CACHE_ARGUMENTS)
+"""How transformers' models call a cache that they take and return: "cache", before 5.24 "past_key_values"."""
 UNROTATED = "_linattn_still"
 """Attribute of a cache layer whose keys came without rotation."""
+
+
+def handed(model: Any, cache: Any) -> dict[str, Any]:
+    """Return a cache under the name by which a model's forward takes it, for code of its own an older one."""
+    parameters = inspect.signature(model.forward).parameters
+    older = next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_NAME)
+    return {CACHE_NAME if CACHE_NAME in parameters else older: cache}
+
+
+def output_cache(output: Any) -> Any:
+    """Return the cache of a model's output, or None."""
+    return getattr(output, CACHE_NAME, None)
 
 
 def self_attention_cache(cache: Any) -> Any:

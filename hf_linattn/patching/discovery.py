@@ -132,8 +132,12 @@ def _extras(tree: ast.AST) -> tuple[Extra, ...]:
     return tuple(extras.values())
 
 
-def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
-    """Name the attributes that decide about a dict of keys and values that a model's layers pass on."""
+def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name the attributes that decide about a dict of keys and values that a model's layers pass on.
+
+    Returns:
+        Those that make a layer take them, and those that make it give its own.
+    """
 
     def entries(node: ast.AST) -> list[ast.Subscript]:
         return [
@@ -145,13 +149,15 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[str, ...]:
         ]
 
     passed_on = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
-    attributes = []
+    takes, gives = [], []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute):
             inside = [part for child in node.body for part in entries(child)]
-            if any(ast.unparse(part.value) in passed_on for part in inside):
-                attributes.append(node.test.attr)
-    return tuple(attributes)
+            shared = [part.ctx for part in inside if ast.unparse(part.value) in passed_on]
+            if shared:
+                kinds = gives if any(isinstance(ctx, ast.Store) for ctx in shared) else takes
+                kinds.append(node.test.attr)
+    return tuple(takes), tuple(gives)
 
 
 def _rotations(tree: ast.AST) -> tuple[Rotation, ...]:
@@ -191,6 +197,22 @@ def _applied(statements: list[ast.stmt], tensor: str) -> tuple[str, ...]:
     )
 
 
+def _past_argument(tree: ast.AST, parameters: tuple[str, ...]) -> str | None:
+    """Name the argument in which dory's layers get the keys of the past, a dict by their index."""
+    calls = re.findall(r"\b(\w+)\.get\(self\.layer_idx\)", ast.unparse(tree))
+    return next((name for name in calls if name in parameters), None)
+
+
+def _sine_first(tree: ast.AST) -> bool:
+    """Tell whether the rotary embedding is taken apart as (sin, cos)."""
+    return any(
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.value) == ROTARY_ARGUMENT
+        and ast.unparse(node.targets[0]).lstrip("(").startswith("sin")
+        for node in ast.walk(tree)
+    )
+
+
 def read_source(cls: type[nn.Module]) -> ForwardInfo | None:
     """Read what a class's forward says; None if it does not call the attention interface."""
     return read_forward(inspect.unwrap(cls.forward))
@@ -215,9 +237,20 @@ def read_forward(forward: Callable[..., Any]) -> ForwardInfo | None:
     slot, updates = _slot(tree, parameters)
     position = next((parameters.index(name) for name in CACHE_ARGUMENTS if name in parameters), None)
     calls = sum(map(_calls_on_a_path, ast.iter_child_nodes(tree)))
-    sharing = _sharing(tree, parameters)
-    rotations = _rotations(tree)
-    return ForwardInfo(max(1, calls), _extras(tree), slot, updates, position, parameters, sharing, rotations)
+    takes, gives = _sharing(tree, parameters)
+    return ForwardInfo(
+        calls=max(1, calls),
+        extras=_extras(tree),
+        slot=slot,
+        updates=updates,
+        cache_position=position,
+        parameters=parameters,
+        takes=takes,
+        gives=gives,
+        rotations=_rotations(tree),
+        past_argument=_past_argument(tree, parameters),
+        sine_first=_sine_first(tree),
+    )
 
 
 def _layer_type(module: Any) -> str | None:
@@ -363,6 +396,8 @@ def find_sites(model: Any) -> list[AttentionSite]:
         source = read_source(type(module))
         if source is not None and getattr(module, "config", None) is not None:
             sites.append(_site(name, module, source, rotaries))
+    if any(site.takes for site in sites):  # gemma 4 gives since 5.24, even where none takes
+        sites = [replace(site, taken=True) for site in sites]
     towers = {site.name for site in sites if model.can_generate() and is_beside_text(model, site.name)}
     if not towers:
         return sites

@@ -15,7 +15,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError, UnsupportedCallError
 from hf_linattn.patching import gguf
 from hf_linattn.patching.adapters import adapt, attributes_of
-from hf_linattn.patching.cache_layers import put_layer, self_attention_cache
+from hf_linattn.patching.cache_layers import CACHE_NAME, put_layer, self_attention_cache
 from hf_linattn.patching.config import OwnConfigs
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, bind_cache_layer
@@ -218,7 +218,7 @@ def _prepare_cache(
 ) -> Any:
     """Stand before the model's own method: the layers exist before generate() asks the cache anything."""
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
-    cache = self_attention_cache(model_kwargs.get("past_key_values"))
+    cache = self_attention_cache(model_kwargs.get(CACHE_NAME))
     if cache is not None:
         for layer, name in model.__dict__[INSTALLATION].cache_places:
             if layer >= len(cache.layers) and cache.layer_class_to_replicate is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import put_layer, refuse_rotated_keys, self_attention_cache
 from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
-from hf_linattn.patching.paged import CACHE, Group, paged_attention
+from hf_linattn.patching.paged import PACKED, Group, paged_attention
 
 NAME = "linattn"
 """Name of the attention implementation, of the child module, and of the entry in config.json."""
@@ -74,7 +75,7 @@ def attention(
             f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
             "folder with hf_linattn.from_pretrained, or call patch_model on this model."
         )
-    if kwargs.get(CACHE) is not None:
+    if PACKED in kwargs:
         keeps_state = kept is None and child.keeps_state
         hidden = None if child is None else getattr(child.calls, "context", NO_CONTEXT).hidden
 
@@ -164,7 +165,7 @@ def native_attention(
     if mask is not None and mask.dtype == torch.bool and kept == "eager":
         mask = additive_mask(mask, query.dtype)
     if kept == "eager":
-        function = type(module).forward.__globals__["eager_attention_forward"]
+        function = names_of(module)["eager_attention_forward"]
     else:
         function = ALL_ATTENTION_FUNCTIONS[kept]
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
@@ -174,6 +175,12 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Write a boolean mask as transformers' eager attention adds it to scores of a dtype."""
     lowest = torch.finfo(dtype).min
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest)
+
+
+def names_of(module: nn.Module) -> dict[str, Any]:
+    """Return what a module's forward, under its decorators, sees by name."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward.__globals__  # type: ignore[no-any-return]
 
 
 def check_native_impl(site: AttentionSite, kept: str) -> None:
@@ -188,8 +195,8 @@ def check_native_impl(site: AttentionSite, kept: str) -> None:
             f"{', '.join(NATIVE_IMPLEMENTATIONS)} only: its model cannot be patched in part"
         )
     known = kept in NATIVE_IMPLEMENTATIONS
-    functions = type(site.module).forward.__globals__
-    if not known or (kept == "eager" and not site.adapted and "eager_attention_forward" not in functions):
+    without = "eager_attention_forward" not in names_of(site.module)
+    if not known or (kept == "eager" and not site.adapted and without):
         raise UnsupportedModelError(
             f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "
             f"{' and '.join(NATIVE_IMPLEMENTATIONS)}. Load the model with attn_implementation='sdpa' first."
@@ -238,6 +245,11 @@ def bind_cache_layer(
     cache = _cache_of(source, args, kwargs)
     if cache is None:
         return args, kwargs
+    if kwargs.get(source.past_argument) is not None:
+        raise UnsupportedCallError(
+            f"{child.where} reads the cache of another pass over the same layer, and a state has no keys to "
+            "read: use softmax1 or logn there, or use_cache=False"
+        )
     index = _layer_index(module, source, args, kwargs)
     where = f"{type(module).__name__} {index}"
     if child.drops_rope and not torch.compiler.is_compiling():  # which begins with an empty cache
@@ -252,7 +264,9 @@ def bind_cache_layer(
 
 
 def _cache_of(source: ForwardInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Find the cache among the arguments of a module; None where there is none."""
+    """Find the cache among the arguments of a module; None where there is none, or a paged one."""
+    if PACKED in kwargs:
+        return None
     for name in CACHE_ARGUMENTS:
         if (cache := kwargs.get(name)) is not None:
             return cache
@@ -296,7 +310,8 @@ def _without_rope(child: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{child.where}: rope=False knows rotary embeddings given as (cos, sin), not "
             f"{type(rotary).__name__}; leave rope=True"
         )
-    unrotated = (torch.ones_like(rotary[0]), torch.zeros_like(rotary[1]))
+    sine = 0 if child.forward_info.sine_first else 1
+    unrotated = tuple(torch.full_like(x, i != sine) for i, x in enumerate(rotary))
     if ROTARY_ARGUMENT in kwargs:
         return args, {**kwargs, ROTARY_ARGUMENT: unrotated}
     return (*args[:place], unrotated, *args[place + 1 :]), kwargs

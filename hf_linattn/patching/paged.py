@@ -20,7 +20,9 @@ from hf_linattn.attention.visibility import Visibility
 from hf_linattn.errors import UnsupportedCallError
 
 CACHE = "cache"
-"""Keyword by which models hand the paged cache to the attention interface."""
+"""Keyword by which models hand the paged cache to the attention interface; since 5.24 our `hand_on` does."""
+PACKED = "write_index"
+"""Keyword that every call with a packed row has, of attention modules and of the interface."""
 STEP = "_linattn_step"
 """Attribute of that cache: the requests of the running step."""
 PACKING = (
@@ -31,7 +33,7 @@ PACKING = (
     "max_length_q",
     "max_length_k",
     "read_index",
-    "write_index",
+    PACKED,
     "logits_indices",
     "logits_processor_args",
 )
@@ -179,8 +181,8 @@ def paged_attention(
     step: Step | None = getattr(cache, STEP, None)
     if step is None:
         raise UnsupportedCallError(
-            f"{where}: a paged cache that was not made for a patched model: use model.generate_batch or "
-            "model.init_continuous_batching after patch_model"
+            f"{where} was handed no paged cache that was made for a patched model: use model.generate_batch "
+            "or model.init_continuous_batching after patch_model, or generate"
         )
     for name in WHOLE_ROW:
         if kwargs.get(name) is not None:

@@ -124,6 +124,25 @@ SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 2 * 
 QWEN4 = {**GATED, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
 QWEN4 |= {"indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8}
 
+INKLING2 = {
+    "unpadded_vocab_size": 100,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+}
+INKLING2 |= {
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "n_layers_per_attn_res_block": 1,
+    "d_rel": 4,
+    "rel_extent": 16,
+}
+INKLING2 |= {
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 2,
+    "loop_num_passes": 2,
+    "sliding_window_size": 24,
+}
+
 
 def assistant(cls: Any, changes: dict[str, Any]) -> Any:
     """A model that drafts for another one, and takes all keys and values from it."""
@@ -166,6 +185,7 @@ RECIPES: dict[str, Any] = {
         attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         ffn_config={"hidden_size": 32, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     ),
+    "dory": fitting(num_hidden_layers=4, n_input_layers=1, n_output_layers=1),
     "dots3_note": fitting(num_key_value_heads=4),
     "falcon_h1": fitting(mamba_d_ssm=64),
     "gemma3": lambda cls: nested(cls, {"mm_tokens_per_image": 4}),
@@ -177,6 +197,8 @@ RECIPES: dict[str, Any] = {
         cls, {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     ),
     "gemma4_unified_assistant": lambda cls: assistant(cls, {}),
+    "inkling2_loop": lambda cls: nested(cls, text_config=INKLING2),
+    "inkling2_loop_text": fitting(**INKLING2),
     "gemma4_unified": lambda cls: nested(cls, text_config={**KINDS, "global_head_dim": 16}),
     "git": lambda cls: nested(cls),
     "got_ocr2": lambda cls: nested(cls),

@@ -8,6 +8,7 @@ from helpers.properties import check_forward, model_of
 from hf_linattn import describe, patch_model, unpatch_model
 from hf_linattn.errors import CacheError, OptionError
 from hf_linattn.patches.nope import Nope
+from hf_linattn.patching.discovery import find_sites
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +88,16 @@ def test_layers_that_lose_their_window_too():
     patch_model(model, "nope", sliding="global")
     want = model(ids).logits
     assert tiny_models.distance(in_pieces(model, ids, [11, 1, 28]), want) < 1e-6
+
+
+def test_sines_may_come_first():
+    """As gptj's do, since transformers 5.24: without a rotary embedding, places change nothing."""
+    model = model_of("gptj")
+    if "position_embeddings" not in find_sites(model)[0].forward_info.parameters:
+        pytest.skip("before transformers 5.24, gptj turns queries inside its attention")
+    ids = tiny_models.tokens(1, 12)
+    places = 3 * torch.arange(12)[None]
+    patch_model(model, "nope")
+    assert torch.equal(model(ids).logits, model(ids, position_ids=places).logits)
+    unpatch_model(model)
+    assert not torch.allclose(model(ids).logits, model(ids, position_ids=places).logits)

@@ -239,13 +239,13 @@ def test_a_plain_model_is_left_alone():
 
 
 def test_a_replaced_forward_is_not_adapted():
-    model = properties.model_of("gptj")
-    attention = model.transformer.h[0].attn
+    model = properties.model_of("falcon")
+    attention = model.transformer.h[0].self_attention
     attention.forward = lambda *args, **kwargs: (args[0], None)
-    with pytest.warns(UserWarning, match=r"GPTJAttention \(1\)"):
+    with pytest.warns(UserWarning, match=r"FalconAttention \(1\)"):
         patch_model(model, "elu1")
-    assert [row.module for row in describe(model)] == ["transformer.h.1.attn"]
-    assert "GPTJAttention (1)" in str(describe(model))
+    assert [row.module for row in describe(model)] == ["transformer.h.1.self_attention"]
+    assert "FalconAttention (1)" in str(describe(model))
 
 
 def test_text_and_image_of_git_are_both_patched(monkeypatch):

@@ -257,7 +257,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_changed():
 def test_a_cache_of_someone_else_and_a_manager_of_another_patch_are_refused():
     model = patch_model(llama(), "softmax1")
     with pytest.raises(UnsupportedCallError, match=r"use model\.generate_batch"):
-        model(tokens(1, 4), cache=object(), use_cache=False)
+        model(tokens(1, 4), write_index=[torch.arange(4)], use_cache=False)
     manager = model.init_continuous_batching()
     model._cached_continuous_batching_manager = manager
     assert model.init_continuous_batching() is manager
@@ -305,8 +305,5 @@ def test_a_model_that_keeps_the_cache_to_itself_is_refused(caplog, monkeypatch):
     )
     with serving(model) as manager:
         manager.add_request(PROMPTS[3])
-        assert (
-            "does not hand the paged cache to the attention of layers 1"
-            in manager.get_result(timeout=60).error
-        )
+        assert "LlamaAttention 1 was handed no paged cache" in manager.get_result(timeout=60).error
     assert len(find_sites(model)) == 2

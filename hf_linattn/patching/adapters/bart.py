@@ -20,7 +20,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     key_value_states: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: Tensor | None = None,
     attn_prompt: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -34,7 +34,7 @@ def forward(
     cross = key_value_states is not None
     states = hidden_states if key_value_states is None else key_value_states
     query = heads_of(self.q_proj(hidden_states), self.head_dim)
-    cache, past = past_key_values, past_key_values
+    past = cache
     if isinstance(cache, EncoderDecoderCache):
         past = cache.cross_attention_cache if cross else cache.self_attention_cache
     if cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.layer_idx):
@@ -42,7 +42,7 @@ def forward(
     else:
         key, value = (heads_of(project(states), self.head_dim) for project in (self.k_proj, self.v_proj))
         if past is not None:
-            key, value = past.update(key, value, self.layer_idx)
+            key, value = past.update(key, value, self.layer_idx, kwargs=kwargs)
             if cross and isinstance(cache, EncoderDecoderCache):
                 cache.is_updated[self.layer_idx] = True
     output, weights = attention_interface(

@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_linattn.attention.masks import is_compact
-from hf_linattn.attention.site import AttentionSite
+from hf_linattn.attention.site import CACHE_ARGUMENTS, AttentionSite
 from hf_linattn.attention.visibility import read_visibility
-from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, additive_mask
+from hf_linattn.patching.interface import NAME, UNPATCHED_IMPL, additive_mask, names_of
 
 Masks = Literal["compact", "boolean", "additive"]
 Attributes = Callable[[Any, Any, str], dict[str, Any]]
@@ -61,12 +61,17 @@ def adapts(
 
 
 def adapter_of(module: nn.Module) -> Adapter | None:
-    """Find the adapter of a module; None for one that needs none, or whose forward somebody replaced."""
+    """Find the adapter of a module.
+
+    None for one that needs none, as gptj's since 5.24, and for one whose forward somebody replaced.
+    """
     cls: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     path = cls.__module__.split(".")
     if path[:2] != ["transformers", "models"]:
         return None
     adapter = ADAPTERS.get(f"{path[2]}.{cls.__name__}")
+    if "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(cls.forward).__code__.co_names:
+        return None
     own = next((module.__dict__[slot] for slot in SLOTS if slot in module.__dict__), None)
     known = own is None or getattr(own, "func", None) is _forward
     return adapter if known or getattr(own, "__func__", None) is cls.forward else None
@@ -115,6 +120,9 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     child: Any = module._modules.get(NAME)
     kept = module.__dict__.get(UNPATCHED_IMPL) if child is None else child.bypass
     if kept is None:
+        caches = [kwargs.pop(name) for name in CACHE_ARGUMENTS if name in kwargs]
+        if caches:  # under one name, whichever the transformers at hand has
+            kwargs["cache"] = next((cache for cache in caches if cache is not None), None)
         return adapter.forward(module, *args, **kwargs)
     return _own_forward(module, adapter, kept, args, kwargs)
 
@@ -151,7 +159,7 @@ def attention_interface(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor,
 
 def family(module: nn.Module, name: str) -> Any:
     """Look up a function in the file of a module's class, such as its rotary embedding."""
-    return type(module).forward.__globals__[name]
+    return names_of(module)[name]
 
 
 def dropout_of(module: Any, layer: nn.Dropout | float) -> float:

@@ -27,7 +27,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     encoder_hidden_states: Tensor | None = None,
     sinusoidal_pos: Tensor | None = None,
     encoder_attention_mask: Tensor | None = None,
@@ -39,7 +39,7 @@ def forward(
     states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     size = self.attention_head_size
     query = heads_of(self.query(hidden_states), size)
-    cache, past = past_key_values, past_key_values
+    past = cache
     if isinstance(cache, EncoderDecoderCache):
         past = cache.cross_attention_cache if cross else cache.self_attention_cache
     if cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.layer_idx):
@@ -51,7 +51,7 @@ def forward(
             rotated = self.apply_rotary_position_embeddings(sinusoidal_pos, *turned)
             query, key, value = rotated if self.rotary_value else (*rotated, value)
         if past is not None:
-            key, value = past.update(key, value, self.layer_idx)
+            key, value = past.update(key, value, self.layer_idx, kwargs=kwargs)
             if cross and isinstance(cache, EncoderDecoderCache):
                 cache.is_updated[self.layer_idx] = True
     output, weights = attention_interface(

@@ -22,15 +22,15 @@ def forward(
     residual: Tensor,
     alibi: Tensor,
     attention_mask: Tensor | None,
-    layer_past: Any = None,
+    cache: Any = None,
     use_cache: bool = False,
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `BloomAttention.forward` does."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     alibi = alibi.view(query.shape[0], self.num_heads, 1, -1)
     output, weights = attention_interface(
         self,

@@ -21,7 +21,7 @@ def forward(
     attention_mask: Tensor,
     position_bias: Tensor,
     output_attentions: bool = False,
-    past_key_values: Any = None,
+    cache: Any = None,
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -29,8 +29,8 @@ def forward(
     size = self.dim_head
     query = heads_of(self.project_q(hidden_q), size)
     key, value = heads_of(self.project_k(hidden_kv), size), heads_of(self.project_v(hidden_kv), size)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     output, weights = attention_interface(
         self,
         query,

@@ -37,7 +37,7 @@ def forward(
     alibi: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None = None,
-    layer_past: Any = None,
+    cache: Any = None,
     use_cache: bool = False,
     output_attentions: bool = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -48,8 +48,8 @@ def forward(
     if self.alibi is None:
         assert position_embeddings is not None
         query, key = family(self, "apply_rotary_pos_emb")(query, key, *position_embeddings)
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     bias = None
     if self.alibi is not None:
         assert alibi is not None

@@ -19,7 +19,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
-    layer_past: Any = None,
+    cache: Any = None,
     use_cache: bool = False,
     output_attentions: bool = False,
     **kwargs: Any,
@@ -29,8 +29,8 @@ def forward(
     query, key, value = (
         self._split_heads(project(hidden_states), self.num_heads, self.head_dim) for project in projections
     )
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     output, weights = attention_interface(
         self,
         query,

@@ -16,7 +16,7 @@ def forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor,
-    layer_past: Any = None,
+    cache: Any = None,
     use_cache: bool = False,
     output_attentions: bool = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -30,8 +30,8 @@ def forward(
     rotated = family(self, "apply_rotary_pos_emb")(query[..., :size], key[..., :size], *position_embeddings)
     query = torch.cat([rotated[0], query[..., size:]], dim=-1)
     key = torch.cat([rotated[1], key[..., size:]], dim=-1)
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     output, weights = attention_interface(
         self,
         query,

@@ -35,7 +35,7 @@ def _rotated(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 def forward(
     self: Any,
     hidden_states: Tensor,
-    layer_past: Any = None,
+    cache: Any = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     use_cache: bool = False,
@@ -47,8 +47,8 @@ def forward(
     assert position_ids is not None
     query, key = (_rotated(self, x, position_ids).transpose(1, 2) for x in (query, key))
     value = value.transpose(1, 2)
-    if layer_past is not None:
-        key, value = layer_past.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     output, weights = attention_interface(
         self,
         query,

@@ -27,7 +27,7 @@ def forward(
     self: Any,
     hidden_states: Tensor,
     position_bias: Tensor,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -36,8 +36,8 @@ def forward(
     if self.clip_qkv:
         projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     query, key, value = (heads_of(x, self.head_dim) for x in projected.chunk(3, dim=2))
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
     visible = None if attention_mask is None else ~attention_mask
     keys = key.shape[2] if visible is None else visible.shape[-1]
     output, weights = attention_interface(

@@ -20,12 +20,7 @@ from hf_linattn.patching.adapters.base import (
 def _mask(self: Any, x: Tensor, attention_mask: Tensor | None) -> Any:
     """The mask of the config's attention, from an additive one of the padding, `[B, 1, 1, S]`."""
     visible = visible_of(attention_mask)
-    return create_causal_mask(
-        config=self.config,
-        inputs_embeds=x,
-        attention_mask=None if visible is None else visible[:, 0, 0],
-        past_key_values=None,
-    )
+    return create_causal_mask(self.config, x, None if visible is None else visible[:, 0, 0], None)
 
 
 def _attributes(module: Any, config: Any, name: str) -> dict[str, Any]:
