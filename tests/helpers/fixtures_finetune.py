@@ -1,6 +1,7 @@
 """A small workplace for the tests of training commands: a model, texts, fixtures, readers and kills."""
 
 import csv
+import fcntl
 import os
 import signal
 import socket
@@ -157,6 +158,22 @@ def kill_at_step(process, folder, step):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait(timeout=30) == -signal.SIGKILL
+    for held in (Path(folder), Path(folder).parent):  # with a warm start the run itself dies a moment later
+        while not _free(held):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _free(folder):
+    """Whether no run holds a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def free_port():
