@@ -49,7 +49,8 @@ def convert(
     if isinstance(patch, str):
         parse(patch, arguments.get("options"))
     with conversion_folder(output_dir).leaving_nothing(SOURCE):
-        source, tokenizer_source = save_source(model, tokenizer, output_dir)
+        overwrite = bool(arguments.get("overwrite"))
+        source, tokenizer_source = save_source(model, tokenizer, output_dir, overwrite)
         options = ConvertArguments(source, text, output_dir, patch, tokenizer=tokenizer_source, **arguments)
         result = run(options, f"convert({options!r})", None if isinstance(data, str) else data)
     return from_pretrained(result.folder).eval()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import filecmp
 import math
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import jinja2
 
 from hf_linattn.cli.files import replacing, writing
 from hf_linattn.convert.presets import STAGES
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, TrainingError
 from hf_linattn.training.folder import RunFolder
 
 RECORD, VALIDATION, PAGE = "plan.json", "validation.json", "report.html"
@@ -56,17 +59,20 @@ def conversion_folder(output_dir: str) -> RunFolder:
     )
 
 
-def save_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str | None]:
+def save_source(
+    model: Any, tokenizer: Any, output_dir: str, overwrite: bool = False
+) -> tuple[str, str | None]:
     """Save model and tokenizer below the output folder where they are objects; returns their names.
 
     Args:
         model: folder or Hub name, or a model.
         tokenizer: folder or Hub name, a tokenizer, or None for the model's.
         output_dir: of the conversion.
+        overwrite: another model that is there already gives way.
 
     Raises:
         OptionError: a model as an object without a tokenizer.
-        TrainingError: they cannot be written.
+        TrainingError: another model is there, or they cannot be written.
     """
     if isinstance(model, str) and (tokenizer is None or isinstance(tokenizer, str)):
         return model, tokenizer
@@ -75,6 +81,13 @@ def save_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str |
     folder = Path(output_dir).expanduser() / SOURCE
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if not isinstance(model, str) and (folder / "config.json").exists() and not _holds(folder, model):
+            if not overwrite:
+                raise TrainingError(
+                    f"{folder} holds another model, that of a conversion before: choose another output_dir"
+                )
+            shutil.rmtree(folder)
+            folder.mkdir()
         if not isinstance(model, str) and not (folder / "config.json").exists():
             model.save_pretrained(str(folder))
         if not isinstance(tokenizer, str):
@@ -83,6 +96,15 @@ def save_source(model: Any, tokenizer: Any, output_dir: str) -> tuple[str, str |
         model if isinstance(model, str) else str(folder),
         tokenizer if isinstance(tokenizer, str) else str(folder),
     )
+
+
+def _holds(folder: Path, model: Any) -> bool:
+    """Tell whether a folder holds this very model, as it would be saved now."""
+    with tempfile.TemporaryDirectory(dir=folder) as now:
+        model.save_pretrained(now)
+        files = [file for file in Path(now).iterdir() if file.suffix in (".json", ".safetensors")]
+        there = ((file, folder / file.name) for file in files)
+        return all(old.exists() and filecmp.cmp(new, old, shallow=False) for new, old in there)
 
 
 def write_page(result: ConversionResult) -> None:

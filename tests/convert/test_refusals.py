@@ -15,7 +15,7 @@ from hf_linattn import registry
 from hf_linattn.convert import ConvertArguments, convert
 from hf_linattn.convert.__main__ import main
 from hf_linattn.convert.arguments import build_parser, learning_rate_for
-from hf_linattn.convert.outputs import conversion_folder
+from hf_linattn.convert.outputs import conversion_folder, save_source
 from hf_linattn.convert.presets import default_patch
 from hf_linattn.convert.resolve import resolve, with_learned_front
 from hf_linattn.errors import DataError, OptionError, TrainingError, UnknownPatchError
@@ -51,6 +51,23 @@ def test_nothing_to_transfer_leaves_no_files():
     argv = [*BASE, "--transfer-tokens", "128", "--output-dir", "untouched", "--patch", "elu1"]
     assert main(argv) == 1
     assert not Path("untouched").exists()
+
+
+def test_a_model_in_memory_is_not_taken_for_that_of_a_conversion_before():
+    first, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
+    second = AutoModelForCausalLM.from_pretrained("model")
+    second.lm_head.weight.data.mul_(2)
+    source = str(Path("out", "original"))
+    for _ in range(2):  # the second finds it there
+        assert save_source(first, tokenizer, "out") == (source, source)
+    with pytest.raises(
+        TrainingError, match="holds another model, that of a conversion before: choose another"
+    ):
+        save_source(second, tokenizer, "out")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(source).lm_head.weight, first.lm_head.weight)
+    assert save_source(second, tokenizer, "out", overwrite=True) == (source, source)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(source).lm_head.weight, second.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(source).vocab_size == tokenizer.vocab_size
 
 
 def test_a_model_in_memory_leaves_nothing_when_it_is_refused():
