@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.data.documents import TEXT_SUFFIXES
 from hf_linattn.errors import DataError
 
 MODELS = ("model", "original", "baseline", "tokenizer")
@@ -64,6 +63,8 @@ def _files(name: str, path: Path) -> Iterator[Path]:
     elif path.is_dir() and name in MODELS:
         yield from sorted({file for glob in MODEL_FILES for file in path.glob(glob) if file.is_file()})
     elif path.is_dir():
+        from hf_linattn.data.documents import TEXT_SUFFIXES  # which loads datasets, and bench does without
+
         files = (file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
         yield from sorted(file for file in files if file.is_file())
 

@@ -58,7 +58,7 @@ def test_what_text_does_not_reach_is_not_trained(name, lora, workplace):
     model, inputs = hearing(name) if name in HEARING else multimodal(name)
     patch_model(model, "hedgehog")
     assert "for images or sounds stay as they are" in freeze_beside_text(model)
-    arguments = FinetuneArguments(model=name, data="", output_dir="", lora=lora)
+    arguments = FinetuneArguments(model=name, data="", output_dir="out", lora=lora)
     tokenizer = AutoTokenizer.from_pretrained("model")
     trained = choose_trained(model, arguments, build_objective("causal", tokenizer, 32, 0))
     trained.train()(**text_alone(inputs)).logits.sum().backward()
