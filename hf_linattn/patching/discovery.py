@@ -149,7 +149,8 @@ def _sharing(tree: ast.AST, parameters: tuple[str, ...]) -> tuple[tuple[str, ...
         ]
 
     passed_on = {ast.unparse(part.value) for part in entries(tree) if isinstance(part.ctx, ast.Store)}
-    takes, gives = [], []
+    takes: list[str] = []
+    gives: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute):
             inside = [part for child in node.body for part in entries(child)]
