@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.cache_layers import handed
+from hf_linattn.patching.cache_layers import cache_argument
 from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import size as size_text
@@ -104,7 +104,7 @@ def _once(model: nn.Module, ids: Tensor, length: int) -> tuple[float, float, int
     _, cache = caches.read(model, ids[:, :length])
     clock.wait()
     prefill = time.perf_counter() - start
-    given = handed(model, cache)
+    given = {cache_argument(model): cache}
     size, held, decode = caches.cache_bytes(cache), caches.held_bytes(cache), 0.0
     for place in range(length, ids.shape[1]):
         start = time.perf_counter()

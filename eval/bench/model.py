@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_linattn import is_patched
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.cache_layers import handed
+from hf_linattn.patching.cache_layers import cache_argument
 
 from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
@@ -96,7 +96,7 @@ class ModelSeries(Series):
         if self.kind == "prefill":
             return lambda: caches.read(self.model, ids[:, :length])[0], _nothing, size
         references, numbers = put_back(cache)
-        given = handed(self.model, cache)
+        given = {cache_argument(self.model): cache}
 
         def step() -> Tensor:
             out = forward(self.model, ids[:, length:], 1, **given, use_cache=True)

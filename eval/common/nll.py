@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_linattn.errors import LinattnError, UnsupportedModelError
 from hf_linattn.parallel import Shard, row_part
-from hf_linattn.patching.cache_layers import handed, output_cache
+from hf_linattn.patching.cache_layers import cache_argument, output_cache
 
 from .windows import Texts, Window
 
@@ -98,10 +98,10 @@ def stream_nats(model: nn.Module, ids: Tensor, segment: int) -> Iterator[tuple[i
     The cache that a segment leaves is handed to the next one, so the context is all of `ids` so far.
     """
     ids = ids.to(_device(model))
-    cache = None
+    cache, argument = None, cache_argument(model)
     for start in range(0, len(ids) - 1, segment):
         part = ids[start : min(start + segment, len(ids) - 1)]
-        out = forward(model, part[None], len(part), **handed(model, cache), use_cache=True)
+        out = forward(model, part[None], len(part), **{argument: cache}, use_cache=True)
         cache = output_cache(out)
         yield start + 1, _nats(out.logits, ids[None, start + 1 : start + 1 + len(part)])[0]
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hf_linattn import bypassed
 from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
-from hf_linattn.patching.cache_layers import handed, output_cache
+from hf_linattn.patching.cache_layers import cache_argument, output_cache
 from hf_linattn.patching.causality import require_causal
 
 from ..common.nll import scoring, window_logits
@@ -201,9 +201,9 @@ def _greedy(
     step = ids.to(next(model.parameters()).device)
     stop = torch.tensor(sorted(ends), dtype=torch.long, device=step.device)
     ended = torch.zeros(len(step), dtype=torch.bool, device=step.device)
-    written, cache = [], None
+    written, cache, argument = [], None, cache_argument(model)
     for _ in range(new_tokens):
-        out = model(input_ids=step, **handed(model, cache), use_cache=True)
+        out = model(input_ids=step, **{argument: cache}, use_cache=True)
         cache = output_cache(out)
         if cache is None:
             raise UnsupportedModelError(f"{type(model).__name__} keeps no cache to continue a text from")

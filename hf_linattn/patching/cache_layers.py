@@ -29,11 +29,10 @@ UNROTATED = "_linattn_still"
 """Attribute of a cache layer whose keys came without rotation."""
 
 
-def handed(model: Any, cache: Any) -> dict[str, Any]:
-    """Return a cache under the name by which a model's forward takes it, for code of its own an older one."""
+def cache_argument(model: Any) -> str:
+    """Name the argument by which a model's forward takes a cache: code of its own may have an older name."""
     parameters = inspect.signature(model.forward).parameters
-    older = next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_NAME)
-    return {CACHE_NAME if CACHE_NAME in parameters else older: cache}
+    return next((name for name in (CACHE_NAME, *CACHE_ARGUMENTS) if name in parameters), CACHE_NAME)
 
 
 def output_cache(output: Any) -> Any:

@@ -70,7 +70,7 @@ def adapter_of(module: nn.Module) -> Adapter | None:
     if path[:2] != ["transformers", "models"]:
         return None
     adapter = ADAPTERS.get(f"{path[2]}.{cls.__name__}")
-    if "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(cls.forward).__code__.co_names:
+    if adapter is None or "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(cls.forward).__code__.co_names:
         return None
     own = next((module.__dict__[slot] for slot in SLOTS if slot in module.__dict__), None)
     known = own is None or getattr(own, "func", None) is _forward
