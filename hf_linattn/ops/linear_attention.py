@@ -14,9 +14,11 @@ from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadr
 from hf_linattn.ops.eager import linear as linear_form
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import launch
+from hf_linattn.ops.triton.problem import Segments, Slots
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
 INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
+KEPT = INPUTS + len(Outputs._fields)
 DEVICES = ("cpu", "cuda")
 
 
@@ -47,7 +49,7 @@ def attention(inputs: Inputs, config: OpConfig, keep: bool, backend: Backend | N
 
 def _forward(inputs: Inputs, config: OpConfig, keep: bool, backend: str) -> Outputs:
     if backend == "triton":
-        return _triton(inputs, config, keep)
+        return _triton(inputs, config, keep)[0]
     if backend == "cpp":
         return linear.forward(inputs, config, keep, dispatch.CHUNK)
     form = dispatch.form(inputs, config)
@@ -59,10 +61,15 @@ def _forward(inputs: Inputs, config: OpConfig, keep: bool, backend: str) -> Outp
 
 
 def _backward(
-    inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig, backend: str
+    inputs: Inputs,
+    outputs: Outputs,
+    output_grads: OutputGrads,
+    config: OpConfig,
+    backend: str,
+    segments: Segments | None = None,
 ) -> InputGrads:
     if backend == "triton":
-        return _triton_backward(inputs, outputs, output_grads, config)
+        return _triton_backward(inputs, outputs, output_grads, config, segments)
     if backend == "cpp":
         results = linear.backward(inputs, outputs, output_grads, config, dispatch.CHUNK)
         return chunked_backward.through_running_sum(results, outputs, output_grads)
@@ -74,34 +81,48 @@ def _backward(
     return chunked_backward.backward(inputs, outputs, output_grads, config, dispatch.chunk(inputs))
 
 
-def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> Outputs:
+def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> tuple[Outputs, Segments | None]:
+    """Compute the outputs, and what stands before the segments, which a backward may read again."""
     query, key, value, valid, S, z, log_decay, documents = inputs
     given, how = (query, key, value, valid, S, z), (config.kind, config.normalise)
     if not config.causal:
-        return Outputs(*launch.global_forward(*given, *how, eps=config.eps))
+        return Outputs(*launch.global_forward(*given, *how, eps=config.eps)), None
     links = {"log_decay": log_decay, "documents": documents}
-    results = launch.forward(*given, *how, eps=config.eps, **links)  # type: ignore[arg-type]
-    return Outputs(*results) if keep else Outputs(*results[:2])
+    results, segments = launch.forward_and_segments(*given, *how, eps=config.eps, **links)
+    return Outputs(*results) if keep else Outputs(*results[:2]), segments
 
 
 def _triton_backward(
-    inputs: Inputs, outputs: Outputs, output_grads: OutputGrads, config: OpConfig
+    inputs: Inputs,
+    outputs: Outputs,
+    output_grads: OutputGrads,
+    config: OpConfig,
+    segments: Segments | None,
 ) -> InputGrads:
     query, key, value, valid, S, z, log_decay, documents = inputs
     operands, kind = (*output_grads, query, key, value, valid), (config.kind, config.normalise)
     if config.causal:
-        links = {"log_decay": log_decay, "documents": documents}
-        results = launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps, **links)  # type: ignore[arg-type]
+        links: Any = {"log_decay": log_decay, "documents": documents, "segments": segments}
+        results = launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps, **links)
         return chunked_backward.through_running_sum(results, outputs, output_grads)
     results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind, eps=config.eps)
     return InputGrads(*results[:3])
 
 
-def _remember(ctx: Any, inputs: Inputs, config: OpConfig, backend: str, outputs: Outputs) -> None:
+def _remember(
+    ctx: Any,
+    inputs: Inputs,
+    config: OpConfig,
+    backend: str,
+    outputs: Outputs,
+    segments: Segments | None = None,
+) -> None:
     """Keep what the backward needs; the state after only where decay has gradients, or all keys are seen."""
     ctx.config, ctx.backend = config, backend
     after = (None, None) if inputs.log_decay is None and config.causal else outputs[2:]
-    ctx.save_for_backward(*inputs, *outputs[:2], *after)
+    slots = () if segments is None else segments.slots
+    ctx.segments = segments and segments._replace(slots=None)  # tensors belong to what torch saves
+    ctx.save_for_backward(*inputs, *outputs[:2], *after, *slots)
 
 
 def _output_grads(
@@ -109,7 +130,7 @@ def _output_grads(
 ) -> tuple[Inputs, Outputs, OutputGrads]:
     """Take gradients of the outputs, zeros filled in: S and z come together, where they were kept."""
     saved = ctx.saved_tensors
-    inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:])
+    inputs, outputs = Inputs(*saved[:INPUTS]), Outputs(*saved[INPUTS:KEPT])
     output = torch.zeros_like(outputs.output) if output is None else output
     if (S is None or not S.numel()) and (z is None or not z.numel()):
         return inputs, outputs, OutputGrads(output, total)
@@ -126,7 +147,9 @@ def _by_inputs(results: InputGrads) -> tuple[Tensor | None, ...]:
 
 
 def _backward_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_by_inputs(_backward(*_output_grads(ctx, *grads), ctx.config, ctx.backend)), None, None, None)
+    segments = ctx.segments and ctx.segments._replace(slots=Slots(*ctx.saved_tensors[KEPT:]))
+    results = _backward(*_output_grads(ctx, *grads), ctx.config, ctx.backend, segments)
+    return (*_by_inputs(results), None, None, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -134,9 +157,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *output_grads, config, keep, backend = args
         inputs = Inputs(*output_grads)
-        outputs = _forward(inputs, config, keep, backend)
+        segments = None
+        if backend == "triton":
+            outputs, segments = _triton(inputs, config, keep)
+        else:
+            outputs = _forward(inputs, config, keep, backend)
         ctx.set_materialize_grads(False)
-        _remember(ctx, inputs, config, backend, outputs)
+        _remember(ctx, inputs, config, backend, outputs, segments)
         return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs
 
     @staticmethod

@@ -110,21 +110,21 @@ def definition(inputs, case):
     )
 
 
-def run(case, inputs, segment=None):
-    call = launch.forward if case.causal else launch.global_forward
+def run(case, inputs, segment=None, call=None):
+    call = call or (launch.forward if case.causal else launch.global_forward)
     options = {"eps": case.eps, "segment": segment or case.segment or None}
     if case.causal:
         options |= {"log_decay": inputs.log_decay, "documents": inputs.documents}
     return call(*inputs[:6], case.feature_map, case.normalise, **options)
 
 
-def run_backward(case, inputs, after, gradients, segment=None):
+def run_backward(case, inputs, after, gradients, segment=None, segments=None):
     query, key, value, valid, S0, z0, log_decay, documents = inputs
     output, total, S, z = after
     options = {"eps": case.eps, "segment": segment or case.segment or None}
     maps = case.feature_map, case.normalise
     if case.causal:
-        options |= {"log_decay": log_decay, "documents": documents}
+        options |= {"log_decay": log_decay, "documents": documents, "segments": segments}
         return launch.backward(*gradients, query, key, value, valid, S0, z0, output, total, *maps, **options)
     return launch.global_backward(*gradients, query, key, value, valid, output, total, S, z, *maps, **options)
 
@@ -159,6 +159,11 @@ def check(case):
     seeds = [w.float() if case.d_after or i == 0 else None for i, w in enumerate(weights)]
     seeds[0] = seeds[0].to(inputs.value.dtype)
     found = run_backward(case, inputs, got, seeds)
+    if case.causal:  # what the forward knows of its segments is what the backward would compute again
+        size = case.segment or 32
+        _, segments = run(case, inputs, size, launch.forward_and_segments)
+        ways = (run_backward(case, inputs, got, seeds, size, x) for x in (segments, None))
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(*ways, strict=True))
     found = through_running_sum(found, Outputs(*got), OutputGrads(*seeds))
     names = ("query", "key", "value", "S0", "z0", "log_decay")
     given = [(name, x) for name, x in zip(names, found, strict=True) if x is not None]

@@ -16,7 +16,7 @@ from hf_linattn.ops.triton.selftest import Form
 
 LENGTH = 70
 CPU = torch.device("cpu")
-FUNCTIONS = ("forward", "backward", "decode", "global_forward", "global_backward")
+FUNCTIONS = ("forward_and_segments", "backward", "decode", "global_forward", "global_backward")
 
 
 def key_of(dtype=torch.float32, D=16, Dv=16, grouped=False, kind="elu1", *form):
@@ -24,7 +24,10 @@ def key_of(dtype=torch.float32, D=16, Dv=16, grouped=False, kind="elu1", *form):
 
 
 def backend(**lies):
-    """The kernels, some functions in place of theirs."""
+    """The kernels, some functions in place of theirs; a `forward` tells nothing of its segments."""
+    if "forward" in lies:
+        forward = lies.pop("forward")
+        lies["forward_and_segments"] = lambda *arguments, **options: (forward(*arguments, **options), None)
     return SimpleNamespace(**{name: lies.get(name, getattr(launch, name)) for name in FUNCTIONS})
 
 
@@ -44,6 +47,13 @@ def wrong(name, which, change):
         return type(results)(results)
 
     return call
+
+
+def forgetting(*arguments, **options):
+    """The forward, and nothing in the states before its segments."""
+    results, segments = launch.forward_and_segments(*arguments, **options)
+    segments.slots.states.zero_()
+    return results, segments
 
 
 class Folder:
@@ -95,6 +105,7 @@ def check_lies_are_found(path):
         "total": backend(forward=wrong("forward", 1, lambda x: x * 1.001)),
         "S": backend(forward=wrong("forward", 2, in_one)),
         "d_query": backend(backward=wrong("backward", 0, in_one)),
+        "d_query of the states before segments": backend(forward_and_segments=forgetting),
         "d_key": backend(backward=wrong("backward", 1, lambda x: x.roll(1, 2))),
         "d_value": backend(
             backward=wrong("backward", 2, lambda x: x.masked_fill(x == x[..., :1], torch.nan))
@@ -102,6 +113,7 @@ def check_lies_are_found(path):
         "one decoded token": backend(decode=wrong("decode", 1, in_one)),
     }
     for index, (what, kernels) in enumerate(lies.items()):
+        what = what.removesuffix(" of the states before segments")
         with Folder(path / str(index)) as folder:
             checks, key = Checks(kernels, LENGTH), key_of()
             with pytest.warns(UserWarning, match=f"disagree with float64: .*{what}.*report") as caught:

@@ -14,6 +14,7 @@ from hf_linattn.ops.triton.problem import (
     VALUE_GRADIENTS,
     KernelSpec,
     Problem,
+    Segments,
     Slots,
     constant_strides,
     last_contiguous,
@@ -22,6 +23,7 @@ from hf_linattn.ops.types import InputGrads
 
 ROWS_ALONE = 256
 """Tokens per program where `gradient_rows` has no state to sum."""
+NONE = Slots(None, None)
 
 
 def backward(
@@ -44,6 +46,7 @@ def backward(
     log_decay: Tensor | None = None,
     documents: Tensor | None = None,
     segment: int | None = None,
+    segments: Segments | None = None,
 ) -> InputGrads:
     """Compute the gradients of causal linear attention, `launch.forward`.
 
@@ -67,6 +70,7 @@ def backward(
         documents: integers `[B, N]`, ascending: a query sees its own, and the state before belongs to the
             first of each row, that after to the last.
         segment: tokens that one program walks; None chooses.
+        segments: what `launch.forward_and_segments` returned beside these; None computes it again.
 
     Returns:
         Gradients of query, key, value, of S and z where there was a state before, and of the running sums of
@@ -81,13 +85,14 @@ def backward(
         d_decay = None if log_decay is None else torch.zeros_like(log_decay)
         return InputGrads(d_query, d_key, d_value, S, z, d_decay)
     run = _Run(call, d_output, total)
-    tokens, segments = call.cut(call.length, KEY_GRADIENTS)
-    later = run.rows(d_total, output, tokens, segments if segments > 1 else 0)
-    before = call.states(tokens, segments - 1)
-    d_query, of_query = run.query_gradients(before, S0, z0, tokens, causal=True)
-    after = call.before(later, R, r)
-    d_value = run.value_gradients(after, R, tokens, causal=True)
-    d_key, of_key, d_S0, d_z0 = run.key_gradients(after, R, r, tokens, causal=True, state=S0 is not None)
+    tokens, count = call.cut(call.length, KEY_GRADIENTS)
+    later = run.rows(d_total, output, tokens, count if count > 1 else 0)
+    if segments is None:
+        segments = call.before(tokens, call.states(tokens, count - 1), S0, z0)
+    d_query, of_query = run.query_gradients(segments, S0, z0, causal=True)
+    after = call.before(tokens, later, R, r)
+    d_value = run.value_gradients(after, R, causal=True)
+    d_key, of_key, d_S0, d_z0 = run.key_gradients(after, R, r, causal=True, state=S0 is not None)
     along = None
     if of_query is not None and of_key is not None:
         along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
@@ -147,12 +152,12 @@ def global_backward(
         assert states is not None
         call.accumulate(states, factors, R, r)
         R, r = call.last_slot(states)
-        d_query, _ = run.query_gradients(Slots(None, None), S, z, tokens, causal=False)
+        d_query, _ = run.query_gradients(Segments(tokens, NONE, False), S, z, causal=False)
     if call.keys and call.batch:
         tokens, _ = call.cut(call.keys, KEY_GRADIENTS)
-        after = call.before(Slots(None, None), R, r)
-        d_value = run.value_gradients(after, R, tokens, causal=False)
-        d_key, *_ = run.key_gradients(after, R, r, tokens, causal=False, state=False)
+        after = Segments(tokens, NONE, False)
+        d_value = run.value_gradients(after, R, causal=False)
+        d_key, *_ = run.key_gradients(after, R, r, causal=False, state=False)
     return InputGrads(d_query, d_key, d_value, *_zeros(call, R, r))
 
 
@@ -231,11 +236,11 @@ class _Run:
         return Slots(states, factors)
 
     def query_gradients(
-        self, before: Slots, S0: Tensor | None, z0: Tensor | None, segment: int, *, causal: bool
+        self, before: Segments, S0: Tensor | None, z0: Tensor | None, *, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Compute dq and, where there is decay, phi_q . dphi_q `[B, H, N]`.
 
-        `before` are sums of segments, S0 and z0 before the first or of all keys.
+        `before` is what stands before the segments; S0 and z0 before the first, or of all keys.
         """
         d_query = torch.empty_like(self.call.query)
         blocks = -(-self.call.D // self.call.tile(QUERY_GRADIENTS).block)
@@ -244,9 +249,9 @@ class _Run:
             self.kernels.query_gradients,
             QUERY_GRADIENTS,
             self.call.length,
-            segment,
+            before.tokens,
             {
-                **self.call.before(before, S0, z0),
+                **before.arguments,
                 "T": self.t,
                 "S0": S0,
                 "Z0": z0,
@@ -266,17 +271,16 @@ class _Run:
 
     def key_gradients(
         self,
-        after: dict[str, Any],
+        after: Segments,
         R: Tensor | None,
         r: Tensor | None,
-        segment: int,
         *,
         causal: bool,
         state: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Compute dk; phi_k . dphi_k `[B, Hkv, N]` where there is decay; dS0 and dz0 where there was a state.
 
-        `after` passes what `rows` returned; R and r are behind the last token, or of all queries.
+        `after` is what stands behind the segments; R and r are behind the last token, or of all queries.
         """
         d_key = torch.empty_like(self.call.key)
         d_S0, d_z0 = self.call.new_state() if state else (None, None)
@@ -286,9 +290,9 @@ class _Run:
             self.kernels.key_gradients,
             KEY_GRADIENTS,
             self.call.keys,
-            segment,
+            after.tokens,
             {
-                **after,
+                **after.arguments,
                 "T": self.t,
                 "D_S": R,
                 "D_Z": r,
@@ -302,18 +306,16 @@ class _Run:
         )
         return d_key, None if along is None else along.sum(0), d_S0, d_z0
 
-    def value_gradients(
-        self, after: dict[str, Any], R: Tensor | None, segment: int, *, causal: bool
-    ) -> Tensor:
-        """Compute dv; `after` passes what `rows` returned, R is after the last token, or of all queries."""
+    def value_gradients(self, after: Segments, R: Tensor | None, *, causal: bool) -> Tensor:
+        """Compute dv; `after` stands behind the segments, R after the last token, or of all queries."""
         d_value = torch.empty_like(self.call.value)
         self.launch(
             self.kernels.value_gradients,
             VALUE_GRADIENTS,
             self.call.keys,
-            segment,
+            after.tokens,
             {
-                **after,
+                **after.arguments,
                 "D_S": R,
                 "D_V": d_value,
                 **constant_strides(d_v=d_value),

@@ -21,6 +21,7 @@ from hf_linattn.ops.triton.problem import (
     SEGMENT_STATES,
     STEP,
     Problem,
+    Segments,
     constant_strides,
     interpreting,
 )
@@ -87,14 +88,40 @@ def forward(
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
     """
+    links = {"log_decay": log_decay, "documents": documents, "segment": segment}
+    given = (query, key, value, valid, S0, z0, feature_map, normalise)
+    return forward_and_segments(*given, eps=eps, **links)[0]  # type: ignore[arg-type]
+
+
+def forward_and_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    feature_map: str,
+    normalise: bool,
+    *,
+    eps: float = 0.0,
+    log_decay: Tensor | None = None,
+    documents: Tensor | None = None,
+    segment: int | None = None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Segments | None]:
+    """Compute `forward`, and return with it what stands before its segments, for `backward`.
+
+    These states take as much memory as two programs on each processor of the device hold, whatever the batch
+    and the length: at most 17 MB on an H100. None where there are no segments.
+    """
     call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
     if not call.length or not call.batch:
-        return _nothing(call, S0, z0)
+        return _nothing(call, S0, z0), None
     if call.length == 1:
-        return _step(call, S0, z0)
+        return _step(call, S0, z0), None
     S, z = call.new_state()
-    return *_outputs(call, S0, z0, S, z), S, z
+    output, total, segments = _outputs(call, S0, z0, S, z)
+    return (output, total, S, z), segments
 
 
 def decode(
@@ -190,7 +217,7 @@ def global_forward(
         S, z = call.last_slot(states)
     if S is None or z is None or not call.length or not call.batch:
         return _nothing(call, S, z)
-    return *_outputs(call, S, z, None, None), S, z
+    return *_outputs(call, S, z, None, None)[:2], S, z
 
 
 def _nothing(call: Problem, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -204,7 +231,7 @@ def _nothing(call: Problem, S: Tensor | None, z: Tensor | None) -> tuple[Tensor,
 
 def _outputs(
     call: Problem, S0: Tensor | None, z0: Tensor | None, S: Tensor | None, z: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Segments]:
     """Launch the kernel of outputs and totals.
 
     With S and z it is causal, and writes the state after there; S0 and z0 are that before, else of all keys.
@@ -215,14 +242,14 @@ def _outputs(
     tokens, segments = call.cut(call.length, OUTPUTS)
     # the last segment's own sum is not needed before anything
     slots = segments - 1 if causal else 0
-    before = call.before(call.states(tokens, slots), S0, z0)
+    before = call.before(tokens, call.states(tokens, slots), S0, z0)
     output, total = call.new_output()
     call.run(
         kernels.outputs,
         OUTPUTS,
         segments,
         {
-            **before,
+            **before.arguments,
             "S0": S0,
             "Z0": z0,
             "OUT": output,
@@ -238,7 +265,7 @@ def _outputs(
             "CAUSAL": causal,
         },
     )
-    return output, total
+    return output, total, before
 
 
 def _step(

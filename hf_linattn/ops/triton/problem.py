@@ -71,6 +71,27 @@ class Slots(NamedTuple):
     factors: Tensor | None
 
 
+class Segments(NamedTuple):
+    """How a text is cut, and what stands before each segment, as `kernel_functions.load_state` reads it.
+
+    Attributes:
+        tokens: of a segment.
+        slots: sums of all segments but the last.
+        summed: each slot has what came before in it already.
+    """
+
+    tokens: int
+    slots: Slots
+    summed: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What kernels take of it."""
+        states, factors = self.slots
+        slots = 0 if states is None else states.shape[1]
+        return {"STATES": states, "FACTORS": factors, "SUMMED": self.summed, "slots": slots}
+
+
 class Device(NamedTuple):
     """What tiles and segments are chosen by."""
 
@@ -414,13 +435,12 @@ class Problem:
         )
         return found
 
-    def before(self, found: Slots, S: Tensor | None, z: Tensor | None) -> dict[str, Any]:
-        """Pass what `load_state` reads: sums of few segments as they are, else summed up, with S and z."""
+    def before(self, tokens: int, found: Slots, S: Tensor | None, z: Tensor | None) -> Segments:
+        """Leave sums of few segments as they are, else sum them up from S and z on, in place."""
         few = found.states is None or found.states[0].numel() * 4 <= DIRECT
         if not few and found.states is not None:
             self.accumulate(found.states, found.factors, S, z)
-        slots = 0 if found.states is None else found.states.shape[1]
-        return {"STATES": found.states, "FACTORS": found.factors, "SUMMED": not few, "slots": slots}
+        return Segments(tokens, found, not few)
 
     def accumulate(self, states: Tensor, factors: Tensor | None, S: Tensor | None, z: Tensor | None) -> None:
         """Sum up along the slots, in place, from S and z on."""

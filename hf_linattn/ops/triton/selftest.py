@@ -123,10 +123,10 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
     for plain in (True, False):
         numbers = _numbers(trial, length, plain)
         exact, here = _exact(trial, numbers), _on(numbers, trial.device)
-        after = _forward(trial, here, kernels)
+        after, segments = _forward(trial, here, kernels)
         wrong = compare(trial, dict(zip(RESULTS, after, strict=True)), exact, length)
         if wrong is None:
-            found = _backward(trial, here, after, kernels)
+            found = _backward(trial, here, after, segments, kernels)
             wrong = compare(trial, dict(zip(GRADIENTS, found, strict=False)), exact, length)
         if wrong is None and trial.form.causal and not plain:
             numbers = _numbers(trial, 1, plain)
@@ -187,23 +187,25 @@ def _options(trial: Key, here: Numbers) -> dict[str, Any]:
     return options
 
 
-def _forward(trial: Key, here: Numbers, kernels: Any) -> tuple[Tensor, ...]:
-    run = kernels.forward if trial.form.causal else kernels.global_forward
-    given = (*here[:4], here.S, here.z)
-    results: tuple[Tensor, ...] = run(
-        *given, trial.form.kind, trial.form.normalise, segment=SEGMENT, **_options(trial, here)
-    )
+def _forward(trial: Key, here: Numbers, kernels: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """Compute the results, and what a causal form knows of its segments."""
+    given = (*here[:4], here.S, here.z, trial.form.kind, trial.form.normalise)
+    options = {"segment": SEGMENT, **_options(trial, here)}
+    if not trial.form.causal:
+        return kernels.global_forward(*given, **options), None
+    results: tuple[tuple[Tensor, ...], Any] = kernels.forward_and_segments(*given, **options)
     return results
 
 
 def _backward(
-    trial: Key, here: Numbers, after: tuple[Tensor, ...], kernels: Any
+    trial: Key, here: Numbers, after: tuple[Tensor, ...], segments: Any, kernels: Any
 ) -> tuple[Tensor | None, ...]:
     how, options = (trial.form.kind, trial.form.normalise), {"segment": SEGMENT, **_options(trial, here)}
     grads = here[6:10]
     found: tuple[Tensor | None, ...]
     if trial.form.causal:
-        found = kernels.backward(*grads, *here[:4], here.S, here.z, *after[:2], *how, **options)
+        given = (*here[:4], here.S, here.z, *after[:2])
+        found = kernels.backward(*grads, *given, *how, segments=segments, **options)
     else:
         found = kernels.global_backward(*grads, *here[:4], *after, *how, **options)
     return found

@@ -267,6 +267,16 @@ def _target(name: str) -> Iterator[None]:
         yield
 
 
+def _segments(call: problem.Problem) -> problem.Segments:
+    """Make what a forward hands to its backward, nothing in it."""
+    tokens, count = call.cut(call.length, problem.OUTPUTS)
+    if count == 1:
+        return problem.Segments(tokens, problem.Slots(None, None), False)
+    states = call.new_slots(count - 1)
+    slots = problem.Slots(states, call.new_factors(count - 1))
+    return problem.Segments(tokens, slots, states[0].numel() * 4 > problem.DIRECT)
+
+
 def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     """Make the three calls, on tensors that hold nothing."""
     dtype = getattr(torch, shape.dtype)
@@ -291,6 +301,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     last = None if decay is None else decay[:, :, :1]
     after = (None, *state) if shape.state else (None, None, None)
     back: tuple[Any, ...] = output, *after, *given[:6], output, total, *how
+    segments = _segments(problem.Problem(*given[:4], *how, **links))
     sinks = (
         new(batch, kv_heads, SINKS, shape.D, dtype=dtype),
         new(batch, kv_heads, SINKS, shape.Dv, dtype=dtype),
@@ -315,7 +326,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
         "window": lambda: window.forward(inside, first, beside),
         "window backward": lambda: window.backward(output, inside, first, beside, output, total),
         "forward": lambda: launch.forward(*given, **links),
-        "backward": lambda: launch.backward(*back, **links),
+        "backward": lambda: launch.backward(*back, **links, segments=segments),
         "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
     }
     # last: kernels count by the first call that launches them

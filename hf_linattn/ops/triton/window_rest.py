@@ -84,7 +84,7 @@ def forward(
     rows, processors = call.batch * call.heads, call.about.processors
     segment = segment or segment_length(left, rows, processors, call.tiles.least)
     segments = -(-left // segment)
-    before = behind.before(behind.states(segment, segments - 1), S0, z0)
+    before = behind.before(segment, behind.states(segment, segments - 1), S0, z0)
     output = call.new_output()[0]
     S, z = behind.new_state()
     call.launch(
@@ -95,7 +95,7 @@ def forward(
             **call.inputs("qkv", strides),
             **_of_sinks(sinks),
             **_of_rest(behind, rest),
-            **before,
+            **before.arguments,
             "S0": S0,
             "Z0": z0,
             "OUT": output,
