@@ -14,7 +14,7 @@ from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadr
 from hf_linattn.ops.eager import linear as linear_form
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.triton.problem import Segments, Slots
+from hf_linattn.ops.triton.problem import NONE, Segments, Slots
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
 INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
@@ -87,7 +87,7 @@ def _triton(inputs: Inputs, config: OpConfig, keep: bool) -> tuple[Outputs, Segm
     given, how = (query, key, value, valid, S, z), (config.kind, config.normalise)
     if not config.causal:
         return Outputs(*launch.global_forward(*given, *how, eps=config.eps)), None
-    links = {"log_decay": log_decay, "documents": documents}
+    links: Any = {"log_decay": log_decay, "documents": documents}
     results, segments = launch.forward_and_segments(*given, *how, eps=config.eps, **links)
     return Outputs(*results) if keep else Outputs(*results[:2]), segments
 
@@ -120,8 +120,8 @@ def _remember(
     """Keep what the backward needs; the state after only where decay has gradients, or all keys are seen."""
     ctx.config, ctx.backend = config, backend
     after = (None, None) if inputs.log_decay is None and config.causal else outputs[2:]
-    slots = () if segments is None else segments.slots
-    ctx.segments = segments and segments._replace(slots=None)  # tensors belong to what torch saves
+    # tensors belong to what torch saves
+    slots, ctx.segments = ((), None) if segments is None else (segments.slots, segments._replace(slots=NONE))
     ctx.save_for_backward(*inputs, *outputs[:2], *after, *slots)
 
 

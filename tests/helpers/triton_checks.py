@@ -342,6 +342,26 @@ def check_the_operator():
     assert_near(*runs)
 
 
+def check_what_a_training_step_launches():
+    """States before segments are computed once; the weighed features lie where the gradient of q will."""
+    names, given = [], inputs_of(Case(length=40, dtype="bfloat16"))
+    operands = Operands(*(x.detach().requires_grad_() for x in given[:3]))
+    plain = problem.run_kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "segment_length", lambda *sizes: 32)
+
+        def counted(kernel, *arguments, **options):
+            names.append(kernel.__name__)
+            return plain(kernel, *arguments, **options)
+
+        patch.setattr(problem, "run_kernel", counted)
+        output = linear_attention.attention(operands, OpConfig("elu1"), False, "triton").output
+        assert names == ["segment_states", "outputs"]
+        names.clear()
+        torch.autograd.grad(output.float().square().sum(), operands[:3])
+    assert names == ["gradient_rows", "value_gradients", "key_gradients", "query_gradients"]
+
+
 def check_the_operator_over_all_keys():
     """The same, with fewer queries than keys."""
     case = Case(kv_heads=1, heads=2, masked=True, length=30, keys=40, causal=False)

@@ -91,6 +91,7 @@ def test_decode_goes_on_where_prefill_ended(interpreted, case):
         checks.check_addresses_behind_two_to_the_31,
         checks.check_refusals,
         checks.check_the_operator,
+        checks.check_what_a_training_step_launches,
         checks.check_the_operator_over_all_keys,
     ],
     ids=lambda check: check.__name__,

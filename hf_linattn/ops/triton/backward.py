@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_linattn.ops.triton.problem import (
     GRADIENT_ROWS,
     KEY_GRADIENTS,
+    NONE,
     QUERY_GRADIENTS,
     VALUE_GRADIENTS,
     KernelSpec,
@@ -23,7 +24,6 @@ from hf_linattn.ops.types import InputGrads
 
 ROWS_ALONE = 256
 """Tokens per program where `gradient_rows` has no state to sum."""
-NONE = Slots(None, None)
 
 
 def backward(
@@ -84,15 +84,15 @@ def backward(
         S, z = (None, None) if S0 is None else _zeros(call, R, r)
         d_decay = None if log_decay is None else torch.zeros_like(log_decay)
         return InputGrads(d_query, d_key, d_value, S, z, d_decay)
-    run = _Run(call, d_output, total)
+    run = _Run(call, d_output, total, causal=True)
     tokens, count = call.cut(call.length, KEY_GRADIENTS)
     later = run.rows(d_total, output, tokens, count if count > 1 else 0)
-    if segments is None:
-        segments = call.before(tokens, call.states(tokens, count - 1), S0, z0)
-    d_query, of_query = run.query_gradients(segments, S0, z0, causal=True)
     after = call.before(tokens, later, R, r)
     d_value = run.value_gradients(after, R, causal=True)
     d_key, of_key, d_S0, d_z0 = run.key_gradients(after, R, r, causal=True, state=S0 is not None)
+    if segments is None:
+        segments = call.before(tokens, call.states(tokens, count - 1), S0, z0)
+    d_query, of_query = run.query_gradients(segments, S0, z0, causal=True)
     along = None
     if of_query is not None and of_key is not None:
         along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
@@ -144,7 +144,7 @@ def global_backward(
     call = Problem(query, key, value, valid, feature_map, normalise, eps, segment)
     S, z = S.contiguous(), z.contiguous()
     R, r = _end(call, d_S, d_z)
-    run = _Run(call, d_output, total)
+    run = _Run(call, d_output, total, causal=False)
     d_query, d_key, d_value = (torch.zeros_like(x) for x in (call.query, call.key, call.value))
     if call.length and call.batch:
         tokens, slots = call.cut(call.length, GRADIENT_ROWS)
@@ -178,7 +178,7 @@ def _zeros(call: Problem, R: Tensor | None, r: Tensor | None) -> tuple[Tensor, T
 class _Run:
     """One backward: what its passes share."""
 
-    def __init__(self, call: Problem, d_output: Tensor, total: Tensor) -> None:
+    def __init__(self, call: Problem, d_output: Tensor, total: Tensor, *, causal: bool) -> None:
         from hf_linattn.ops.triton import backward_kernels
 
         self.kernels = backward_kernels
@@ -194,6 +194,12 @@ class _Run:
             "GROUP": call.group,
             "NORMALISE": call.normalise,
         }
+        self.d_query = torch.empty_like(call.query)
+        # until its own pass, the last, the gradient's memory holds c phi_q for keys and values
+        changed = call.normalise or call.maps["FEATURE_MAP"] != "none"
+        self.weighed = causal and changed and call.query.dtype is torch.bfloat16
+        rows = self.d_query if self.weighed else call.query
+        self.queries = {"Q": rows, **constant_strides(q=rows), "WEIGHED": self.weighed}
 
     def launch(
         self,
@@ -214,6 +220,7 @@ class _Run:
 
         None where `slots` is 0 because no R is wanted.
         """
+        features = self.d_query if self.weighed else None
         call, output = self.call, last_contiguous(output)
         states = call.new_slots(slots) if slots else None
         factors = call.new_factors(slots) if slots else None
@@ -224,6 +231,8 @@ class _Run:
             segment if slots else ROWS_ALONE,
             {
                 "T": self.t,
+                "FEATURES": features,
+                **constant_strides(features=self.d_query),
                 "STATES": states,
                 "slots": slots,
                 "OUT": output,
@@ -231,7 +240,7 @@ class _Run:
                 "D_TOTAL": None if d_total is None else d_total.to(torch.float32).contiguous(),
                 "FACTORS": factors,
             },
-            programs=None if slots else call.batch_heads,
+            programs=None if slots or self.weighed else call.batch_heads,
         )
         return Slots(states, factors)
 
@@ -242,7 +251,6 @@ class _Run:
 
         `before` is what stands before the segments; S0 and z0 before the first, or of all keys.
         """
-        d_query = torch.empty_like(self.call.query)
         blocks = -(-self.call.D // self.call.tile(QUERY_GRADIENTS).block)
         along = self.along(blocks, self.call.heads)
         self.launch(
@@ -255,13 +263,13 @@ class _Run:
                 "T": self.t,
                 "S0": S0,
                 "Z0": z0,
-                "D_Q": d_query,
-                **constant_strides(d_q=d_query),
+                "D_Q": self.d_query,
+                **constant_strides(d_q=self.d_query),
                 "ALONG": along,
                 "CAUSAL": causal,
             },
         )
-        return d_query, None if along is None else along.sum(0)
+        return self.d_query, None if along is None else along.sum(0)
 
     def along(self, blocks: int, heads: int) -> Tensor | None:
         """Allocate products of features and their gradients, `[blocks of columns, B, heads, N]`."""
@@ -293,6 +301,7 @@ class _Run:
             after.tokens,
             {
                 **after.arguments,
+                **self.queries,
                 "T": self.t,
                 "D_S": R,
                 "D_Z": r,
@@ -316,6 +325,7 @@ class _Run:
             after.tokens,
             {
                 **after.arguments,
+                **self.queries,
                 "D_S": R,
                 "D_V": d_value,
                 **constant_strides(d_v=d_value),

@@ -11,10 +11,12 @@ Of the forward only inputs, outputs and totals are kept. With c = 1 / total, g =
 
 The factor c stands with the queries' features, so that g and v go to the products as they lie in memory.
 
-`gradient_rows` gives t and the sums of R per segment; the three others each walk the chunks of one segment
-with a state on chip, like `outputs`. Each splits the columns of what it writes over programs and needs the
-other width whole, so nothing is added up across programs: no atomics, the same bits every time. (Keys and
-values in one walk would read less, but have no room for their registers at any width.)
+`gradient_rows` gives t, the sums of R per segment and, where queries are bfloat16, c phi_q as products
+take them, which two of the others then read in the place of q. The three others each walk the chunks of
+one segment with a state on chip, like `outputs`. Each splits the columns of what it writes over programs
+and needs the other width whole, so nothing is added up across programs: no atomics, the same bits every
+time. (Keys and values in one walk would read less: at heads of 64 it has room for their registers, at 128
+not.)
 """
 
 import triton
@@ -72,13 +74,17 @@ def once(features, inside, FEATURE_MAP: tl.constexpr, MASKED: tl.constexpr, OPER
 @triton.jit
 def weighed_features(
     q, SHIFT, TOTAL, tokens, inside, rows, D: tl.constexpr, FEATURE_MAP: tl.constexpr, EPS: tl.constexpr,
-    MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute c phi_q of the queries of one head, of which SHIFT and TOTAL are rows."""
-    shift = tl.load(SHIFT + tokens, mask=inside, other=0.0)
-    features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
-    features = once(features, inside, FEATURE_MAP, MASKED, OPERAND)
-    return scaled(features, load_scale(TOTAL, tokens, inside, NORMALISE), NORMALISE or (OPERAND == "fp16"))
+    """Compute c phi_q of the queries of one head, of which SHIFT and TOTAL are rows; WEIGHED: q is that."""
+    if WEIGHED:
+        return q
+    else:
+        shift = tl.load(SHIFT + tokens, mask=inside, other=0.0)
+        features = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+        features = once(features, inside, FEATURE_MAP, MASKED, OPERAND)
+        scale = load_scale(TOTAL, tokens, inside, NORMALISE)
+        return scaled(features, scale, NORMALISE or (OPERAND == "fp16"))
 
 
 @triton.jit
@@ -94,21 +100,23 @@ def derivative(x, shift, FEATURE_MAP: tl.constexpr):
 
 @triton.jit
 def gradient_rows(
-    Q, D_OUT, OUT, TOTAL, D_TOTAL, DECAY, LABELS, T, SHIFT, STATES, FACTORS,
-    q_strides, d_out_strides, out_strides, heads, length, segment, slots,
+    Q, D_OUT, OUT, TOTAL, D_TOTAL, DECAY, LABELS, T, SHIFT, FEATURES, STATES, FACTORS,
+    q_strides, d_out_strides, out_strides, features_strides, heads, length, segment, slots,
     D_OUT_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
+    FEATURES_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Compute t and the queries' shift `[B, H, N]`, and R of one segment.
+    """Compute t and the queries' shift `[B, H, N]`, and of one segment c phi_q `[B, H, N, D]` and R.
 
     Grid: batch_heads x blocks of D, segments.
 
-    Slots count from the end of the text, the way in which R runs. STATES None: t and shift only.
+    Slots count from the end of the text, the way in which R runs. FEATURES or STATES None: not these.
     """
-    # every block has t; without a sum one block is enough
-    batch_head, block, batch, kv_head = locate_program(D, BLOCK if STATES is not None else D, heads, GROUP)
+    BY_COLUMN: tl.constexpr = (STATES is not None) or (FEATURES is not None)
+    # every block has t; where nothing goes by column one block is enough
+    batch_head, block, batch, kv_head = locate_program(D, BLOCK if BY_COLUMN else D, heads, GROUP)
     every = tl.arange(0, BLOCK_D)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
@@ -145,14 +153,20 @@ def gradient_rows(
             first_block = inside & (block == 0)
             tl.store(T + row + tokens, t, mask=first_block)
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
-            if STATES is not None:
+            if BY_COLUMN:
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 scale = load_scale(TOTAL + row, tokens, inside, NORMALISE)
-                if LINKED:
-                    scale *= of_state
                 phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
                 phi_q = once(phi_q, inside, FEATURE_MAP, MASKED, OPERAND)
-                phi_q = scaled(phi_q, scale, NORMALISE or LINKED or (OPERAND == "fp16"))
+            if FEATURES is not None:
+                phi_q = operand(scaled(phi_q, scale, True), OPERAND)
+                features = head_pointer(FEATURES, features_strides, batch, head)
+                store_tile(features, phi_q, start, inside, FEATURES_STRIDE, rows, D)
+            if STATES is not None:
+                if FEATURES is not None:
+                    phi_q = scaled(phi_q, of_state, LINKED)
+                else:
+                    phi_q = scaled(phi_q, scale * of_state, NORMALISE or LINKED or (OPERAND == "fp16"))
                 big_r += dot(tl.trans(g), operand(phi_q, OPERAND), OPERAND)
                 small_r += partial_sums(phi_q, t)
     if STATES is not None:
@@ -249,10 +263,11 @@ def key_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
-    Grid: batch_heads x blocks of D, segments.
+    Grid: batch_heads x blocks of D, segments. WEIGHED: Q holds c phi_q.
     """
     batch_head, block, batch, kv_head = locate_program(D, BLOCK, heads, GROUP)
     K = head_pointer(K, k_strides, batch, kv_head)
@@ -296,7 +311,7 @@ def key_gradients(
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
-                    OPERAND,
+                    OPERAND, WEIGHED,
                 )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
@@ -307,7 +322,10 @@ def key_gradients(
                 features = scaled(features, of_state, True) if LINKED else features
                 big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
                 small_r += partial_sums(features, t)
-        d_phi = added(d_phi, near, keep.to(tl.float32), BLOCK_V)
+        if VALID is not None:
+            d_phi = added(d_phi, near, keep.to(tl.float32), BLOCK_V)
+        else:
+            d_phi += near
         if (FEATURE_MAP != "none") or (ALONG is not None):
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
         if ALONG is not None:
@@ -335,8 +353,12 @@ def value_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
+    WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments."""
+    """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments.
+
+    WEIGHED: Q holds c phi_q.
+    """
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
     K = head_pointer(K, k_strides, batch, kv_head)
     D_V = head_pointer(D_V, d_v_strides, batch, kv_head)
@@ -376,7 +398,7 @@ def value_gradients(
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
-                    OPERAND,
+                    OPERAND, WEIGHED,
                 )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
@@ -386,5 +408,8 @@ def value_gradients(
                 near += dot(scores, g, OPERAND)
                 features = scaled(features, of_state, True) if LINKED else features
                 big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
-        d_value = added(d_value, near, keep.to(tl.float32), BLOCK_D)
+        if (VALID is not None) or (BLOCK_D > 64):  # see `added`
+            d_value = added(d_value, near, keep.to(tl.float32), BLOCK_D)
+        else:
+            d_value += near
         store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV)

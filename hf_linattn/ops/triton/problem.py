@@ -58,8 +58,8 @@ OUTPUTS = KernelSpec("outputs", "qkv", "DV", ("D",), per_query_head=True)
 STEP = KernelSpec("step", "qkv", "DV", ("D",))
 GRADIENT_ROWS = KernelSpec("gradient_rows", "q", "D", ("D", "DV"))
 QUERY_GRADIENTS = KernelSpec("query_gradients", "qkv", "D", ("DV",), per_query_head=True)
-KEY_GRADIENTS = KernelSpec("key_gradients", "qkv", "D", ("DV",))
-VALUE_GRADIENTS = KernelSpec("value_gradients", "qk", "DV", ("D",))
+KEY_GRADIENTS = KernelSpec("key_gradients", "kv", "D", ("DV",))
+VALUE_GRADIENTS = KernelSpec("value_gradients", "k", "DV", ("D",))
 DIRECT = 9 << 16
 """Bytes of slots that a program may read to sum them up itself; more get a launch of their own."""
 
@@ -69,6 +69,9 @@ class Slots(NamedTuple):
 
     states: Tensor | None
     factors: Tensor | None
+
+
+NONE = Slots(None, None)
 
 
 class Segments(NamedTuple):
@@ -418,7 +421,7 @@ class Problem:
         from hf_linattn.ops.triton import kernels
 
         if not slots:
-            return Slots(None, None)
+            return NONE
         found = Slots(self.new_slots(slots), self.new_factors(slots))
         self.run(
             kernels.segment_states,

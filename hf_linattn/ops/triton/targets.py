@@ -271,7 +271,7 @@ def _segments(call: problem.Problem) -> problem.Segments:
     """Make what a forward hands to its backward, nothing in it."""
     tokens, count = call.cut(call.length, problem.OUTPUTS)
     if count == 1:
-        return problem.Segments(tokens, problem.Slots(None, None), False)
+        return problem.Segments(tokens, problem.NONE, False)
     states = call.new_slots(count - 1)
     slots = problem.Slots(states, call.new_factors(count - 1))
     return problem.Segments(tokens, slots, states[0].numel() * 4 > problem.DIRECT)
@@ -301,7 +301,7 @@ def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     last = None if decay is None else decay[:, :, :1]
     after = (None, *state) if shape.state else (None, None, None)
     back: tuple[Any, ...] = output, *after, *given[:6], output, total, *how
-    segments = _segments(problem.Problem(*given[:4], *how, **links))
+    segments = _segments(problem.Problem(query, key, value, None, *how, **links))
     sinks = (
         new(batch, kv_heads, SINKS, shape.D, dtype=dtype),
         new(batch, kv_heads, SINKS, shape.Dv, dtype=dtype),
