@@ -18,12 +18,14 @@ pytest.importorskip(
 )
 
 from hf_linattn.patching.batching import STATES, StateAllocator
+from hf_linattn.patching.paged import CACHE
 
 NEW = 10
 LENGTHS = [(7 * i) % 53 + 1 for i in range(32)]
 PROMPTS = [tokens(1, length, seed=i)[0].tolist() for i, length in enumerate(LENGTHS)]
 OUTPUTS = [3 + i % (NEW - 2) for i in range(32)]
 LAYERS = ["sliding_attention", "full_attention"]
+HEADS = {"num_key_value_heads": 4}
 
 
 def gemma3():
@@ -39,6 +41,16 @@ def qwen3():
 def gpt2():
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 256, "vocab_size": 97}
     return build("GPT2LMHeadModel", **sizes, bos_token_id=1, eos_token_id=None)
+
+
+def gpt_neox():
+    """Its layers take the cache under a name of their own, and do not tell it the step."""
+    return build("GPTNeoXForCausalLM", num_hidden_layers=2, **SIZES | HEADS)
+
+
+def opt():
+    """The model asks its cache how long it is."""
+    return build("OPTForCausalLM", num_hidden_layers=2, **SIZES | HEADS, word_embed_proj_dim=32, ffn_dim=64)
 
 
 def alone(model, prompt, new=NEW):
@@ -89,6 +101,8 @@ def served(model, requests):
         pytest.param(gemma3, "local", {"size": 8}, "global", 8, marks=pytest.mark.full),
         (gemma3, "elu1", {}, "keep", 32),
         (llama, "delta", {}, "keep", 8),
+        (gpt_neox, {"0": "elu1", "1": "softmax1"}, {}, "keep", 8),
+        (opt, "window+gated", {"size": 8}, "keep", 8),
         (gemma3, "softmax1+fox", {"source": "value", "half_life": 4.0}, "keep", 8),
         pytest.param(
             qwen3,
@@ -297,11 +311,21 @@ def test_unpatching_in_the_middle_is_no_silent_change(caplog):
         assert "unpatched while" in result.error
 
 
+def test_a_layer_that_runs_twice_is_refused(caplog):
+    """As dory's do: the second pass would overwrite what the first one keeps."""
+    model = patch_model(llama(), "elu1")
+    with serving(model) as manager:
+        results(manager, [manager.add_request(PROMPTS[3])])
+        model.model.layers[1] = model.model.layers[0]
+        manager.add_request(PROMPTS[4])
+        assert "LlamaAttention 0 runs more than once" in manager.get_result(timeout=60).error
+
+
 def test_a_model_that_keeps_the_cache_to_itself_is_refused(caplog, monkeypatch):
     model = patch_model(llama(), "softmax1")
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "cache": None}), with_kwargs=True
+        lambda _, args, kwargs: (args, {**kwargs, CACHE: None}), with_kwargs=True
     )
     with serving(model) as manager:
         manager.add_request(PROMPTS[3])
