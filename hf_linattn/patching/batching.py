@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.cache import (
+    ATTN_TYPE_TO_ALLOCATOR,
+    group_layers_by_attn_type,
+)
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -233,6 +236,11 @@ class StateAllocator(CacheAllocator):
 
 KINDS: dict[str, Any] = ATTN_TYPE_TO_ALLOCATOR
 KINDS[STATES] = StateAllocator
+try:
+    group_layers_by_attn_type(SimpleNamespace(layer_types=[STATES]))  # type: ignore[arg-type]
+except ValueError as error:  # as in transformers 5.18, which has a list of its own besides
+    del KINDS[STATES]
+    raise ImportError("its paged cache takes no layers of another kind") from error
 
 
 def _page_bytes(config: Any, heads: int, dtype: torch.dtype, page_size: int) -> int:

@@ -1,6 +1,7 @@
 """Continuous batching of patched models: every request gets the tokens that it gets alone."""
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -13,8 +14,9 @@ from hf_linattn.errors import NotPatchedError, UnsupportedCallError, Unsupported
 from hf_linattn.patching.discovery import find_sites
 
 pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators",
-    reason="continuous batching of patched models needs transformers 5.23",
+    "hf_linattn.patching.batching",
+    reason="continuous batching of patched models needs transformers 5.20",
+    exc_type=ImportError,
 )
 
 from hf_linattn.patching.batching import STATES, StateAllocator
@@ -266,6 +268,21 @@ def test_what_cannot_be_served_is_refused_before_anything_is_changed():
     with pytest.raises(UnsupportedModelError, match=r"chunked window .*: use generate"):
         chunked.generate_batch([[3, 4]])
     assert is_patched(chunked)
+
+
+def test_a_transformers_whose_cache_takes_no_other_kinds_of_layers_is_refused(monkeypatch):
+    """As that of 5.18, which has every name that is looked for."""
+
+    def closed(config):
+        raise ValueError("Invalid layer type")
+
+    paged = sys.modules["transformers.generation.continuous_batching.cache"]
+    monkeypatch.setattr(paged, "ATTN_TYPE_TO_ALLOCATOR", dict(paged.ATTN_TYPE_TO_ALLOCATOR))
+    monkeypatch.setattr(paged, "group_layers_by_attn_type", closed)
+    monkeypatch.delitem(sys.modules, "hf_linattn.patching.batching")
+    model = patch_model(llama(), "softmax1")
+    with pytest.raises(UnsupportedCallError, match=r"transformers 5\.20: its paged cache takes no layers"):
+        model.generate_batch([[3, 4]])
 
 
 def test_a_cache_of_someone_else_and_a_manager_of_another_patch_are_refused():
