@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from hf_linattn import describe, from_pretrained, patch_model
+from hf_linattn.patching.cache_layers import CACHE_NAME, output_cache
 
 SEGMENT = 256
 folder = sys.argv[1] if len(sys.argv) > 1 else str(Path(__file__).parent / "base")
@@ -27,8 +28,8 @@ cache, nats, tokens = None, 0.0, 0
 with torch.no_grad():
     for start in range(0, ids.shape[1] - 1, SEGMENT):
         part = ids[:, start : start + SEGMENT + 1]
-        out = model(part[:, :-1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(part[:, :-1], use_cache=True, **{CACHE_NAME: cache})
+        cache = output_cache(out)
         nats += F.cross_entropy(out.logits[0], part[0, 1:], reduction="sum").item()
         tokens += part.shape[1] - 1
         print(f"{tokens:6,} tokens read, perplexity so far {math.exp(nats / tokens):.1f}")

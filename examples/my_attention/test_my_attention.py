@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import available_patches, describe, patch_model, unpatch_model
 from hf_linattn.errors import OptionError
+from hf_linattn.patching.cache_layers import CACHE_NAME, output_cache
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_decoding_padding_and_unpatching(model):
     after = model(ids).logits
     assert not torch.allclose(after, before)
     first = model(ids[:, :15], use_cache=True)
-    second = model(ids[:, 15:], past_key_values=first.past_key_values)
+    second = model(ids[:, 15:], **{CACHE_NAME: output_cache(first)})
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), after, rtol=1e-5, atol=1e-5)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 4, dtype=torch.long), torch.ones_like(ids)], 1)

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.cache import (
+    ATTN_TYPE_TO_ALLOCATOR,
+    group_layers_by_attn_type,
+)
 from transformers.generation.continuous_batching.cache_allocators import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -233,6 +236,11 @@ class StateAllocator(CacheAllocator):
 
 KINDS: dict[str, Any] = ATTN_TYPE_TO_ALLOCATOR
 KINDS[STATES] = StateAllocator
+try:
+    group_layers_by_attn_type(SimpleNamespace(layer_types=[STATES]))  # type: ignore[arg-type]
+except ValueError as error:  # as in transformers 5.18, which has a list of its own besides
+    del KINDS[STATES]
+    raise ImportError("its paged cache takes no layers of another kind") from error
 
 
 def _page_bytes(config: Any, heads: int, dtype: torch.dtype, page_size: int) -> int:
@@ -329,6 +337,17 @@ def _probed_states(model: Any, kinds: list[str]) -> dict[int, Any]:
     return states
 
 
+def _under_our_keyword(inputs: Any, use_padding: bool = False) -> Any:
+    """Make the keywords of a step, without the one by which models take a cache.
+
+    Since 5.24 that is "cache", as transformers names its paged cache. Models would ask it for what it does
+    not have (opt its length), or not tell it the step (gpt_neox); the attention is all that needs it.
+    """
+    kwargs = type(inputs).get_model_kwargs(inputs, use_padding)
+    kwargs[CACHE] = kwargs.pop("cache")
+    return kwargs
+
+
 class PatchedBatchingManager(ContinuousBatchingManager):
     """transformers' manager for a patched model: its attention stays ours, and states have slots.
 
@@ -418,24 +437,8 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             rows = inputs.max_requests_per_batch + 1
             inputs.cumulative_seqlens_k[STATES] = torch.zeros(rows, dtype=torch.int32, device=whole.device)
             inputs.total_seqlen_k[STATES] = inputs.max_length_k[STATES] = 0
-        cache.update = functools.partial(self._hand_on, cache)
+        inputs.get_model_kwargs = functools.partial(_under_our_keyword, inputs)
         return processor
-
-    def _hand_on(
-        self, cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any = None
-    ) -> Any:
-        """Stand before the cache's own method: our attention reads and writes the pages itself.
-
-        Since 5.24 attention modules call it, before that only an attention that is not ours.
-        """
-        if self.model.config.get_text_config()._attn_implementation != NAME:
-            raise NotPatchedError(
-                "the model was unpatched while its requests are served: stop the manager first"
-            )
-        if kwargs is None:
-            raise self._not_handed([layer_idx])
-        kwargs[CACHE] = cache
-        return key_states, value_states
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         """Go on unless the program has ended: its thread would keep a stopped server alive."""
@@ -444,6 +447,10 @@ class PatchedBatchingManager(ContinuousBatchingManager):
 
     def _generation_step(self) -> None:
         """Tell the attentions which requests the step holds, and run it."""
+        if self.model.config.get_text_config()._attn_implementation != NAME:
+            raise NotPatchedError(
+                "the model was unpatched while its requests are served: stop the manager first"
+            )
         processor: Any = self.batch_processor
         batch = processor.inputs_and_outputs.requests_in_batch
         requests = [
@@ -461,10 +468,7 @@ class PatchedBatchingManager(ContinuousBatchingManager):
             for each, request in zip(batch, requests, strict=True):
                 slots.ended[request.name] = (each.state, request.past + request.length)
         if missing := set(range(len(self.config.layer_types))) - step.layers:
-            raise self._not_handed(sorted(missing))
-
-    def _not_handed(self, layers: list[int]) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{type(self.model).__name__} does not hand the paged cache to the attention of layers "
-            f"{', '.join(map(str, layers))}: use generate"
-        )
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not hand the packed requests to the attention of layers "
+                f"{', '.join(map(str, sorted(missing)))}: use generate"
+            )

@@ -254,7 +254,7 @@ def _init_batching(
         from hf_linattn.patching.batching import PatchedBatchingManager
     except ImportError as error:
         raise UnsupportedCallError(
-            f"continuous batching of patched models needs transformers 5.23: {error}"
+            f"continuous batching of patched models needs transformers 5.20: {error}"
         ) from error
     if getattr(model, CACHED_MANAGER, None) is not None:
         return getattr(type(model), INIT_BATCHING)(model)

@@ -19,8 +19,8 @@ from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.visibility import Visibility
 from hf_linattn.errors import UnsupportedCallError
 
-CACHE = "cache"
-"""Keyword by which models hand the paged cache to the attention interface; since 5.24 our `hand_on` does."""
+CACHE = "linattn_pages"
+"""Keyword by which the paged cache gets to the attention interface; no model takes one of that name."""
 PACKED = "write_index"
 """Keyword that every call with a packed row has, of attention modules and of the interface."""
 STEP = "_linattn_step"
@@ -192,6 +192,11 @@ def paged_attention(
     if slots != keeps_state:
         raise UnsupportedCallError(
             f"{where}: its patch was changed while requests are served: stop the manager first"
+        )
+    if module.layer_idx in step.layers:
+        raise UnsupportedCallError(
+            f"{where} runs more than once in a forward, and a request keeps one past for it (continuous "
+            "batching): use generate"
         )
     step.layers.add(module.layer_idx)
     if allocator.index not in step.groups:

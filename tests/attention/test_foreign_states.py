@@ -1,14 +1,17 @@
 """A cache with states serves the patch, the options, the model and the batch that made it, and no other."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from helpers.tiny_models import distance, llama, tokens
+import transformers
+from helpers.oracle import as_oracle
+from helpers.tiny_models import SIZES, build, distance, llama, tokens
 from transformers import DynamicCache, StaticCache
 
 import hf_linattn
-from hf_linattn.errors import CacheError, UnsupportedMaskError
+from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 
 IDS = tokens(3, 40)
 
@@ -221,3 +224,31 @@ def test_a_static_cache_that_is_full_says_so(spec):
     assert distance(torch.cat(got, 1), model(IDS[:2, :16]).logits) < 1e-5
     with pytest.raises(CacheError, match="for 16 tokens, and these are 1 behind 16"):
         model(IDS[:2, 16:17], past_key_values=cache)
+
+
+LOOPS = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 2}
+FULL = ["full_attention"] * 3
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="Dory came with transformers 5.24")
+@pytest.mark.parametrize("spec", ["elu1", "window", "h2o", "softmax1", "softmax1+logn"])
+def test_a_past_that_another_pass_over_the_layer_has_written(spec):
+    """Layers of dory run several times; in this mode the last pass alone writes keys, and the others read."""
+    sizes = {**SIZES, **LOOPS, "layer_types": FULL}
+    model = build("DoryForCausalLM", **sizes, recurrent_kv_cache_mode="last_loop")
+    with as_oracle(model, spec) if "softmax1" in spec else contextlib.nullcontext():
+        want = decoded(model)
+    hf_linattn.patch_model(model, spec, options=options_of(spec))
+    if "softmax1" in spec:
+        assert distance(decoded(model), want) < 1e-9
+    else:
+        with pytest.raises(UnsupportedCallError, match=r"another pass .*: use softmax1 or logn"):
+            decoded(model)
+    assert model(IDS[:2], use_cache=False).logits.isfinite().all()
+
+
+def decoded(model):
+    first = model(IDS[:2, :20], use_cache=True)
+    rest = [model(IDS[:2, 20:21], past_key_values=first.past_key_values).logits]
+    rest += [model(IDS[:2, 21:24], past_key_values=first.past_key_values).logits]
+    return torch.cat([first.logits, *rest], 1)

@@ -1,6 +1,7 @@
 """Continuous batching of patched models: every request gets the tokens that it gets alone."""
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -13,17 +14,20 @@ from hf_linattn.errors import NotPatchedError, UnsupportedCallError, Unsupported
 from hf_linattn.patching.discovery import find_sites
 
 pytest.importorskip(
-    "transformers.generation.continuous_batching.cache_allocators",
-    reason="continuous batching of patched models needs transformers 5.23",
+    "hf_linattn.patching.batching",
+    reason="continuous batching of patched models needs transformers 5.20",
+    exc_type=ImportError,
 )
 
 from hf_linattn.patching.batching import STATES, StateAllocator
+from hf_linattn.patching.paged import CACHE
 
 NEW = 10
 LENGTHS = [(7 * i) % 53 + 1 for i in range(32)]
 PROMPTS = [tokens(1, length, seed=i)[0].tolist() for i, length in enumerate(LENGTHS)]
 OUTPUTS = [3 + i % (NEW - 2) for i in range(32)]
 LAYERS = ["sliding_attention", "full_attention"]
+HEADS = {"num_key_value_heads": 4}
 
 
 def gemma3():
@@ -39,6 +43,16 @@ def qwen3():
 def gpt2():
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 256, "vocab_size": 97}
     return build("GPT2LMHeadModel", **sizes, bos_token_id=1, eos_token_id=None)
+
+
+def gpt_neox():
+    """Its layers take the cache under a name of their own, and do not tell it the step."""
+    return build("GPTNeoXForCausalLM", num_hidden_layers=2, **SIZES | HEADS)
+
+
+def opt():
+    """The model asks its cache how long it is."""
+    return build("OPTForCausalLM", num_hidden_layers=2, **SIZES | HEADS, word_embed_proj_dim=32, ffn_dim=64)
 
 
 def alone(model, prompt, new=NEW):
@@ -89,6 +103,8 @@ def served(model, requests):
         pytest.param(gemma3, "local", {"size": 8}, "global", 8, marks=pytest.mark.full),
         (gemma3, "elu1", {}, "keep", 32),
         (llama, "delta", {}, "keep", 8),
+        (gpt_neox, {"0": "elu1", "1": "softmax1"}, {}, "keep", 8),
+        (opt, "window+gated", {"size": 8}, "keep", 8),
         (gemma3, "softmax1+fox", {"source": "value", "half_life": 4.0}, "keep", 8),
         pytest.param(
             qwen3,
@@ -254,6 +270,21 @@ def test_what_cannot_be_served_is_refused_before_anything_is_changed():
     assert is_patched(chunked)
 
 
+def test_a_transformers_whose_cache_takes_no_other_kinds_of_layers_is_refused(monkeypatch):
+    """As that of 5.18, which has every name that is looked for."""
+
+    def closed(config):
+        raise ValueError("Invalid layer type")
+
+    paged = sys.modules["transformers.generation.continuous_batching.cache"]
+    monkeypatch.setattr(paged, "ATTN_TYPE_TO_ALLOCATOR", dict(paged.ATTN_TYPE_TO_ALLOCATOR))
+    monkeypatch.setattr(paged, "group_layers_by_attn_type", closed)
+    monkeypatch.delitem(sys.modules, "hf_linattn.patching.batching")
+    model = patch_model(llama(), "softmax1")
+    with pytest.raises(UnsupportedCallError, match=r"transformers 5\.20: its paged cache takes no layers"):
+        model.generate_batch([[3, 4]])
+
+
 def test_a_cache_of_someone_else_and_a_manager_of_another_patch_are_refused():
     model = patch_model(llama(), "softmax1")
     with pytest.raises(UnsupportedCallError, match=r"use model\.generate_batch"):
@@ -297,11 +328,21 @@ def test_unpatching_in_the_middle_is_no_silent_change(caplog):
         assert "unpatched while" in result.error
 
 
+def test_a_layer_that_runs_twice_is_refused(caplog):
+    """As dory's do: the second pass would overwrite what the first one keeps."""
+    model = patch_model(llama(), "elu1")
+    with serving(model) as manager:
+        results(manager, [manager.add_request(PROMPTS[3])])
+        model.model.layers[1] = model.model.layers[0]
+        manager.add_request(PROMPTS[4])
+        assert "LlamaAttention 0 runs more than once" in manager.get_result(timeout=60).error
+
+
 def test_a_model_that_keeps_the_cache_to_itself_is_refused(caplog, monkeypatch):
     model = patch_model(llama(), "softmax1")
     attention = model.model.layers[1].self_attn
     attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**kwargs, "cache": None}), with_kwargs=True
+        lambda _, args, kwargs: (args, {**kwargs, CACHE: None}), with_kwargs=True
     )
     with serving(model) as manager:
         manager.add_request(PROMPTS[3])
