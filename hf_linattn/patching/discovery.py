@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
@@ -399,10 +400,15 @@ def find_sites(model: Any) -> list[AttentionSite]:
             sites.append(_site(name, module, source, rotaries))
     if any(site.takes for site in sites):  # gemma 4 gives since 5.24, even where none takes
         sites = [replace(site, taken=True) for site in sites]
-    towers = {site.name for site in sites if model.can_generate() and is_beside_text(model, site.name)}
+    towers = {site.name for site in sites if writes_text(model) and is_beside_text(model, site.name)}
     if not towers:
         return sites
     return [replace(site, tower=site.name in towers, beside_tower=site.name not in towers) for site in sites]
+
+
+def writes_text(model: Any) -> bool:
+    """Tell whether a model is of a kind that writes text, with or without the head that does."""
+    return model.can_generate() or type(model.config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def is_text_alone(config: Any) -> bool:

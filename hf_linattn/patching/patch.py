@@ -15,7 +15,7 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.adapters import masks_of
-from hf_linattn.patching.discovery import beside_mask_readers, is_beside_text
+from hf_linattn.patching.discovery import beside_mask_readers, is_beside_text, writes_text
 from hf_linattn.patching.installation import (
     Installation,
     installation_of,
@@ -277,7 +277,7 @@ def _native_configs(model: PreTrainedModel, checked: _Checked) -> list[Any]:
 
     Attention that is no site, as Gemma 4's for sounds, has masks of its own all the same.
     """
-    if not model.can_generate():
+    if not writes_text(model):
         return []
     patched = [site.view.config for site in checked.sites if site.name in checked.children]
     text = [f"{site.name}." for site in checked.sites if not site.tower]
