@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
 
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
@@ -297,6 +297,23 @@ def beside_mask_readers(model: nn.Module, sites: Collection[AttentionSite]) -> l
             name = name.rpartition(".")[0]
         found |= {site.name: site for site in sites if not name or site.name.startswith(f"{name}.")}
     return list(found.values())
+
+
+def configs_of_unreached(model: nn.Module, sites: list[AttentionSite]) -> list[Any]:
+    """List the configs by which masks are made for attention modules that no plan reaches.
+
+    Big Bird's has none of transformers' masks until a short text comes, which it reads in full.
+    """
+    modules = dict(model.named_modules())
+    found = []
+    for name in unrouted(model, sites):
+        arguments = inspect.signature(inspect.unwrap(type(modules[name]).forward)).parameters
+        if isinstance(modules[name], nn.MultiheadAttention) or not any("mask" in x for x in arguments):
+            continue
+        while name and not isinstance(modules[name].__dict__.get("config"), PreTrainedConfig):
+            name = name.rpartition(".")[0]
+        found.append(modules[name].config)
+    return found
 
 
 def _asks_for_mask_kind(forward: Callable[..., Any]) -> bool:
