@@ -121,10 +121,7 @@ def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
         raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
     if not isinstance(raw, dict) or not raw.keys() - {"_commit_hash"}:  # which older transformers adds
-        adapter = Path(where, "adapter_config.json").is_file()
-        hint = "; for a peft adapter, load its base model, then PeftModel.from_pretrained"
-        hint = hint if adapter else model_inside(where)
-        raise CheckpointError(f"{where}: there is no config.json that describes a model{hint}")
+        raise CheckpointError(f"{where}: there is no config.json that describes a model{model_inside(where)}")
     return raw
 
 

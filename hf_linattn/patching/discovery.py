@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedConfig
 
 from hf_linattn.attention.site import (
     CACHE_ARGUMENTS,
@@ -298,6 +299,23 @@ def beside_mask_readers(model: nn.Module, sites: Collection[AttentionSite]) -> l
     return list(found.values())
 
 
+def configs_of_unreached(model: nn.Module, sites: list[AttentionSite]) -> list[Any]:
+    """List the configs by which masks are made for attention modules that no plan reaches.
+
+    Big Bird's has none of transformers' masks until a short text comes, which it reads in full.
+    """
+    modules = dict(model.named_modules())
+    found = []
+    for name in unrouted(model, sites):
+        arguments = inspect.signature(inspect.unwrap(type(modules[name]).forward)).parameters
+        if isinstance(modules[name], nn.MultiheadAttention) or not any("mask" in x for x in arguments):
+            continue
+        while name and not isinstance(modules[name].__dict__.get("config"), PreTrainedConfig):
+            name = name.rpartition(".")[0]
+        found.append(modules[name].config)
+    return found
+
+
 def _asks_for_mask_kind(forward: Callable[..., Any]) -> bool:
     forward = inspect.unwrap(forward)
     names = forward.__code__.co_varnames if inspect.isfunction(forward) else ()
@@ -399,10 +417,15 @@ def find_sites(model: Any) -> list[AttentionSite]:
             sites.append(_site(name, module, source, rotaries))
     if any(site.takes for site in sites):  # gemma 4 gives since 5.24, even where none takes
         sites = [replace(site, taken=True) for site in sites]
-    towers = {site.name for site in sites if model.can_generate() and is_beside_text(model, site.name)}
+    towers = {site.name for site in sites if writes_text(model) and is_beside_text(model, site.name)}
     if not towers:
         return sites
     return [replace(site, tower=site.name in towers, beside_tower=site.name not in towers) for site in sites]
+
+
+def writes_text(model: Any) -> bool:
+    """Tell whether a model is of a kind that writes text, with or without the head that does."""
+    return model.can_generate() or type(model.config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
 def is_text_alone(config: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_linattn.attention.masks import ADDITIVE_MASKS, DENSE_MASKS
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import CheckpointError, UnsupportedCallError
 from hf_linattn.patching import gguf
@@ -92,6 +93,12 @@ class Installation:
         self.configs = OwnConfigs(self._model)
         self._undo.append(self.configs.restore)
         self.configs.use_copies(entry, self._model.config, flags, native)
+
+    def flag_of_masks_before(self, config: Any) -> str:
+        """Name the flag by which a copied config goes on making the masks that its original makes."""
+        assert self.configs is not None
+        before = self.configs.original(config)._attn_implementation
+        return DENSE_MASKS if before == "sdpa" else ADDITIVE_MASKS
 
     def adapt(self, site: AttentionSite) -> None:
         """Have a module with attention code of its own call the interface."""

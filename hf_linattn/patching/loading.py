@@ -61,10 +61,15 @@ def explain_missing(message: str, kind: type[LinattnError]) -> Iterator[None]:
 
 
 def model_inside(source: str) -> str:
-    """Say where in a folder that holds no model there is one, as what `convert` leaves; "" for nowhere."""
+    """Say where the model is that a folder does not hold; "" where nothing tells."""
     folder = Path(source).expanduser()
     if (folder / "config.json").exists():
         return ""
+    if (folder / "adapter_config.json").exists():
+        return (
+            " (holds a peft adapter: load its base model, then PeftModel.from_pretrained; commands take the "
+            "folder that merge_and_unload().save_pretrained(...) of that writes)"
+        )
     configs = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     return f" (the model is in {configs[-1].parent})" if configs else ""
 

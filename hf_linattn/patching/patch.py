@@ -15,7 +15,12 @@ from hf_linattn.attention.site import AttentionSite
 from hf_linattn.cli.main import package_versions
 from hf_linattn.errors import NotPatchedError, OptionError, PlanError, UnsupportedModelError
 from hf_linattn.patching.adapters import masks_of
-from hf_linattn.patching.discovery import beside_mask_readers, is_beside_text
+from hf_linattn.patching.discovery import (
+    beside_mask_readers,
+    configs_of_unreached,
+    is_beside_text,
+    writes_text,
+)
 from hf_linattn.patching.installation import (
     Installation,
     installation_of,
@@ -244,6 +249,9 @@ def _install(model: PreTrainedModel, checked: _Checked, sliding: Sliding) -> Non
         # a tower pools by an attention of torch's, with the same masks
         for site in [*[site for site in routed if pools and site.tower], *beside_mask_readers(model, routed)]:
             site.view.config.__dict__[DENSE_MASKS] = True
+        for config in configs_of_unreached(model, checked.sites):
+            if config._attn_implementation == NAME:  # not that of a part with masks of its own
+                config.__dict__[installation.flag_of_masks_before(config)] = True
         for site in checked.sites:
             installation.adapt(site)
             if site.name in children:
@@ -277,7 +285,7 @@ def _native_configs(model: PreTrainedModel, checked: _Checked) -> list[Any]:
 
     Attention that is no site, as Gemma 4's for sounds, has masks of its own all the same.
     """
-    if not model.can_generate():
+    if not writes_text(model):
         return []
     patched = [site.view.config for site in checked.sites if site.name in checked.children]
     text = [f"{site.name}." for site in checked.sites if not site.tower]

@@ -262,6 +262,27 @@ def test_text_and_image_of_git_are_both_patched(monkeypatch):
     patch_model(model, {names[0]: "softmax1"})  # what is named is patched
 
 
+@pytest.mark.filterwarnings("ignore:BigBirdPegasusModel. modules stay as they are")
+@pytest.mark.parametrize("kind", ["original_full", "block_sparse"])  # which reads a short text in full too
+@pytest.mark.parametrize("patch", ["elu1", "softmax1"])
+def test_modules_out_of_reach_get_the_masks_that_they_got(kind, patch):
+    config = transformers.BigBirdPegasusConfig(**tiny_models.ENCODER_DECODER_SIZES, attention_type=kind)
+    torch.manual_seed(0)
+    model = transformers.BigBirdPegasusModel(config).double().eval()
+    for weights in model.parameters():
+        torch.nn.init.normal_(weights, 0, 0.2) if weights.ndim > 1 else None
+    plain, (ids, mask) = copy.deepcopy(model), tiny_models.left_padded(tiny_models.tokens(2, 12), 4)
+    patch_model(model, patch)
+    for given in ({}, {"attention_mask": mask}):
+        with torch.no_grad():
+            want = plain(ids, **given).encoder_last_hidden_state
+            got = model(ids, **given)
+            assert torch.equal(got.encoder_last_hidden_state, want)
+            with as_oracle(plain, patch):
+                decoded = plain(ids, encoder_outputs=(want,), **given).last_hidden_state
+            assert torch.allclose(got.last_hidden_state, decoded)
+
+
 def test_longformer_is_refused_with_the_reason():
     config = transformers.LongformerConfig(
         vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16

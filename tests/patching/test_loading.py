@@ -42,6 +42,14 @@ def test_a_folder_above_the_model_says_where_it_is(tmp_path):
             load(str(tmp_path))
 
 
+@pytest.mark.parametrize("load", [load_config, from_pretrained])
+def test_the_folder_of_an_adapter_is_called_one(load, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a peft adapter: load its base .*merge_and_unload") as caught:
+        load(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_errors_of_this_package_pass():
     with pytest.raises(PlanError), explain_missing("no model", CheckpointError):
         raise PlanError("empty")

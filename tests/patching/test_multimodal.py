@@ -50,6 +50,22 @@ def test_a_name_alone_is_for_the_text(name):
         assert torch.equal(model(**inputs).logits, logits)
 
 
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
+def test_it_is_for_the_text_where_the_head_that_writes_is_not_there(name):
+    model, inputs = multimodal(name)
+    whole, bare = towers(model), model.model  # what AutoModel loads
+    assert {f"model.{site}" for site in towers(bare)} == whole
+    before = image_features(model, inputs)
+    for plan in ("elu1", {0: "elu1"}):
+        patch_model(bare, plan, sliding="global")
+        assert patched(bare) == {
+            site.name
+            for site in find_sites(bare)
+            if not site.tower and (plan == "elu1" or site.layer_idx == 0)
+        }
+        assert torch.equal(image_features(model, inputs), before)
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_images_in_the_prompt_equal_the_oracle(name):
     model, inputs = multimodal(name)
