@@ -109,7 +109,7 @@ def available_patches() -> dict[str, str]:
 
 
 def _hint(name: Any, known: typing.Iterable[str]) -> str:
-    near = get_close_matches(str(name), list(known), n=1)
+    near = get_close_matches(str(name).lower(), list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

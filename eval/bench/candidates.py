@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -315,13 +315,18 @@ def entries(
     Raises:
         LinattnError: a patch does not suit these sizes.
     """
-    tensors = random_inputs(config, seed)
+    tensors = lru_cache(partial(random_inputs, config, seed))  # drawn by the first that is made, if any is
     reference = build_bare(config)
-    yield SDPA, False, lambda: _candidate(reference, SDPA, config, tensors)
+    yield SDPA, False, lambda: _candidate(reference, SDPA, config, tensors())
     if config.kind == "decode":
-        yield IN_PLACE, False, lambda: _in_place(reference, config, tensors)
+        yield IN_PLACE, False, lambda: _in_place(reference, config, tensors())
     for spec in specs:
         torch.manual_seed(seed)  # of maps that are drawn
         model = build_bare(config, spec, options)
-        make = partial(_candidate, model, spec, config, tensors)
-        yield spec, _is_linear(model), make
+        yield (
+            spec,
+            _is_linear(model),
+            lambda model=model, spec=spec: (  # type: ignore[misc]
+                _candidate(model, spec, config, tensors())
+            ),
+        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_linattn.cli.files import replacing, writing
+from hf_linattn.cli.files import read_json, replacing, writing
 from hf_linattn.errors import DataError
 
 from . import tables
@@ -52,8 +51,8 @@ def write_pages(folder: Path, runs: Sequence[Path]) -> list[Path]:
 def _load(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     try:
-        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        results = read_json(path)
+    except DataError as error:
         raise DataError(f"{folder} holds no results of this command") from error
     if results.get("format") != FORMAT:
         raise DataError(f"{path} is no file of this command")
@@ -64,8 +63,8 @@ def _load(folder: Path) -> dict[str, Any]:
 
 def _name(results: dict[str, Any], run: Path) -> str:
     """The last part of `--output-dir`; of the folder where that names none, as `.` does."""
-    words = shlex.split(command(results["command"]).replace("--output-dir=", "--output-dir "))
-    return Path(words[words.index("--output-dir") + 1]).name or run.resolve().name
+    given = {flag: value for _, flag, value in _paths(shlex.split(results["command"]))}
+    return Path(given["--output-dir"]).name or run.resolve().name
 
 
 def _page(results: dict[str, Any]) -> str:
@@ -113,10 +112,18 @@ def _threads(run: dict[str, Any]) -> str:
 def command(text: str) -> str:
     """Return a command without folders of the machine: the last part of each path."""
     words = shlex.split(text)
-    for index, word in enumerate(words):
-        if index and words[index - 1] in PATHS:
-            words[index] = Path(word).name
-        flag, equals, value = word.partition("=")
-        if equals and flag in PATHS:
+    for index, flag, value in _paths(words):
+        if words[index].partition("=")[1]:
             words[index] = f"{flag}={Path(value).name}"
+        else:
+            words[index : index + 2] = [flag, Path(value).name]
     return shlex.join(words)
+
+
+def _paths(words: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield the options that name paths: where one stands, its whole name, its value."""
+    for index, word in enumerate(words):
+        start, equals, value = word.partition("=")
+        for flag in PATHS:
+            if len(start) > len("--") and flag.startswith(start):  # argparse takes beginnings
+                yield index, flag, value if equals else words[index + 1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -131,11 +132,12 @@ def candidates(
     notes: dict[str, str] = {}
     if not config.causal or config.kind == "decode":  # compared in causal prefill and training only
         return ready, notes
-    tensors = random_inputs(config, seed)
+    tensors = lru_cache(partial(random_inputs, config, seed))
     for name in names:
         try:
             form = PEERS[name](config)
             difference = _agreement(form, config, seed)
+            call = _called(form, config, tensors())
         except Unavailable as error:
             notes[name] = str(error)
             continue
@@ -144,7 +146,7 @@ def candidates(
             continue
         if difference:
             notes[name] = difference
-        ready.append(Candidate(name, _called(form, config, tensors), linear=True))
+        ready.append(Candidate(name, call, linear=True))
     return ready, notes
 
 

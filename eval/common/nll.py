@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_linattn.errors import LinattnError, UnsupportedModelError
+from hf_linattn.errors import DataError, LinattnError, UnsupportedModelError
 from hf_linattn.parallel import Shard, row_part
 from hf_linattn.patching.cache_layers import cache_argument, output_cache
 
@@ -124,16 +124,19 @@ def forward(
         f"out of memory with {ids.shape[0]} windows of {ids.shape[1]} tokens and {keep} logits each: "
         "take a smaller batch size or stride, or a half precision dtype"
     )
-    with explained_failures(model, ids.shape[1], memory):
+    with explained_failures(model, ids, ids.shape[1], memory):
         return model(input_ids=ids, **kwargs) if run is None else run(model, input_ids=ids, **kwargs)
 
 
 @contextmanager
-def explained_failures(model: nn.Module, tokens: int, memory: str) -> Iterator[None]:
+def explained_failures(model: nn.Module, ids: Tensor, tokens: int, memory: str) -> Iterator[None]:
     """Say what went wrong in a forward pass over so many tokens; `memory` is said where it does not suffice.
+
+    `ids` are those of the tokens that are known before.
 
     Raises:
         LinattnError: out of memory.
+        DataError: a token that the model does not have.
         UnsupportedModelError: the text is longer than the model's table of positions.
     """
     try:
@@ -141,6 +144,11 @@ def explained_failures(model: nn.Module, tokens: int, memory: str) -> Iterator[N
     except torch.OutOfMemoryError as error:
         raise LinattnError(memory) from error
     except (IndexError, RuntimeError) as error:
+        if isinstance(error, IndexError) and (highest := int(ids.max())) >= (rows := embedding_rows(model)):
+            raise DataError(
+                f"the tokenizer made token {highest} of the text, and {type(model).__name__} has {rows} "
+                "tokens: name the tokenizer that it was trained with by --tokenizer"
+            ) from error
         limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         # BERT cuts its positions out of a table; RoBERTa begins to count behind the padding
         if not isinstance(error, IndexError) and (limit is None or tokens <= limit - 2):
@@ -149,6 +157,11 @@ def explained_failures(model: nn.Module, tokens: int, memory: str) -> Iterator[N
             f"{type(model).__name__} failed on {tokens} tokens ({error}); if it learns its positions, its "
             f"table ends at {limit}"
         ) from error
+
+
+def embedding_rows(model: Any) -> int:
+    """Count the tokens that the model can read."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:

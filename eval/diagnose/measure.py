@@ -100,7 +100,7 @@ def diagnose(
             memory = (
                 f"out of memory with the matrices of one layer for {len(ids)} tokens: take a shorter length"
             )
-            with explained_failures(model, len(ids), memory):
+            with explained_failures(model, ids, len(ids), memory):
                 model(input_ids=ids[None].to(device), **fixed, **rows)
     if not recorder.layers:
         raise UnsupportedModelError(f"{type(inside).__name__} called none of its attention modules")

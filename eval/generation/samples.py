@@ -91,7 +91,7 @@ def generate(
             set_seed(seed)
             for _ in range(samples):
                 start = time.perf_counter()
-                with explained_failures(model, ids.shape[1] + max_new_tokens, MEMORY):
+                with explained_failures(model, ids, ids.shape[1] + max_new_tokens, MEMORY):
                     out = model.generate(
                         ids,
                         attention_mask=torch.ones_like(ids),

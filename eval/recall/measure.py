@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 
-from ..common.nll import scoring, window_logits
+from ..common.nll import embedding_rows, scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
 from .tasks import TASKS, build
@@ -138,11 +138,6 @@ def check_fit(vocabulary: Vocabulary, tasks: Iterable[str], lengths: Iterable[in
     for task in tasks:
         for length in lengths:
             build(task, vocabulary, length, 0.0, 0, 0)
-
-
-def embedding_rows(model: Any) -> int:
-    """Count the tokens that the model can read."""
-    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def score(

@@ -26,9 +26,10 @@ from ..common.models import (
     name_of,
     train_length,
 )
+from ..common.nll import embedding_rows
 from ..common.results import ResumableRun, recorded
 from .custom import grouped, load_cases
-from .measure import check_fit, embedding_rows, make_row, score
+from .measure import check_fit, make_row, score
 from .plot import COLUMNS, save_pictures
 from .tasks import build
 from .verdict import assess_baseline

@@ -8,6 +8,7 @@ are kept as they are.
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -204,7 +205,9 @@ def open_source(
         raise DataError("the path of the text is empty")
     path = Path(source).expanduser()
     if path.is_dir():
-        return TextFiles(_text_files(path), path)
+        files = _text_files(path)
+        _note_tables(path)
+        return TextFiles(files, path)
     if path.is_file() and path.suffix.lower() not in TABLE_BUILDERS:
         return TextFiles([path], path.parent)
     if path.is_file():
@@ -251,6 +254,23 @@ def _text_files(folder: Path) -> list[Path]:
             f"no text in the folder {folder}: looked for files ending in {', '.join(TEXT_SUFFIXES)}"
         )
     return files
+
+
+def _note_tables(folder: Path) -> None:
+    """Warn of tables beside the texts: a dataset's README would pass for the dataset."""
+    tables = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        # other .json files are settings of some program more often than text
+        if path.suffix.lower() in TABLE_BUILDERS and path.suffix.lower() != ".json"
+    )
+    if tables:
+        more = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
+        warnings.warn(
+            f"{folder} is read as a folder of text files, without its tables ({tables[0]}{more}): to read a "
+            "table, name the file itself",
+            stacklevel=3,
+        )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ IDS = tiny_models.tokens(2, 20)
 LOGN = "softmax1+logn"
 CALLS = [
     (("elu11",), {}, UnknownPatchError, "unknown patch 'elu11'. Did you mean 'elu1'"),
+    (("ELU1",), {}, UnknownPatchError, "unknown patch 'ELU1'. Did you mean 'elu1'"),
     (("",), {}, OptionError, "lacks the name"),
     (("+",), {}, OptionError, "lacks the name"),
     (("elu1+",), {}, OptionError, "lacks the name"),

@@ -72,6 +72,14 @@ def test_folder_gives_sorted_text_files_only(tmp_path):
     )
 
 
+def test_a_folder_of_text_files_says_that_it_leaves_tables_out(tmp_path):
+    for name in ("README.md", "data/b.jsonl", "data/a.parquet", "settings.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("about")
+    with pytest.warns(UserWarning, match=r"without its tables \(data/a.parquet and 1 more\)"):
+        assert list(load_documents(tmp_path)["name"]) == ["README.md"]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
 def test_tables_give_a_document_per_row(tmp_path, suffix):
     path = tmp_path / f"rows{suffix}"

@@ -85,6 +85,24 @@ def test_commands_are_shown_without_folders_of_the_machine():
     assert shown == "python -m hf_linattn.bench --model base --output-dir=d --options '{\"size\": 4}'"
 
 
+@pytest.mark.parametrize("flag", ["--output-dir {}", "--output {}", "--out={}/", "--output-dir={}"])
+def test_beginnings_of_options_are_known(flag, finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "run")
+    words = flag.format("/secret/named")
+    called = {**results_of(out), "command": f"python -m hf_linattn.bench --mod /secret/base {words}"}
+    (out / "results.json").write_text(json.dumps(called))
+    assert bench.main(["--docs", str(tmp_path / "docs"), str(out)]) == 0
+    text = (tmp_path / "docs" / "named.md").read_text()
+    assert "--model base --output-dir" in text
+    assert "secret" not in text
+
+
+def test_a_damaged_results_file_is_refused(tmp_path, capsys):
+    for content in ("[]", "5", '{"format"', "{}"):
+        (tmp_path / "results.json").write_text(content)
+        refused(["--docs", str(tmp_path / "docs"), str(tmp_path)], "of this command", capsys)
+
+
 def test_the_pages_in_docs_have_titles_of_their_own_and_are_listed():
     pages = sorted((DOCS / "performance").glob("*.md"))
     titles = [path.read_text(encoding="utf-8").splitlines()[0] for path in pages]

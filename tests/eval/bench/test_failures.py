@@ -69,6 +69,31 @@ def test_a_candidate_that_cannot_be_made_is_a_row_too(tmp_path, monkeypatch):
     assert rows["sdpa"]["measured"]
 
 
+@pytest.mark.parametrize("more", [[], ["--peers", "performer"]], ids=["alone", "with peers"])
+@pytest.mark.parametrize("length", ["9999999999", "99999999999999999"])
+def test_inputs_that_do_not_fit_are_rows_and_shorter_ones_are_measured(length, more, tmp_path, capsys):
+    asked = arguments(tmp_path, "--kinds", "prefill", "--budget", "1e30", *more, lengths=f"16,{length}")
+    assert bench.main(asked) == 0
+    rows = [row for row in results_of(tmp_path)["rows"] if row["length"] > 16]
+    assert {row["candidate"] for row in rows} == {"sdpa", "elu1"}
+    assert all(row["note"].startswith(("not run: ", "failed: ")) for row in rows)
+    assert results_of(tmp_path)["complete"]
+    assert "not run: " in capsys.readouterr().out
+
+
+def test_inputs_of_lengths_that_are_not_run_are_not_drawn(tmp_path, monkeypatch):
+    drawn, real = [], candidates.random_inputs
+
+    def random_inputs(config, seed):
+        drawn.append(config.length)
+        return real(config, seed)
+
+    monkeypatch.setattr(candidates, "random_inputs", random_inputs)
+    asked = arguments(tmp_path, "--kinds", "prefill", "--budget", "1e-9", lengths="16,32,100000")
+    assert bench.main(asked) == 0
+    assert drawn == [16]
+
+
 def test_errors_pass_where_nobody_asked_for_them():
     def fails():
         raise ValueError("no")

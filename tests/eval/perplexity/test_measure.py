@@ -177,6 +177,13 @@ def test_infinite_loss_is_refused(folder, tokenizer):
         scoring.measure(model, tokenizer, TEXTS, [64], stride=32, max_tokens=64)
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(folder, tokenizer):
+    model = from_pretrained(str(folder))
+    model.resize_token_embeddings(40)
+    with pytest.raises(DataError, match=r"made token \d+ .* has 40 tokens: name the tokenizer"):
+        scoring.measure(model, tokenizer, TEXTS, [64], stride=32, max_tokens=64)
+
+
 @pytest.mark.full
 @needs_data
 def test_published_figures_of_books():
