@@ -120,17 +120,21 @@ STATES = {"segment_states": Tile(64, 64, 4, 2)}, {"segment_states": Tile(32, 128
 BOTH = STATES[0] | {"gradient_rows": Tile(64, 64, 4, 2)}, STATES[1] | {"gradient_rows": Tile(32, 128, 8, 2)}
 """Sums over a segment in float16, by width."""
 OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
-    (0, "bf16"): (_four(Tile(32, 64, 2, 2)), _four(WIDE)),
+    (0, "bf16"): (
+        _four(*[Tile(32, 64, 2, 2)] * 2, Tile(64, 64, 2, 2), Tile(32, 64, 2, 2))
+        | {"gradient_rows": Tile(64, 64, 2, 2)},
+        _four(WIDE, WIDE, Tile(32, 64, 2, 2), WIDE),
+    ),
     (0, "fp16"): ({}, _four(NARROW)),
-    (8, "bf16"): ({}, _four(HALF) | ROWS),
+    (8, "bf16"): ({}, _four(HALF, HALF, HALF, WIDE) | ROWS),
     (8, "fp16"): (
         _four(WIDE, WIDE, Tile(32, 32, 4, 2), WIDE) | BOTH[0],
         _four(MANY, HALF, NARROW, HALF) | BOTH[1],
     ),
     (9, "fp16"): (_four(WIDE) | BOTH[0], _four(HALF) | BOTH[1]),
-    (10, "bf16"): ({}, _four(HALF)),
+    (10, "bf16"): ({}, _four(HALF, HALF, WIDE, WIDE)),
     (10, "fp16"): (_four(HALF, WIDE, WIDE, WIDE) | BOTH[0], _four(MANY) | BOTH[1]),
-    (12, "bf16"): ({}, _four(HALF, HALF, NARROW._replace(stages=1), HALF) | ROWS),
+    (12, "bf16"): ({}, _four(HALF, HALF, HALF, WIDE) | ROWS),
     (12, "fp16"): (_four(HALF) | BOTH[0], _four(MANY, HALF, Tile(16, 32, 8, 2), HALF) | BOTH[1]),
 }
 # The same where query heads share key heads: a loop over them inside a chunk takes registers.
@@ -140,19 +144,25 @@ GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
         _four(WIDE, WIDE, HALF, HALF),
     ),
     (0, "fp16"): ({}, _four(NARROW)),
-    (8, "bf16"): ({"value_gradients": HALF}, _four(HALF)),
+    (8, "bf16"): (
+        {"key_gradients": HALF, "value_gradients": HALF},
+        _four(HALF, HALF, WIDE._replace(warps=8), HALF),
+    ),
     (8, "fp16"): (
         _four(WIDE, WIDE, Tile(32, 32, 4, 2), HALF) | STATES[0],
         _four(MANY, HALF, NARROW, HALF) | STATES[1],
     ),
     (9, "bf16"): (
         {"value_gradients": Tile(64, 64, 4, 2)},
-        {"key_gradients": HALF, "value_gradients": Tile(64, 64, 8, 2)},
+        {"key_gradients": WIDE, "value_gradients": Tile(64, 64, 8, 2)},
     ),
     (9, "fp16"): (_four(WIDE, WIDE, HALF, WIDE) | STATES[0], _four(HALF, HALF, NARROW, MANY) | STATES[1]),
-    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF, HALF, HALF, HALF._replace(stages=1))),
+    (10, "bf16"): ({"value_gradients": HALF}, _four(HALF, HALF, WIDE, WIDE)),
     (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE) | STATES[0], _four(MANY) | STATES[1]),
-    (12, "bf16"): ({"key_gradients": HALF, "value_gradients": HALF}, _four(HALF, HALF, NARROW, HALF)),
+    (12, "bf16"): (
+        {"key_gradients": WIDE._replace(stages=1), "value_gradients": WIDE},
+        _four(HALF, HALF, WIDE._replace(warps=8), WIDE._replace(warps=8)),
+    ),
     (12, "fp16"): (
         _four(HALF, HALF, Tile(32, 32, 4, 2), HALF) | STATES[0],
         _four(MANY, HALF, NARROW, HALF) | STATES[1],
