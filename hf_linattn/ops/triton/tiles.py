@@ -123,7 +123,7 @@ OWN: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (0, "bf16"): (
         _four(*[Tile(32, 64, 2, 2)] * 2, Tile(64, 64, 2, 2), Tile(32, 64, 2, 2))
         | {"gradient_rows": Tile(64, 64, 2, 2)},
-        _four(WIDE, WIDE, Tile(32, 64, 2, 2), WIDE),
+        _four(WIDE, WIDE, Tile(32, 64, 2, 2), Tile(32, 64, 2, 2)),
     ),
     (0, "fp16"): ({}, _four(NARROW)),
     (8, "bf16"): ({}, _four(HALF, HALF, HALF, WIDE) | ROWS),
