@@ -2,7 +2,8 @@
 
 Importing this page does not import triton, the first call does. The kernels are in `kernels` and
 `backward_kernels`. A causal forward is one launch where the batch alone fills the device, two where few
-segments do, else three; a backward four, five or seven. Results do not depend on the order in which
+segments do, else three; a backward four, or five behind three. Where it is not told what stood before the
+forward's segments, it sums them up in as many launches more. Results do not depend on the order in which
 programs run.
 """
 
