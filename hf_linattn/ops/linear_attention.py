@@ -157,11 +157,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *output_grads, config, keep, backend = args
         inputs = Inputs(*output_grads)
-        segments = None
-        if backend == "triton":
-            outputs, segments = _triton(inputs, config, keep)
-        else:
-            outputs = _forward(inputs, config, keep, backend)
+        how = inputs, config, keep
+        outputs, segments = _triton(*how) if backend == "triton" else (_forward(*how, backend), None)
         ctx.set_materialize_grads(False)
         _remember(ctx, inputs, config, backend, outputs, segments)
         return outputs if keep else outputs[:2]  # type: ignore[return-value]  # every result costs

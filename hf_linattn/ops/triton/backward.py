@@ -222,8 +222,7 @@ class _Run:
         """
         features = self.d_query if self.weighed else None
         call, output = self.call, last_contiguous(output)
-        states = call.new_slots(slots) if slots else None
-        factors = call.new_factors(slots) if slots else None
+        found = call.new_slots(slots)
         self.launch(
             self.kernels.gradient_rows,
             GRADIENT_ROWS,
@@ -233,16 +232,16 @@ class _Run:
                 "T": self.t,
                 "FEATURES": features,
                 **constant_strides(features=self.d_query),
-                "STATES": states,
+                "STATES": found.states,
                 "slots": slots,
                 "OUT": output,
                 **constant_strides(out=output),
                 "D_TOTAL": None if d_total is None else d_total.to(torch.float32).contiguous(),
-                "FACTORS": factors,
+                "FACTORS": found.factors,
             },
             programs=None if slots or self.weighed else call.batch_heads,
         )
-        return Slots(states, factors)
+        return found
 
     def query_gradients(
         self, before: Segments, S0: Tensor | None, z0: Tensor | None, *, causal: bool

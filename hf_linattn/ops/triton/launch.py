@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def available(device: torch.device | str) -> bool:
     return kind == "cpu" and "TRITON_INTERPRET" in os.environ and _installed() and interpreting()
 
 
-def forward(
+def forward_and_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,8 +63,8 @@ def forward(
     log_decay: Tensor | None = None,
     documents: Tensor | None = None,
     segment: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute causal linear attention after the state (S0, z0).
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Segments | None]:
+    """Compute causal linear attention after the state (S0, z0), and say what `backward` may read again.
 
     Args:
         query: `[B, H, N, D]` before the feature map; D at most 256. Float32, bfloat16 or float16, anyhow in
@@ -83,36 +84,14 @@ def forward(
         segment: tokens that one program walks, a multiple of 64; None chooses by device and shape.
 
     Returns:
-        Output `[B, H, N, Dv]` in the dtype of the values, float32 where it is not divided, a view of
-        `[B, N, H, Dv]`; total `[B, H, N]`, S and z after the last token, float32.
+        First, what `forward` returns: output `[B, H, N, Dv]` in the dtype of the values, float32 where it is
+        not divided, a view of `[B, N, H, Dv]`; total `[B, H, N]`, S and z after the last token, float32.
+        Then what stands before the segments; None where there are none. These states take as much memory as
+        two programs on each processor of the device hold, whatever the batch and the length: at most 17 MB
+        on an H100.
 
     Raises:
         UnsupportedCallError: for other dtypes and wider heads.
-    """
-    links = {"log_decay": log_decay, "documents": documents, "segment": segment}
-    given = (query, key, value, valid, S0, z0, feature_map, normalise)
-    return forward_and_segments(*given, eps=eps, **links)[0]  # type: ignore[arg-type]
-
-
-def forward_and_segments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor | None,
-    S0: Tensor | None,
-    z0: Tensor | None,
-    feature_map: str,
-    normalise: bool,
-    *,
-    eps: float = 0.0,
-    log_decay: Tensor | None = None,
-    documents: Tensor | None = None,
-    segment: int | None = None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Segments | None]:
-    """Compute `forward`, and return with it what stands before its segments, for `backward`.
-
-    These states take as much memory as two programs on each processor of the device hold, whatever the batch
-    and the length: at most 17 MB on an H100. None where there are no segments.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
@@ -123,6 +102,11 @@ def forward_and_segments(
     S, z = call.new_state()
     output, total, segments = _outputs(call, S0, z0, S, z)
     return (output, total, S, z), segments
+
+
+def forward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what `forward_and_segments` does, and return the output, the total, S and z alone."""
+    return forward_and_segments(*arguments, **options)[0]
 
 
 def decode(

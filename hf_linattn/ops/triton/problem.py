@@ -70,6 +70,11 @@ class Slots(NamedTuple):
     states: Tensor | None
     factors: Tensor | None
 
+    @property
+    def many(self) -> bool:
+        """Whether there are more than a program sums up by itself."""
+        return self.states is not None and self.states[0].numel() * 4 > DIRECT
+
 
 NONE = Slots(None, None)
 
@@ -388,13 +393,12 @@ class Problem:
         shape = (self.batch, self.kv_heads, self.D)
         return self.new(*shape, self.Dv) if over is None else over, self.new(*shape)
 
-    def new_slots(self, slots: int) -> Tensor:
-        """Allocate S and z of each segment, `[batch_heads, slots, D Dv + D]`."""
-        return self.new(self.batch_heads, slots, self.D * self.Dv + self.D)
-
-    def new_factors(self, slots: int) -> Tensor | None:
-        """Allocate what each segment leaves of the state before it, `[batch_heads, slots]`; None for all."""
-        return self.new(self.batch_heads, slots) if self.linked else None
+    def new_slots(self, slots: int) -> Slots:
+        """Allocate sums of segments; nothing for none."""
+        if not slots:
+            return NONE
+        states = self.new(self.batch_heads, slots, self.D * self.Dv + self.D)
+        return Slots(states, self.new(self.batch_heads, slots) if self.linked else None)
 
     def links(self, spec: KernelSpec) -> dict[str, Any]:
         """Pass decay and documents."""
@@ -420,9 +424,9 @@ class Problem:
         """Compute the sum of each of the first `slots` segments."""
         from hf_linattn.ops.triton import kernels
 
+        found = self.new_slots(slots)
         if not slots:
-            return NONE
-        found = Slots(self.new_slots(slots), self.new_factors(slots))
+            return found
         self.run(
             kernels.segment_states,
             SEGMENT_STATES,
@@ -440,10 +444,10 @@ class Problem:
 
     def before(self, tokens: int, found: Slots, S: Tensor | None, z: Tensor | None) -> Segments:
         """Leave sums of few segments as they are, else sum them up from S and z on, in place."""
-        few = found.states is None or found.states[0].numel() * 4 <= DIRECT
-        if not few and found.states is not None:
+        if found.many:
+            assert found.states is not None
             self.accumulate(found.states, found.factors, S, z)
-        return Segments(tokens, found, not few)
+        return Segments(tokens, found, found.many)
 
     def accumulate(self, states: Tensor, factors: Tensor | None, S: Tensor | None, z: Tensor | None) -> None:
         """Sum up along the slots, in place, from S and z on."""

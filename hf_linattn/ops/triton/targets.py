@@ -270,11 +270,8 @@ def _target(name: str) -> Iterator[None]:
 def _segments(call: problem.Problem) -> problem.Segments:
     """Make what a forward hands to its backward, nothing in it."""
     tokens, count = call.cut(call.length, problem.OUTPUTS)
-    if count == 1:
-        return problem.Segments(tokens, problem.NONE, False)
-    states = call.new_slots(count - 1)
-    slots = problem.Slots(states, call.new_factors(count - 1))
-    return problem.Segments(tokens, slots, states[0].numel() * 4 > problem.DIRECT)
+    slots = call.new_slots(count - 1)
+    return problem.Segments(tokens, slots, slots.many)
 
 
 def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
