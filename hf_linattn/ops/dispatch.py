@@ -51,15 +51,18 @@ def choose_backend(
         form: what is computed; None for outputs of `kind`, causal.
         features: number of features with "none"; None for D.
     """
-    if by_torch_alone():  # an exported program runs without this package
-        return "vectorised"
     if query.is_cpu:
         # of one token torch makes few operations, or one where it compiles them
         single = key.shape[2] == 1
         if not (single and torch.compiler.is_compiling()) and takes.linear(query, key, value, state):
             return "cpp"
-        return "vectorised" if single else "eager"
-    if query.is_cuda and check.takes(query, key, value, form or Form(kind), features):
+        # an exported program runs without this package
+        return "vectorised" if single or by_torch_alone() else "eager"
+    if (
+        query.is_cuda
+        and not by_torch_alone()
+        and check.takes(query, key, value, form or Form(kind), features)
+    ):
         return "triton"
     return "vectorised"
 

@@ -14,7 +14,7 @@ from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention, window_attention
 from hf_linattn.ops.eager.chunked_backward import through_running_sum
-from hf_linattn.ops.triton import launch, measured_tiles, problem
+from hf_linattn.ops.triton import launch, measured_tiles, plan, problem
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig, OutputGrads, Outputs
@@ -319,8 +319,8 @@ def check_refusals():
         case = Case(**change)
         with pytest.raises(UnsupportedCallError, match="Triton"):
             run(case, inputs_of(case))
-    assert problem.refusal((torch.float32,) * 3, (16, 16), 2**24, 1)
-    assert problem.refusal((torch.float32,) * 3, (16, 256), 1, 2**24)
+    assert plan.refusal((torch.float32,) * 3, (16, 16), 2**24, 1)
+    assert plan.refusal((torch.float32,) * 3, (16, 256), 1, 2**24)
     assert launch.available("cpu")
     assert launch.available("cuda")
     assert not launch.available("meta")

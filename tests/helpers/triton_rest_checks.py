@@ -10,7 +10,7 @@ import torch
 
 from hf_linattn import patch_model
 from hf_linattn.ops import window_attention
-from hf_linattn.ops.triton import launch, problem, window, window_rest, window_rest_selftest
+from hf_linattn.ops.triton import launch, plan, window, window_rest, window_rest_selftest
 from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.triton.window_rest import Rest
@@ -214,7 +214,7 @@ def check_the_choice():
     assert not window_rest.pays(seen, 16, 200)
     assert not window_rest.pays(seen._replace(query=x.float()), 16, 4096)
     for capability in ((0, 0), (12, 0)):
-        patch.setattr(window_rest.problem, "device_of", lambda device, of=capability: problem.Device(of, 1))
+        patch.setattr(plan, "device_of", lambda device, of=capability: plan.Device(of, 1))
         assert not window_rest.pays(seen, 16, 4096)
     patch.undo()
 

@@ -10,7 +10,7 @@ import torch
 
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import dispatch
-from hf_linattn.ops.triton import check, launch, problem, verdict_files
+from hf_linattn.ops.triton import check, launch, plan, verdict_files
 from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.selftest import Form
 
@@ -287,11 +287,11 @@ def check_what_is_refused(path):
             folder.patch.delenv(check.TRITON)
         patch.setattr(check, "triton_too_old", lambda: "triton 3.1.0 is older than 3.5")
         patch.setattr(launch, "available", lambda device: True)
-        patch.delattr(problem.importlib.import_module("triton"), "knobs")  # which it has not yet
+        patch.delattr(plan.importlib.import_module("triton"), "knobs")  # which it has not yet
         with pytest.warns(UserWarning, match="triton 3.1.0 is older"):
             assert not checks.takes(key_of())
         patch.undo()
-        patch.setattr(problem, "device_of", lambda device: problem.Device((7, 5), 40))
+        patch.setattr(plan, "device_of", lambda device: plan.Device((7, 5), 40))
         with pytest.warns(UserWarning, match="no bfloat16 .compute capability 7"):
             assert not checks.takes(key_of(torch.bfloat16)._replace(operand="bf16"))
         patch.undo()

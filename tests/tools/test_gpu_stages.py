@@ -41,7 +41,7 @@ def test_candidates_of_tiles():
 def test_kernels_are_compiled_in_advance_without_a_device(tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
 
-    from hf_linattn.ops.triton.problem import Device
+    from hf_linattn.ops.triton.plan import Device
 
     precompile, correct = gpu_kit.module("gpu_stages.precompile"), gpu_kit.module("gpu_stages.correct")
     for name, text in (("TRITON_CACHE_DIR", tmp_path / "cache"), ("TRITON_INTERPRET", 0)):

@@ -189,10 +189,7 @@ class _Run:
             "D_OUT": d_output,
             **constant_strides(d_out=d_output),
             "TOTAL": total.contiguous(),
-            "heads": call.heads,
             "SHIFT": shift,
-            "GROUP": call.group,
-            "NORMALISE": call.normalise,
         }
         self.d_query = torch.empty_like(call.query)
         # until its own pass, the last, the gradient's memory holds c phi_q for keys and values
@@ -231,7 +228,6 @@ class _Run:
             {
                 "T": self.t,
                 "FEATURES": features,
-                **constant_strides(features=self.d_query),
                 "STATES": found.states,
                 "slots": slots,
                 "OUT": output,
@@ -250,8 +246,7 @@ class _Run:
 
         `before` is what stands before the segments; S0 and z0 before the first, or of all keys.
         """
-        blocks = -(-self.call.D // self.call.tile(QUERY_GRADIENTS).block)
-        along = self.along(blocks, self.call.heads)
+        along = self.along(QUERY_GRADIENTS, self.call.heads)
         self.launch(
             self.kernels.query_gradients,
             QUERY_GRADIENTS,
@@ -263,17 +258,17 @@ class _Run:
                 "S0": S0,
                 "Z0": z0,
                 "D_Q": self.d_query,
-                **constant_strides(d_q=self.d_query),
                 "ALONG": along,
                 "CAUSAL": causal,
             },
         )
         return self.d_query, None if along is None else along.sum(0)
 
-    def along(self, blocks: int, heads: int) -> Tensor | None:
+    def along(self, spec: KernelSpec, heads: int) -> Tensor | None:
         """Allocate products of features and their gradients, `[blocks of columns, B, heads, N]`."""
         if self.call.decay is None:
             return None
+        blocks = -(-self.call.D // self.call.tile(spec).block)
         return self.call.new(blocks, self.call.batch, heads, self.call.length)
 
     def key_gradients(
@@ -291,8 +286,7 @@ class _Run:
         """
         d_key = torch.empty_like(self.call.key)
         d_S0, d_z0 = self.call.new_state() if state else (None, None)
-        blocks = -(-self.call.D // self.call.tile(KEY_GRADIENTS).block)
-        along = self.along(blocks, self.call.kv_heads)
+        along = self.along(KEY_GRADIENTS, self.call.kv_heads)
         self.launch(
             self.kernels.key_gradients,
             KEY_GRADIENTS,
@@ -305,7 +299,6 @@ class _Run:
                 "D_S": R,
                 "D_Z": r,
                 "D_K": d_key,
-                **constant_strides(d_k=d_key),
                 "D_S0": d_S0,
                 "D_Z0": d_z0,
                 "ALONG": along,
@@ -327,7 +320,6 @@ class _Run:
                 **self.queries,
                 "D_S": R,
                 "D_V": d_value,
-                **constant_strides(d_v=d_value),
                 "CAUSAL": causal,
             },
         )

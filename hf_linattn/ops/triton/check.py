@@ -27,7 +27,7 @@ from hf_linattn.ops.triton import (
     heavy_selftest,
     launch,
     measured_tiles,
-    problem,
+    plan,
     selftest,
     token_selftest,
     verdict_files,
@@ -49,7 +49,7 @@ TRITON = "HF_LINATTN_TRITON"
 torch operations."""
 OLDEST = (3, 5)
 """Of triton: what torch 2.9 comes with."""
-SAFE_ROWS = problem.MOST_PROGRAMS // problem.WIDEST
+SAFE_ROWS = plan.MOST_PROGRAMS // plan.WIDEST
 """Batch times heads below which no grid is too long."""
 REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Checks:
 
     form: ClassVar[str] = "triton"
     kernels_of: ClassVar[str] = "Triton kernels of linear attention"
-    most_tokens: ClassVar[int] = problem.LONGEST
+    most_tokens: ClassVar[int] = plan.LONGEST
     most_rows: ClassVar[int] = SAFE_ROWS
 
     def __init__(
@@ -162,7 +162,7 @@ class Checks:
         widest = max(key.D, getattr(key.form, "features", 0))
         dtypes, widths = (key.dtype, key.dtype, key.value_dtype), (widest, key.Dv)
         why = None if launch.available(key.device) else "triton is not installed"
-        why = why or triton_too_old() or problem.refusal(dtypes, widths, tokens, rows)
+        why = why or triton_too_old() or plan.refusal(dtypes, widths, tokens, rows)
         return why or device_refusal(key.device, key.operand)
 
     def worth_saying(self, why: str) -> bool:
@@ -315,7 +315,7 @@ def triton_too_old() -> str | None:
 
 def device_refusal(device: torch.device, operand: str) -> str | None:
     """Say what a device lacks; None for nothing that is known before it is tried."""
-    capability = problem.device_of(device).capability
+    capability = plan.device_of(device).capability
     if operand == "bf16" and (0, 0) < capability < (8, 0):
         return f"{device_name(device)} multiplies no bfloat16 (compute capability {capability[0]})"
     return None
@@ -348,7 +348,7 @@ def verdicts_file(device: torch.device, *kernels: str) -> Path | None:
     parts = [
         importlib.import_module("triton").__version__,
         *(torch.__version__, torch.version.cuda, torch.version.hip, driver),
-        *(device_name(device), problem.device_of(device), *kernels),
+        *(device_name(device), plan.device_of(device), *kernels),
     ]
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:20]
     return folder / f"triton-{digest}.json"
@@ -410,7 +410,7 @@ def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -
 
 def _window_key(device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, form: Any) -> Key:
     usable = launch.available(device) and triton_too_old() is None
-    operand = problem.operand_of((dtype,)) if usable else ""
+    operand = plan.operand_of((dtype,)) if usable else ""
     return Key(device, dtype, dtype, D, Dv, 1 + grouped, operand, form)
 
 
@@ -437,7 +437,7 @@ def _key(
     if how.kind == "none":
         dtype = features_dtype(dtype)
     usable = launch.available(device) and triton_too_old() is None
-    operand = problem.operand_of((dtype, value_dtype)) if usable else ""
+    operand = plan.operand_of((dtype, value_dtype)) if usable else ""
     return Key(device, dtype, value_dtype, D, Dv, 1 + grouped, operand, how)
 
 

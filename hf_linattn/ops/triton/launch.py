@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton.backward import backward, global_backward
+from hf_linattn.ops.triton.plan import interpreting
 from hf_linattn.ops.triton.problem import (
     OUTPUTS,
     SEGMENT_STATES,
     STEP,
     Problem,
     Segments,
-    constant_strides,
-    interpreting,
 )
 from hf_linattn.ops.types import Inputs, OpConfig
 
@@ -238,15 +237,10 @@ def _outputs(
             "S0": S0,
             "Z0": z0,
             "OUT": output,
-            **constant_strides(out=output),
             "TOTAL": total,
             "S": S,
             "Z": z,
-            "heads": call.heads,
-            "length": call.length,
             "segment": tokens,
-            "GROUP": call.group,
-            "NORMALISE": call.normalise,
             "CAUSAL": causal,
         },
     )
@@ -272,9 +266,6 @@ def _step(
             "TOTAL": total,
             "S": S,
             "Z": z,
-            "kv_heads": call.kv_heads,
-            "GROUP": call.group,
-            "NORMALISE": call.normalise,
         },
     )
     if in_place and z0 is not None:  # programs share z: it is written when all have read it

@@ -22,6 +22,7 @@ from hf_linattn.ops.triton import (
     heavy_backward,
     launch,
     machine_code,
+    plan,
     problem,
     window,
     window_rest,
@@ -256,13 +257,13 @@ def _target(name: str) -> Iterator[None]:
 
     target = TARGETS[name]
     driver.set_active(NoDevice(name))
-    about = problem.Device(target.capability, target.processors)
+    about = plan.Device(target.capability, target.processors)
     hip = "6.4" if name.startswith("gfx") else None
 
-    def device(_: torch.device) -> problem.Device:  # a Mock would cost every call 8 microseconds
+    def device(_: torch.device) -> plan.Device:  # a Mock would cost every call 8 microseconds
         return about
 
-    of = mock.patch.object(problem, "device_of", device)
+    of = mock.patch.object(plan, "device_of", device)
     with of, mock.patch("torch.version.hip", hip):
         yield
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton.problem import Problem, last_contiguous, strides
+from hf_linattn.ops.triton.problem import Problem, last_contiguous
 from hf_linattn.ops.triton.tiles import Tile, padded
 from hf_linattn.ops.types import ScaledSums, Window
 
@@ -203,7 +203,9 @@ def _inputs(call: Problem, window: Window, sinks: Sinks | None, other: ScaledSum
     """Pass what forward and backward read."""
     query = None if sinks is None or sinks.query is None else last_contiguous(sinks.query)
     values = None if other is None else last_contiguous(other.values)
-    return call.inputs("qkv", strides) | {
+    return {
+        **call.tensors,
+        **call.strides(),
         "SINK_Q": query,
         "SINK_K": None if sinks is None else sinks.key.contiguous(),
         "SINK_V": None if sinks is None else sinks.value.contiguous(),

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import problem
-from hf_linattn.ops.triton.problem import Problem, constant_strides, strides
+from hf_linattn.ops.triton import plan, problem
+from hf_linattn.ops.triton.problem import Problem, constant_strides
 from hf_linattn.ops.triton.tiles import padded, segment_length
 from hf_linattn.ops.triton.window import LOG2E, Sinks
 from hf_linattn.ops.types import Inputs, Window
@@ -50,7 +50,7 @@ def pays(window: Window, features: int, left: int) -> bool:
     query, value = window.query, window.value
     if query.dtype != torch.bfloat16 or max(query.shape[-1], value.shape[-1], features) > WIDEST:
         return False
-    about = problem.device_of(query.device)
+    about = plan.device_of(query.device)
     rows = query.shape[0] * query.shape[1]
     return about.capability[0] in (8, 9, 10) and rows * (left // 256) >= 2 * about.processors
 
@@ -92,7 +92,8 @@ def forward(
         (rows, -(-alone // segment) + segments),
         tile,
         {
-            **call.inputs("qkv", strides),
+            **call.tensors,
+            **call.strides(),
             **_of_sinks(sinks),
             **_of_rest(behind, rest),
             **before.arguments,

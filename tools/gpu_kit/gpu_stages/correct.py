@@ -16,7 +16,7 @@ from hf_linattn.ops.triton import (
     heavy,
     heavy_selftest,
     launch,
-    problem,
+    plan,
     selftest,
     token_selftest,
     window,
@@ -159,11 +159,11 @@ def key_of(
         if form[0] in ("token", "rest") and not about.features and about.kind != "none":
             about = about._replace(features=widths[0])
         where = torch.device(device)
-        return selftest.Key(where, of, of, *widths, group, problem.operand_of((of,)), about)
+        return selftest.Key(where, of, of, *widths, group, plan.operand_of((of,)), about)
     how = selftest.Form(*form)
     if how.kind == "none":
         of = check.features_dtype(of)
-    return selftest.Key(torch.device(device), of, value, *widths, group, problem.operand_of((of, value)), how)
+    return selftest.Key(torch.device(device), of, value, *widths, group, plan.operand_of((of, value)), how)
 
 
 def form_row(context: Context, dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> Row:

@@ -67,9 +67,9 @@ def _target() -> tuple[Any, Any, autotuned.Facts]:
     """Say what triton compiles for here, what tiles are chosen by, and what fla asks."""
     from triton.runtime import driver
 
-    from hf_linattn.ops.triton import problem
+    from hf_linattn.ops.triton import plan
 
-    device = problem.device_of(torch.device("cuda", torch.cuda.current_device()))
+    device = plan.device_of(torch.device("cuda", torch.cuda.current_device()))
     return driver.active.get_current_target(), device, autotuned.facts()
 
 
@@ -96,12 +96,12 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
     torch.set_num_threads(1)
     from triton.runtime import driver
 
-    from hf_linattn.ops.triton import problem
+    from hf_linattn.ops.triton import plan, problem
 
     def launch(self: Any, kernel: Any, grid: Any, tile: Any, given: dict[str, Any]) -> None:
         problem.run_kernel(kernel, grid, tile, given, warmup=True)
 
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)
-    problem.device_of = lambda _: device
+    plan.device_of = lambda _: device
     problem.Problem.launch = launch

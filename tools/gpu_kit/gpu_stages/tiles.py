@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_linattn.ops import linear_attention
-from hf_linattn.ops.triton import launch, measured_tiles, problem
+from hf_linattn.ops.triton import launch, measured_tiles, plan, problem
 from hf_linattn.ops.triton.tiles import Configuration, Tile
 from hf_linattn.ops.types import Inputs, OpConfig
 
@@ -198,7 +198,7 @@ def _row(context: Context, about: Problem) -> Row:
 def _added(context: Context, about: Problem, inputs: Inputs, best: dict[str, Tile]) -> Row:
     """Check the best tiles against float64, and write them into the table."""
     where = measured_tiles.setting(
-        *(inputs.query.device, problem.operand_of((inputs.query.dtype,)), (about.width, about.width)),
+        *(inputs.query.device, plan.operand_of((inputs.query.dtype,)), (about.width, about.width)),
         *(about.group, about.linked),
     )
     forms: tuple[tuple[Any, ...], ...] = (("elu1", True, True, about.linked),)
