@@ -258,8 +258,9 @@ def test_meta_and_offloaded_models(tmp_path):
         }
         places |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
         off = from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path / "off")
-        with pytest.raises(UnsupportedModelError, match=r"model.layers.0.self_attn is offloaded"):
-            patch_model(off, learned_patches.NAME)
+        for spec in (learned_patches.NAME, "performer", "lsh"):  # these draw buffers
+            with pytest.raises(UnsupportedModelError, match=r"model.layers.0.self_attn is offloaded"):
+                patch_model(off, spec)
         want = logits(patch_model(tiny_models.llama(2, dtype=torch.float32), "elu1"), IDS)
         assert torch.equal(logits(patch_model(off, "elu1"), IDS), want)
 
