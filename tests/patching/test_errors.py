@@ -15,6 +15,7 @@ from hf_linattn.errors import (
     PlanError,
     RegistrationError,
     UnknownPatchError,
+    UnsupportedCallError,
     UnsupportedModelError,
 )
 from hf_linattn.patches.elu1 import Elu1
@@ -263,6 +264,18 @@ def test_meta_and_offloaded_models(tmp_path):
                 patch_model(off, spec)
         want = logits(patch_model(tiny_models.llama(2, dtype=torch.float32), "elu1"), IDS)
         assert torch.equal(logits(patch_model(off, "elu1"), IDS), want)
+
+
+@pytest.mark.parametrize("spec", ["elu1", "softmax1", "window"])
+def test_keys_and_values_of_different_heads_are_refused(spec):
+    """As Nemotron 3's sounds have them in a config with grouped keys; torch's fused softmax takes both."""
+    model = tiny_models.llama(1)
+    model.model.layers[0].self_attn.v_proj = nn.Linear(32, 32, bias=False).double()
+    want = logits(model, IDS)
+    patch_model(model, spec)
+    with pytest.raises(UnsupportedCallError, match="keys have 2 heads and values 4"):
+        logits(model, IDS)
+    assert torch.equal(logits(unpatch_model(model), IDS), want)
 
 
 def test_registration():
