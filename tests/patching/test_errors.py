@@ -5,6 +5,7 @@ import torch
 from helpers import learned_patches, tiny_models
 from helpers.learned_patches import logits, state
 from torch import nn
+from transformers import LiltConfig, LiltModel
 
 from hf_linattn import describe, is_patched, patch_model, patched, register, unpatch_model
 from hf_linattn.attention import LinearAttention
@@ -276,6 +277,13 @@ def test_keys_and_values_of_different_heads_are_refused(spec):
     with pytest.raises(UnsupportedCallError, match="keys have 2 heads and values 4"):
         logits(model, IDS)
     assert torch.equal(logits(unpatch_model(model), IDS), want)
+
+
+def test_attention_by_a_softmax_module_is_named():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 97}
+    model = LiltModel(LiltConfig(num_hidden_layers=1, **sizes))
+    with pytest.raises(UnsupportedModelError, match=r"no adapter knows LiltSelfAttention \(1\)"):
+        patch_model(model, "elu1")
 
 
 def test_registration():
