@@ -457,7 +457,7 @@ def _weighs(cls: Any) -> bool:
     if "Attention" not in cls.__name__ or issubclass(cls, nn.MultiheadAttention):
         return "Attention" in cls.__name__
     try:
-        source = inspect.getsource(cls)
+        source = inspect.getsource(cls).lower()  # nn.Softmax too
     except (OSError, TypeError):
         return True
     return any(

@@ -258,6 +258,11 @@ class PatchedAttention(PatchHolder):
             if again is not None:
                 return again, None
         self._refuse_call(context.cross, dropout, causal, extras)
+        if key.shape[1] != value.shape[1]:  # kernels read both by one number of heads
+            raise UnsupportedCallError(
+                f"{self.where}: keys have {key.shape[1]} heads and values {value.shape[1]}: leave it out of "
+                "the plan"
+            )
         if query.shape[0] != key.shape[0]:  # learned queries of one row (granite speech)
             query = query.expand(key.shape[0], -1, -1, -1)
         visibility = read_visibility(mask, query.shape[2], key.shape[2], causal)

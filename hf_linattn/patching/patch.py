@@ -221,9 +221,8 @@ def _build_child(
     # while a model is loaded, some modules make a few weights on the CPU
     parameter = next((weight for weight in own if weight.is_meta), own[0] if own else None)
     if parameter is not None:
-        learned = any(True for _ in child.parameters())
         if (
-            learned
+            child.state_dict()
             and parameter.is_meta
             and any(hasattr(module, "_hf_hook") for module in site.module.modules())
         ):

@@ -5,6 +5,7 @@ import torch
 from helpers import learned_patches, tiny_models
 from helpers.learned_patches import logits, state
 from torch import nn
+from transformers import LiltConfig, LiltModel
 
 from hf_linattn import describe, is_patched, patch_model, patched, register, unpatch_model
 from hf_linattn.attention import LinearAttention
@@ -15,6 +16,7 @@ from hf_linattn.errors import (
     PlanError,
     RegistrationError,
     UnknownPatchError,
+    UnsupportedCallError,
     UnsupportedModelError,
 )
 from hf_linattn.patches.elu1 import Elu1
@@ -258,10 +260,30 @@ def test_meta_and_offloaded_models(tmp_path):
         }
         places |= {"model.layers.0": "disk", "model.layers.1": "cpu"}
         off = from_pretrained(tmp_path / "saved", device_map=places, offload_folder=tmp_path / "off")
-        with pytest.raises(UnsupportedModelError, match=r"model.layers.0.self_attn is offloaded"):
-            patch_model(off, learned_patches.NAME)
+        for spec in (learned_patches.NAME, "performer", "lsh"):  # these draw buffers
+            with pytest.raises(UnsupportedModelError, match=r"model.layers.0.self_attn is offloaded"):
+                patch_model(off, spec)
         want = logits(patch_model(tiny_models.llama(2, dtype=torch.float32), "elu1"), IDS)
         assert torch.equal(logits(patch_model(off, "elu1"), IDS), want)
+
+
+@pytest.mark.parametrize("spec", ["elu1", "softmax1", "window"])
+def test_keys_and_values_of_different_heads_are_refused(spec):
+    """As Nemotron 3's sounds have them in a config with grouped keys; torch's fused softmax takes both."""
+    model = tiny_models.llama(1)
+    model.model.layers[0].self_attn.v_proj = nn.Linear(32, 32, bias=False).double()
+    want = logits(model, IDS)
+    patch_model(model, spec)
+    with pytest.raises(UnsupportedCallError, match="keys have 2 heads and values 4"):
+        logits(model, IDS)
+    assert torch.equal(logits(unpatch_model(model), IDS), want)
+
+
+def test_attention_by_a_softmax_module_is_named():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 97}
+    model = LiltModel(LiltConfig(num_hidden_layers=1, **sizes))
+    with pytest.raises(UnsupportedModelError, match=r"no adapter knows LiltSelfAttention \(1\)"):
+        patch_model(model, "elu1")
 
 
 def test_registration():
