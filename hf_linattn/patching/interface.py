@@ -23,7 +23,7 @@ from hf_linattn.attention.site import (
 from hf_linattn.attention.visibility import Visibility, read_visibility
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import put_layer, refuse_rotated_keys, self_attention_cache
-from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext
+from hf_linattn.patching.module import NO_CONTEXT, USED, CallContext, PatchedAttention
 from hf_linattn.patching.paged import PACKED, Group, paged_attention
 
 NAME = "linattn"
@@ -102,6 +102,8 @@ def attention(
         return native_attention(
             module, query, key, value, attention_mask, kept, scaling=scaling, dropout=dropout, **kwargs
         )
+    if not isinstance(child, PatchedAttention):
+        _refuse_mixed_adapters(child)
     context: CallContext = getattr(child.calls, "context", NO_CONTEXT)
     if context.used:
         raise UnsupportedCallError(f"{type(module).__name__} calls its attention more than once per forward")
@@ -110,6 +112,15 @@ def attention(
     causal = _looks_back(module, attention_mask, query.shape[2], is_causal) and not context.cross
     # never the module itself: offloading moves every argument of a call to the device
     return child(context, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
+
+
+def _refuse_mixed_adapters(wrapper: Any) -> None:
+    """Refuse rows of several peft adapters that hold weights of the patch: one forward has those of one."""
+    if any("adapter_names" in getattr(hook, "keywords", ()) for hook in wrapper._forward_pre_hooks.values()):
+        raise UnsupportedCallError(
+            f"{wrapper.where}: adapter_names gives the rows adapters of their own, and those hold weights of "
+            "the patch (modules_to_save). Give rows of one adapter at a time, chosen by set_adapter"
+        )
 
 
 def _looks_back(module: nn.Module, mask: Tensor | None, queries: int, is_causal: bool | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -65,7 +66,8 @@ def patch_model(
         LinattnError: one of its kinds, before anything was touched.
 
     Warns:
-        UserWarning: a patch for all modules does not reach some, whose attention code is their own.
+        UserWarning: a patch for all modules does not reach some, whose attention code is their own; or learns
+            what the adapters of a model (peft) do not hold.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -85,6 +87,15 @@ def patch_model(
     checked = _check(sites, resolve(patch, sites, options), sliding, earlier, dtype)
     if isinstance(patch, str) and checked.children:
         report_unrouted(inside, sites)
+    learned = {child.spec for child in checked.children.values() if any(True for _ in child.parameters())}
+    if learned and getattr(inside, "peft_config", None):
+        warnings.warn(
+            f"{type(inside).__name__} has adapters of peft already, which do not hold what "
+            f"{', '.join(map(repr, sorted(learned)))} learns: save_pretrained of the adapters will leave it "
+            "out. Patch first, then get_peft_model or PeftModel.from_pretrained, with "
+            f"modules_to_save=[{NAME!r}] in the adapter's config",
+            stacklevel=2,
+        )
     if earlier is not None:
         earlier.undo()
     _install(inside, checked, sliding)
