@@ -63,10 +63,9 @@ def _files(name: str, path: Path) -> Iterator[Path]:
     elif path.is_dir() and name in MODELS:
         yield from sorted({file for glob in MODEL_FILES for file in path.glob(glob) if file.is_file()})
     elif path.is_dir():
-        from hf_linattn.data.documents import TEXT_SUFFIXES  # which loads datasets, and bench does without
+        from hf_linattn.data import documents  # which loads datasets, and bench does without
 
-        files = (file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        yield from sorted(file for file in files if file.is_file())
+        yield from documents.files_below(path, documents.TEXT_SUFFIXES)
 
 
 def _read(file: Path, digest: Any) -> None:
