@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from hf_linattn.errors import DataError, TrainingError
 from hf_linattn.eval.common import contents, results
 
-TEXT = ("--data", "{data}", "--lengths", "64")
+TEXT = ("--data", "{data}", "--lengths", "64", "--stride", "32", "--max-tokens", "64")
 COMMANDS = {
     "perplexity": TEXT,
     "perplexity --branches": (*TEXT, "--branches", "--patch", "window+elu1", "--options", '{{"size": 16}}'),
@@ -62,7 +62,7 @@ def test_tables_hold_every_column_once_in_order(tmp_path):
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": 1})
-    with pytest.raises(DataError, match="no finite number"):
+    with pytest.raises(DataError, match="no finite number: the weights hold NaN"):
         results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": float("nan")})
     assert results.load(tmp_path, {}, "x/1")["value"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
@@ -166,3 +166,25 @@ def test_a_large_file_is_read_in_pieces_up_to_its_end(tmp_path, monkeypatch):
         file.write_bytes(text)
         found.add(contents.digests({"data": str(file)})["data"])
     assert len(found) == 4
+
+
+PICTURES = {
+    "perplexity": "perplexity.png",
+    "perplexity --branches": "branches.png",
+    "bench --cost": "cost.png",
+    "generation": "kl.png",
+    "recall": "heatmap-induction.png",
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_deleted_picture_is_drawn_again_from_the_results(name, folder, data, tmp_path, monkeypatch):
+    out, words = tmp_path / "out", [word.format(data=data) for word in COMMANDS[name]]
+    main = import_module(f"hf_linattn.eval.{name.split()[0]}.__main__").main
+    command = ["--model", str(folder), *words, "--output-dir", str(out)]
+    assert main(command) == 0
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / PICTURES[name]).unlink()
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("work was begun"))
+    assert main(command) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
