@@ -23,7 +23,11 @@ PIECES = 2**10
 
 
 def digests(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Digest what the arguments name as far as it lies on the disk: name of the argument -> digest."""
+    """Digest what the arguments name as far as it lies on the disk: name of the argument -> digest.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     found = {}
     for name in (*MODELS, *TEXTS):
         given = arguments.get(name)
@@ -69,9 +73,12 @@ def _files(name: str, path: Path) -> Iterator[Path]:
 
 
 def _read(file: Path, digest: Any) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode())
-    with file.open("rb") as content:
-        for start in (*range(0, size, max(PIECE, size // PIECES)), max(0, size - PIECE)):
-            content.seek(start)
-            digest.update(content.read(PIECE))
+    try:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for start in (*range(0, size, max(PIECE, size // PIECES)), max(0, size - PIECE)):
+                content.seek(start)
+                digest.update(content.read(PIECE))
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import errno
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from helpers.fixtures_perplexity import make_folder, make_texts
 from transformers import LlamaForCausalLM
 
+from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, TrainingError
 from hf_linattn.eval.common import contents, results
 
@@ -188,3 +191,28 @@ def test_a_deleted_picture_is_drawn_again_from_the_results(name, folder, data, t
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("work was begun"))
     assert main(command) == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_two_runs_that_write_one_file_are_told_of_each_other(tmp_path):
+    path = tmp_path / "a.csv"
+
+    def write(meanwhile):
+        with replacing(path) as partial:
+            partial.write_text("text")
+            meanwhile()
+
+    with pytest.raises(TrainingError, match=r"a\.csv: its folder is gone, or another run writes it"):
+        write(lambda: write(lambda: None))
+    assert path.read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_files_that_cannot_be_read_are_one_clear_error(name, tmp_path, monkeypatch):
+    def refused(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(DataError, match=r"cannot read .*(config\.json|a\.txt): Permission denied"):
+        contents.digests({name: str(tmp_path)})
