@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_linattn.cli.arguments import positive_number, seed
-from hf_linattn.errors import OptionError
+from hf_linattn.errors import OptionError, UnsupportedCallError
 
 from ..common.cli import (
     argparse_type,
@@ -216,7 +216,11 @@ def _choose_kernels(args: argparse.Namespace, command: str, used: bool) -> str:
     if args.cpp is not None:
         os.environ[build.CPP] = str(int(args.cpp))
     if build.asked() == "1" and used:
-        build.library()  # compiled before anything is timed, or refused
+        try:
+            build.library()  # compiled before anything is timed, or refused
+        except UnsupportedCallError as error:
+            why = str(error).partition(" Or unset ")[0]  # with --cpp it is not the variable that asks
+            raise UnsupportedCallError(f"{why} Or give --no-cpp.") from error
     chosen, args.cpp = args.cpp, used and kernels()["cpu"].startswith("cpp")
     return command if not used or chosen is not None else f"{command} --{'' if args.cpp else 'no-'}cpp"
 

@@ -33,6 +33,7 @@ from .plots import save_cost_plot
 from .timing import Clock, spread
 
 FORMAT = "hf_linattn.cost/1"
+PICTURE = "cost.png"
 SPEEDS = ("prefill", "decode")
 SPEED, RATIO = ("tokens_per_second", "low", "high"), ("ratio", "ratio_low", "ratio_high")
 """Columns of each of them: median and range."""
@@ -138,6 +139,8 @@ def run(options: argparse.Namespace, command: str, device: str) -> dict[str, Any
     )
     session = ResumableRun(options.output_dir, vars(args), FORMAT, command, device=torch.device(device))
     if session.complete:
+        if session.lacks(PICTURE):
+            save_cost_plot(options.output_dir / PICTURE, session.rows)
         return session.results
     if load_config(args.model).is_encoder_decoder:
         raise UnsupportedModelError(
@@ -153,7 +156,7 @@ def run(options: argparse.Namespace, command: str, device: str) -> dict[str, Any
     _measure(args, model, label, session)
     session.results["notes"] = _compute(args, model, label, session.rows)
     session.rows.sort(key=lambda row: (row["model"] == UNPATCHED, row["length"]))
-    save_cost_plot(options.output_dir / "cost.png", session.rows)
+    save_cost_plot(options.output_dir / PICTURE, session.rows)
     session.finish("cost.csv", COLUMNS)
     return session.results
 

@@ -23,7 +23,11 @@ PIECES = 2**10
 
 
 def digests(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Digest what the arguments name as far as it lies on the disk: name of the argument -> digest."""
+    """Digest what the arguments name as far as it lies on the disk: name of the argument -> digest.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     found = {}
     for name in (*MODELS, *TEXTS):
         given = arguments.get(name)
@@ -63,16 +67,18 @@ def _files(name: str, path: Path) -> Iterator[Path]:
     elif path.is_dir() and name in MODELS:
         yield from sorted({file for glob in MODEL_FILES for file in path.glob(glob) if file.is_file()})
     elif path.is_dir():
-        from hf_linattn.data.documents import TEXT_SUFFIXES  # which loads datasets, and bench does without
+        from hf_linattn.data import documents  # which loads datasets, and bench does without
 
-        files = (file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        yield from sorted(file for file in files if file.is_file())
+        yield from documents.files_below(path, documents.TEXT_SUFFIXES)
 
 
 def _read(file: Path, digest: Any) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode())
-    with file.open("rb") as content:
-        for start in (*range(0, size, max(PIECE, size // PIECES)), max(0, size - PIECE)):
-            content.seek(start)
-            digest.update(content.read(PIECE))
+    try:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for start in (*range(0, size, max(PIECE, size // PIECES)), max(0, size - PIECE)):
+                content.seek(start)
+                digest.update(content.read(PIECE))
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from error

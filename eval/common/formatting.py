@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+NOT_FINITE = "the weights hold NaN, or a sum overflows: in 16 bits, try --dtype float32"
+"""Where numbers that are none come from."""
+
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Align cells in columns: the first `left` to the left, the others to the right.

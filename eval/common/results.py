@@ -21,6 +21,7 @@ from hf_linattn.errors import DataError
 from hf_linattn.ops.dispatch import kernels
 
 from .contents import digests, refuse_changes
+from .formatting import NOT_FINITE
 
 PACKAGES = ("hf-linattn", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 
@@ -120,6 +121,10 @@ class ResumableRun:
         yield
         self.seconds[label] = round(time.perf_counter() - start, 3)
 
+    def lacks(self, *names: str) -> bool:
+        """Tell whether one of these files is missing and this process is to write it."""
+        return self.writes and not all((self.folder / name).exists() for name in names)
+
     def save(self) -> None:
         """Renew results.json."""
         self.results["run"]["kernels"] = kernels()  # compiled by now, where that was asked for
@@ -187,8 +192,8 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
         text = json.dumps(results, indent=1, allow_nan=False)
     except ValueError as error:
         raise DataError(
-            f"a figure for {folder / 'results.json'} is no finite number: the outputs overflow or are "
-            "NaN; try --dtype float32, and see whether the unpatched model has them too"
+            f"a figure for {folder / 'results.json'} is no finite number: {NOT_FINITE}; see "
+            "whether the unpatched model has them too"
         ) from error
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

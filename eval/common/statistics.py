@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hf_linattn.errors import DataError
 
+from .formatting import NOT_FINITE
 from .windows import Texts, Window
 
 
@@ -92,7 +93,7 @@ def make_row(length: int, scores: Sequence[WindowScore], buckets: list[Bucket]) 
     """
     total = math.fsum(score.nats for score in scores)
     if not math.isfinite(total):
-        raise DataError(f"the model's loss is not finite at length {length}; try --dtype float32")
+        raise DataError(f"the model's loss is not finite at length {length}: {NOT_FINITE}")
     documents, groups = len({score.document for score in scores}), in_groups(scores)
     nats = [math.fsum(score.nats for score in group) for group in groups]
     tokens = [sum(score.tokens for score in group) for group in groups]

@@ -17,6 +17,7 @@ from hf_linattn.errors import DataError, OptionError, UnsupportedModelError
 from hf_linattn.patching.cache_layers import cache_argument, output_cache
 from hf_linattn.patching.causality import require_causal
 
+from ..common.formatting import NOT_FINITE
 from ..common.nll import scoring, window_logits
 from ..common.windows import Bos, Document, Texts, Window, encode
 from .comparison import ORIGINAL, Comparison, Continuation, agreement, repetition
@@ -179,7 +180,7 @@ class Comparer:
                 divergences = [token_divergence(theirs, own.to(theirs.device)) for own, theirs in parts]
                 kl = torch.cat(divergences, 1).clamp_min(0)  # rounding takes it below
                 if not bool(kl.isfinite().all()):
-                    raise DataError(f"KL(original || {label}) is not finite; try --dtype float32")
+                    raise DataError(f"KL(original || {label}) is not finite: {NOT_FINITE}")
                 same = first.argmax(-1).cpu() == second.argmax(-1).cpu()
                 of_batch = zip(map(tuple, kl.tolist()), map(tuple, same.tolist()), strict=True)
                 results.update(zip(batch, of_batch, strict=True))
@@ -209,7 +210,7 @@ def _greedy(
             raise UnsupportedModelError(f"{type(model).__name__} keeps no cache to continue a text from")
         logits = out.logits[:, -1]
         if bool(logits.isnan().any()):
-            raise DataError(f"the logits of {type(model).__name__} are not numbers; try --dtype float32")
+            raise DataError(f"the logits of {type(model).__name__} are not numbers: {NOT_FINITE}")
         step = logits.argmax(-1, keepdim=True)
         written.append(step)
         advance(len(step))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -21,6 +20,7 @@ from ..common.results import save_csv
 from .comparison import ORIGINAL, Comparison, Continuation, Summary, agreement
 
 FORMAT = "hf_linattn.generation/1"
+PICTURE = "kl.png"
 COLUMNS = ("model", "prompt", "prompt_tokens", "tokens", "agreement", "repetition", "kl", "top1", "text")
 PROMPT_END = 400
 """Letters of a prompt's end that the page shows."""
@@ -59,8 +59,7 @@ def write(args: argparse.Namespace, comparison: Comparison, decode: Decode) -> N
     save_csv(folder / "generation.csv", rows, COLUMNS)
     with replacing(folder / "generation.md") as partial:
         partial.write_text(_page(args, comparison, decode), encoding="utf-8")
-    with replacing(folder / "kl.png") as partial:
-        _save_plot(partial, comparison.summaries())
+    save_plot(folder, comparison)
 
 
 def _row(comparison: Comparison, one: Continuation, decode: Decode) -> dict[str, Any]:
@@ -144,8 +143,9 @@ def _safe(text: str) -> str:
     return "⏎ ".join(line.strip("\r") for line in kept.split("\n"))
 
 
-def _save_plot(path: Path, summaries: Sequence[Summary]) -> None:
+def save_plot(folder: Path, comparison: Comparison) -> None:
     """Draw KL over the position in the continuation, a point per bucket, both logarithmic."""
+    summaries = comparison.summaries()
     width = 7.6 + 0.085 * max(len(one.model) for one in summaries)
     figure = Figure(figsize=(width, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -164,8 +164,8 @@ def _save_plot(path: Path, summaries: Sequence[Summary]) -> None:
     axes.set(xlabel="token of the original's continuation", ylabel="KL(original || model), nats per token")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", frameon=False)
-    with rc_context({"svg.hashsalt": "hf_linattn"}):
-        figure.savefig(path, format="png", dpi=150)
+    with replacing(folder / PICTURE) as partial:
+        figure.savefig(partial, format="png", dpi=150)
 
 
 def continuations_of(rows: Sequence[Mapping[str, Any]]) -> list[Continuation]:

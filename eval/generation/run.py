@@ -19,7 +19,7 @@ from ..common.results import ResumableRun, recorded
 from ..common.windows import encode, side_by_side
 from .comparison import ORIGINAL, Comparison
 from .measure import Comparer, Side, side_of
-from .outputs import FORMAT, continuations_of, summary, write
+from .outputs import FORMAT, PICTURE, continuations_of, save_plot, summary, write
 
 
 def run(args: argparse.Namespace, command: str) -> str:
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace, command: str) -> str:
     earlier = continuations_of(session.earlier.get("continuations", []))
     if session.complete:
         comparison = Comparison(session.results["prompts"], earlier)
+        if session.lacks(PICTURE):
+            save_plot(args.output_dir, comparison)
         return summary(session.results["original"]["note"], comparison, args)
     others = _model_specs(args)
     source = args.original or args.model[0]

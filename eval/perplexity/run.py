@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,10 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
         writes=state.is_main_process,
     )
     state.wait_for_everyone()  # before anyone writes
+    picture = "branches.png" if arguments.branches else "perplexity.png"
     if run.complete:
+        if run.lacks(picture):
+            _draw(arguments.output_dir / picture, arguments, run.results)
         return run.results
     shard = _shard(state) if arguments.context_parallel else None
     specs = arguments.model_specs()
@@ -112,12 +116,17 @@ def _run(arguments: PerplexityArguments, command: str, state: Any) -> dict[str, 
     if arguments.branches:
         run.results["sentences"] = sentences(run.rows, sizes)
     if state.is_main_process:
-        grey = {"none"} if arguments.branches else {spec.label for spec in specs if is_reference(spec)}
-        name = "branches" if arguments.branches else "perplexity"
-        with replacing(arguments.output_dir / f"{name}.png") as partial_file:
-            save_plot(partial_file, run.rows, length, stream=arguments.stream, reference=grey)
+        _draw(arguments.output_dir / picture, arguments, run.results)
     run.finish("results.csv", COLUMNS)
     return run.results
+
+
+def _draw(path: Path, arguments: PerplexityArguments, results: dict[str, Any]) -> None:
+    specs = [ModelSpec(**spec) for spec in results.get("models", ())]
+    grey = {"none"} if arguments.branches else {spec.label for spec in specs if is_reference(spec)}
+    with replacing(path) as partial_file:
+        rows, length = results["rows"], results["train_length"]
+        save_plot(partial_file, rows, length, stream=arguments.stream, reference=grey)
 
 
 def _shard(state: Any) -> Shard:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.patching.causality import require_causal
 
+from ..common.formatting import NOT_FINITE
 from ..common.nll import embedding_rows, scoring, window_logits
 from ..common.statistics import ratio_error
 from ..common.windows import Document, Texts, Window
@@ -232,5 +233,5 @@ def _outcome(sample: Sample, logits: Tensor, first: int) -> Outcome:
             best = [tokens[step[tokens].argmax()] for step, tokens in zip(steps, following, strict=True)]
             chosen += [int(token) for token in best] == list(answer)
     if not math.isfinite(logprob):
-        raise DataError("the model's logits are not finite; try --dtype float32")
+        raise DataError(f"the model's logits are not finite: {NOT_FINITE}")
     return Outcome(len(sample.answers), right, chosen, logprob)

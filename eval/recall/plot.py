@@ -40,14 +40,23 @@ def save_pictures(
         train_length: length to mark, if any.
     """
     by_task = {verdict["task"]: verdict for verdict in verdicts}
-    figures = {"curves": _curves(rows, by_task, train_length)}
+    for name, task in pictures_of(rows).items():
+        if task is None:
+            figure = _curves(rows, by_task, train_length)
+        else:
+            figure = heatmap([row for row in rows if row["task"] == task], by_task.get(task))
+        with replacing(folder / name) as partial:
+            figure.savefig(partial, format="png", dpi=110)
+
+
+def pictures_of(rows: Rows) -> dict[str, str | None]:
+    """Name the pictures of rows: file -> its task, None for the curves of all."""
+    files: dict[str, str | None] = {"curves.png": None}
     for task in dict.fromkeys(row["task"] for row in rows):
         # the name of a user's own cases may hold anything
         safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in task)
-        figures[f"heatmap-{safe}"] = heatmap([row for row in rows if row["task"] == task], by_task.get(task))
-    for name, figure in figures.items():
-        with replacing(folder / f"{name}.png") as partial:
-            figure.savefig(partial, format="png", dpi=110)
+        files[f"heatmap-{safe}.png"] = task
+    return files
 
 
 def heatmap(rows: Rows, verdict: Mapping[str, Any] | None) -> Figure:

@@ -30,7 +30,7 @@ from ..common.nll import embedding_rows
 from ..common.results import ResumableRun, recorded
 from .custom import grouped, load_cases
 from .measure import check_fit, make_row, score
-from .plot import COLUMNS, save_pictures
+from .plot import COLUMNS, pictures_of, save_pictures
 from .tasks import build
 from .verdict import assess_baseline
 from .vocabulary import Sample, Vocabulary
@@ -84,6 +84,9 @@ def run(args: argparse.Namespace, command: str) -> dict[str, Any]:
         arguments["cases"] = f"{args.cases} sha256:{hashlib.sha256(args.cases.read_bytes()).hexdigest()}"
     session = ResumableRun(args.output_dir, arguments, FORMAT, command)
     if session.complete:
+        if session.lacks(*pictures_of(session.rows)):
+            of_run = (session.results["verdicts"], session.results["train_length"])
+            save_pictures(args.output_dir, session.rows, *of_run)
         return session.results
     specs = _model_specs(args)
     tokenizer = load_tokenizer(args.tokenizer or args.model[0])

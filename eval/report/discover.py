@@ -138,6 +138,8 @@ def _kind(folder: Path) -> str | None:
         return None
     if form in FORMATS:
         return FORMATS[form]
+    if form == "hf_linattn.bench/1":
+        return "hf_linattn.bench without --cost"
     if isinstance(form, str) and form.startswith("hf_linattn.") and form.count("/") == 1:
         return "hf_linattn.eval." + form.removeprefix("hf_linattn.").partition("/")[0]
     raise DataError(f"{path} is no file of this package: its format is {form!r}; known: {', '.join(FORMATS)}")

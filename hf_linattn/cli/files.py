@@ -28,6 +28,8 @@ def writing(path: Path, kind: type[LinattnError] = TrainingError) -> Iterator[No
         reason = getattr(error, "strerror", None) or str(error)
         if isinstance(error, FileExistsError):
             reason = "a file of this name is in its place"
+        elif isinstance(error, FileNotFoundError):
+            reason = "its folder is gone, or another run writes it"
         raise kind(f"cannot write {path}: {reason}") from error
 
 

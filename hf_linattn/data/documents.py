@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".raw")
 """Endings of text files inside a folder. A file named itself may have any ending but a table's."""
 
 TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+PACKED = (".gz", ".xz", ".bz2", ".zst", ".zip", ".tar", ".tgz", ".7z")
 
 CHAT = "messages"
 """The column of conversations, a list of {role, content} in each row."""
@@ -148,6 +150,8 @@ class Table:
         if not kept:
             raise DataError(f"column {column!r} of {source} is empty")
         if len(kept) < len(documents):
+            rows = f"{len(documents) - len(kept):,} of {len(documents):,} rows"
+            warnings.warn(f"{source}: column {column!r} is empty in {rows}, which are left out", stacklevel=3)
             documents = documents.select(kept)
         names = [f"{source}[{row}]" for row in kept]
         return documents.add_column("name", names).select_columns(["name", "text"])
@@ -158,9 +162,9 @@ def load_documents(source: Any, *, column: str = "text", split: str = "train") -
 
     Args:
         source: a list of texts or a `datasets.Dataset`, one document per row; a text file (one document); a
-            folder (every file below it that ends like `TEXT_SUFFIXES`, in sorted order, one document each); a
-            .jsonl, .json, .parquet or .csv file (one document per row); otherwise a dataset for
-            `datasets.load_dataset`, as `name` or `name:config`.
+            folder (every file below it that ends like `TEXT_SUFFIXES` and is not hidden, in sorted order, one
+            document each); a .jsonl, .json, .parquet or .csv file (one document per row); otherwise a dataset
+            for `datasets.load_dataset`, as `name` or `name:config`.
         column: the column that holds the text of a table or dataset.
         split: the split of a dataset that is named.
 
@@ -206,8 +210,10 @@ def open_source(
     path = Path(source).expanduser()
     if path.is_dir():
         files = _text_files(path)
-        _note_tables(path)
+        _note_others(path)
         return TextFiles(files, path)
+    if path.is_file() and path.suffix.lower() in PACKED:
+        raise DataError(f"{path} is packed: unpack it first")
     if path.is_file() and path.suffix.lower() not in TABLE_BUILDERS:
         return TextFiles([path], path.parent)
     if path.is_file():
@@ -245,10 +251,19 @@ def streams(source: Any) -> bool:
     return sum(file.stat().st_size for file in files) > STREAM_ABOVE
 
 
-def _text_files(folder: Path) -> list[Path]:
-    files = sorted(
-        path for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
+def files_below(folder: Path, suffixes: Container[str]) -> list[Path]:
+    """List, sorted, the files below a folder with such endings; neither hidden ones nor hidden folders."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in suffixes
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
     )
+
+
+def _text_files(folder: Path) -> list[Path]:
+    files = files_below(folder, TEXT_SUFFIXES)
     if not files:
         raise DataError(
             f"no text in the folder {folder}: looked for files ending in {', '.join(TEXT_SUFFIXES)}"
@@ -256,19 +271,16 @@ def _text_files(folder: Path) -> list[Path]:
     return files
 
 
-def _note_tables(folder: Path) -> None:
-    """Warn of tables beside the texts: a dataset's README would pass for the dataset."""
-    tables = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        # other .json files are settings of some program more often than text
-        if path.suffix.lower() in TABLE_BUILDERS and path.suffix.lower() != ".json"
-    )
-    if tables:
-        more = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
+def _note_others(folder: Path) -> None:
+    """Warn of tables and packed files beside the texts: a dataset's README would pass for the dataset."""
+    # .json files are settings of some program more often than text
+    others = files_below(folder, {*TABLE_BUILDERS, *PACKED} - {".json"})
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         warnings.warn(
-            f"{folder} is read as a folder of text files, without its tables ({tables[0]}{more}): to read a "
-            "table, name the file itself",
+            f"{folder} is read as a folder of text files, without its other files "
+            f"({others[0].relative_to(folder).as_posix()}{more}): to read a table, name the file itself; "
+            "unpack what is packed",
             stacklevel=3,
         )
 

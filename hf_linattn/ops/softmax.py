@@ -8,13 +8,15 @@ b = 0 is softmax1 ("Attention is off by one", Miller 2023); b per head is the si
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_linattn.ops.softmax_sink import attention, fits
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import exporting, transforming
 
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:
@@ -49,9 +51,11 @@ def _sdpa(
     scale: float,
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
-    )
+    # torch.func and derivatives that go forward find no rule for fused kernels, or none for their mask
+    with sdpa_kernel(SDPBackend.MATH) if transforming() else nullcontext():
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
+        )
     if mask is not None and exporting():  # ONNX makes NaN of rows that see nothing
         seen = mask if mask.dtype == torch.bool else mask > float("-inf")
         output = output.masked_fill(~seen.any(-1, keepdim=True), 0)

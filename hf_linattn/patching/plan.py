@@ -104,12 +104,28 @@ def _parts(key: Any) -> list[Any]:
 
 def _matching(key: Any, sites: list[AttentionSite]) -> list[AttentionSite]:
     """List the sites that a plan's key means, each once; every alternative must mean one."""
-    matches = [[site for site in sites if _matches(part, site)] for part in _parts(key)]
+    parts = _parts(key)
+    matches = [[site for site in sites if _matches(part, site)] for part in parts]
     if not matches or not all(matches):
         names = ", ".join(f"{site.name} (layer {site.layer_idx})" for site in sites[:3])
         more = f" and {len(sites) - 3} more" if len(sites) > 3 else ""
         raise PlanError(f"the plan's key {key!r} matches no attention module; there are {names}{more}")
+    last = max((part[-1] for part in parts if isinstance(part, range)), default=0)
+    if last >= (layers := _layers(sites)):
+        raise PlanError(
+            f"the plan's key {key!r} reaches to layer {last}; there are {layers} layers, from 0 on"
+        )
     return list({site.name: site for part in matches for site in part}.values())
+
+
+def _layers(sites: list[AttentionSite]) -> int:
+    """Count the layers of the text: some may have no attention."""
+    counts = [1]
+    for site in sites:
+        if not site.tower:
+            config = getattr(site.module, "config", None)
+            counts += [1 + (site.layer_idx or 0), getattr(config, "num_hidden_layers", None) or 0]
+    return max(counts)
 
 
 def _matches(part: Any, site: AttentionSite) -> bool:

@@ -125,11 +125,14 @@ class RunFolder:
         Raises:
             TrainingError: it would.
         """
-        deleted = {path.resolve() for path in (*self._left(), self.record_path)}
+        left = self._left()
+        deleted = {path.resolve() for path in (*left, self.record_path)}
         for name in INPUTS:
             value = getattr(arguments, name, None)
             source = None if value is None else Path(value).expanduser().resolve()
-            if source is not None and not deleted.isdisjoint((source, *source.parents)):
+            # of a folder of texts all that lies below it is read
+            below = name in ("data", "eval_data") and any(source in path.resolve().parents for path in left)
+            if source is not None and (below or not deleted.isdisjoint((source, *source.parents))):
                 raise TrainingError(
                     f"--overwrite would delete {flag_of(name)} {value}: choose another --output-dir"
                 )

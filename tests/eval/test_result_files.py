@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import errno
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from helpers.fixtures_perplexity import make_folder, make_texts
 from transformers import LlamaForCausalLM
 
+from hf_linattn.cli.files import replacing
 from hf_linattn.errors import DataError, TrainingError
 from hf_linattn.eval.common import contents, results
 
-TEXT = ("--data", "{data}", "--lengths", "64")
+TEXT = ("--data", "{data}", "--lengths", "64", "--stride", "32", "--max-tokens", "64")
 COMMANDS = {
     "perplexity": TEXT,
     "perplexity --branches": (*TEXT, "--branches", "--patch", "window+elu1", "--options", '{{"size": 16}}'),
@@ -62,7 +65,7 @@ def test_tables_hold_every_column_once_in_order(tmp_path):
 
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": 1})
-    with pytest.raises(DataError, match="no finite number"):
+    with pytest.raises(DataError, match="no finite number: the weights hold NaN"):
         results.save(tmp_path, {"format": "x/1", "arguments": {}, "value": float("nan")})
     assert results.load(tmp_path, {}, "x/1")["value"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
@@ -166,3 +169,50 @@ def test_a_large_file_is_read_in_pieces_up_to_its_end(tmp_path, monkeypatch):
         file.write_bytes(text)
         found.add(contents.digests({"data": str(file)})["data"])
     assert len(found) == 4
+
+
+PICTURES = {
+    "perplexity": "perplexity.png",
+    "perplexity --branches": "branches.png",
+    "bench --cost": "cost.png",
+    "generation": "kl.png",
+    "recall": "heatmap-induction.png",
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_deleted_picture_is_drawn_again_from_the_results(name, folder, data, tmp_path, monkeypatch):
+    out, words = tmp_path / "out", [word.format(data=data) for word in COMMANDS[name]]
+    main = import_module(f"hf_linattn.eval.{name.split()[0]}.__main__").main
+    command = ["--model", str(folder), *words, "--output-dir", str(out)]
+    assert main(command) == 0
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / PICTURES[name]).unlink()
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: pytest.fail("work was begun"))
+    assert main(command) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_two_runs_that_write_one_file_are_told_of_each_other(tmp_path):
+    path = tmp_path / "a.csv"
+
+    def write(meanwhile):
+        with replacing(path) as partial:
+            partial.write_text("text")
+            meanwhile()
+
+    with pytest.raises(TrainingError, match=r"a\.csv: its folder is gone, or another run writes it"):
+        write(lambda: write(lambda: None))
+    assert path.read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_files_that_cannot_be_read_are_one_clear_error(name, tmp_path, monkeypatch):
+    def refused(path, *args, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(DataError, match=r"cannot read .*(config\.json|a\.txt): Permission denied"):
+        contents.digests({name: str(tmp_path)})

@@ -111,7 +111,9 @@ def test_window_and_sinks_as_kernels_on_a_gpu_are_given_them():
 
 def patched(spec, dtype):
     torch.manual_seed(0)
-    model = hf_linattn.patch_model(tiny_models.llama(dtype=torch.float32), spec, options=PLANS[spec] or None)
+    model = hf_linattn.patch_model(
+        tiny_models.llama(dtype=torch.float32), spec, options=PLANS.get(spec) or None
+    )
     return model.to(dtype).eval()
 
 
@@ -147,7 +149,7 @@ def test_models_on_kernels_have_the_curvature_of_torchs(spec, compiled):
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("spec", PLANS)
+@pytest.mark.parametrize("spec", [*PLANS, "fox"])
 def test_gradients_of_each_text_by_vmap(spec, use_cache, compiled):
     model, ids = patched(spec, torch.float32), tiny_models.tokens(3, 24)
     weights = {name: x.detach() for name, x in model.named_parameters()}
@@ -161,7 +163,7 @@ def test_gradients_of_each_text_by_vmap(spec, use_cache, compiled):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6 + 1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("spec", ["elu1", "delta", "window+gated"])
+@pytest.mark.parametrize("spec", ["elu1", "delta", "window+gated", "fox", "softmax1", "logn"])
 def test_forward_derivatives(spec):
     model, ids = patched(spec, torch.float64), tiny_models.tokens(1, 24)
     weight = model.get_parameter(QUERY).detach()

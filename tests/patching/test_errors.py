@@ -42,6 +42,7 @@ CALLS = [
     (({(0, 9): "elu1"},), {}, PlanError, "matches no"),
     (({"0,9": "elu1"},), {}, PlanError, "matches no"),
     (({"1-0": "elu1"},), {}, PlanError, "matches no"),
+    (({"0,1-2": "elu1"},), {}, PlanError, "key '0,1-2' reaches to layer 2; there are 2 layers, from 0 on"),
     (({"mlp": "elu1"},), {}, PlanError, "matches no"),
     (({(): "elu1"},), {}, PlanError, "matches no"),
     (({True: "elu1"},), {}, PlanError, "got True"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import definitions, gpu_kit
 from helpers.fixtures_perplexity import make_folder
+from transformers import DynamicCache, LlamaConfig
 
 from hf_linattn.ops.triton import launch
 
@@ -256,3 +257,15 @@ def test_the_reference_is_the_definition(kind, eps, causal, links, group, monkey
     )
     for name, a, b in zip(("output", "total", "S", "z"), got, want, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_models_get_their_cache_by_the_name_that_they_have_for_it():
+    class Named(torch.nn.Module):
+        config = LlamaConfig(num_hidden_layers=1)
+
+        def forward(self, input_ids, cache=None, use_cache=None, logits_to_keep=0):
+            seen.append(cache)
+
+    seen = []
+    gpu_kit.module("gpu_stages.models")._prefill(Named(), torch.zeros(1, 4, dtype=torch.long))()
+    assert isinstance(seen[0], DynamicCache)

@@ -62,7 +62,8 @@ def test_text_file_is_one_document_with_unix_line_endings(tmp_path):
 
 
 def test_folder_gives_sorted_text_files_only(tmp_path):
-    for name in ("b.txt", "a/z.md", "a/B.PY", "c.rst", "d.raw", "skip.bin", "empty.txt"):
+    hidden = (".notes.txt", "a/._z.md", ".git/info.txt", ".cache/rows.jsonl")
+    for name in ("b.txt", "a/z.md", "a/B.PY", "c.rst", "d.raw", "skip.bin", "empty.txt", *hidden):
         path = tmp_path / "texts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if name == "empty.txt" else name)
@@ -72,11 +73,11 @@ def test_folder_gives_sorted_text_files_only(tmp_path):
     )
 
 
-def test_a_folder_of_text_files_says_that_it_leaves_tables_out(tmp_path):
-    for name in ("README.md", "data/b.jsonl", "data/a.parquet", "settings.json"):
+def test_a_folder_of_text_files_says_that_it_leaves_tables_and_packed_files_out(tmp_path):
+    for name in ("README.md", "data/b.jsonl.gz", "data/a.parquet", "settings.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("about")
-    with pytest.warns(UserWarning, match=r"without its tables \(data/a.parquet and 1 more\)"):
+    with pytest.warns(UserWarning, match=r"without its other files \(data/a.parquet and 1 more\)"):
         assert list(load_documents(tmp_path)["name"]) == ["README.md"]
 
 
@@ -84,7 +85,8 @@ def test_a_folder_of_text_files_says_that_it_leaves_tables_out(tmp_path):
 def test_tables_give_a_document_per_row(tmp_path, suffix):
     path = tmp_path / f"rows{suffix}"
     write_table(path, [{"body": "NA", "n": 1}, {"body": "", "n": 2}, {"body": "two\nlines", "n": 3}])
-    documents = load_documents(path, column="body")
+    with pytest.warns(UserWarning, match="column 'body' is empty in 1 of 3 rows, which are left out"):
+        documents = load_documents(path, column="body")
     assert list(documents["text"]) == ["NA", "two\nlines"]
     assert list(documents["name"]) == [f"{path}[0]", f"{path}[2]"]
 
@@ -100,6 +102,8 @@ def bad_sources(folder):
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (folder / "nothing").mkdir()
+    (folder / "nothing" / ".hidden.txt").write_text("hidden")
+    (folder / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
     write_table(folder / "other.jsonl", [{"body": "a", "n": 1}])
     write_table(folder / "blank.jsonl", [{"text": ""}])
 
@@ -118,6 +122,7 @@ def bad_sources(folder):
         ("/dev/null", "text", "/dev/null is neither a file nor a folder"),
         ("blank.jsonl", "text", "column 'text' of blank.jsonl is empty"),
         ("latin.txt", "text", "latin.txt is not UTF-8 text: byte 3"),
+        ("rows.jsonl.gz", "text", "rows.jsonl.gz is packed: unpack it first"),
         ("nothing", "text", "no text in the folder nothing: looked for files ending in .txt"),
         ("broken.jsonl", "text", "cannot load the data 'broken.jsonl'"),
         ("other.jsonl", "text", "has no column 'text'; it has body, n"),

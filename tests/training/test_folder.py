@@ -98,6 +98,19 @@ def test_overwrite_spares_what_the_run_reads(tmp_path, name, source):
     folder_at(tmp_path).check(TrainingArguments(**options, overwrite=True), {})
 
 
+@pytest.mark.parametrize("name", ["data", "eval_data"])
+@pytest.mark.parametrize("source", ["out", "."])
+def test_overwrite_spares_a_folder_of_texts_around_what_it_deletes(tmp_path, monkeypatch, name, source):
+    monkeypatch.chdir(tmp_path)
+    folder = folder_at(tmp_path / "out")
+    options = {"model": "model", "data": "text", name: source, "output_dir": "out", "overwrite": True}
+    folder.check(TrainingArguments(**options), {})  # nothing is there to delete
+    (tmp_path / "out" / "log").mkdir()
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(TrainingError, match=f"--overwrite would delete {flag} .*: choose another --output"):
+        folder.check(TrainingArguments(**options), {})
+
+
 def test_a_folder_is_held_by_one_run(tmp_path):
     folder = folder_at(tmp_path / "deep" / "out")
     for _ in range(2):  # one after the other

@@ -194,6 +194,20 @@ def test_what_is_beyond_the_budget_is_not_run_and_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
+def test_without_a_compiler_the_way_out_is_an_option(by, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(CPP, "1" if by == "environment" else "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "compiled", build.compiled.__wrapped__)
+    monkeypatch.setattr(build, "chosen", [])
+    words = ["--lengths", "16", "--output-dir", str(tmp_path / "out")]
+    assert bench.main([*words, *(["--cpp"] if by == "option" else [])]) == 1
+    said = capsys.readouterr().err
+    assert "no compiler (no-such-compiler): install one, or name it by CXX. Or give --no-cpp." in said
+    assert "unset" not in said
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
 def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
     monkeypatch.setenv(CPP, "1" if by == "environment" else "0")
     used = []

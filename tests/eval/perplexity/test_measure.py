@@ -173,7 +173,7 @@ def test_bad_input(model, tokenizer, change, error, words):
 def test_infinite_loss_is_refused(folder, tokenizer):
     model = from_pretrained(str(folder))
     model.lm_head.weight.data.fill_(math.nan)
-    with pytest.raises(LinattnError, match="not finite at length 64"):
+    with pytest.raises(LinattnError, match="not finite at length 64: the weights hold NaN"):
         scoring.measure(model, tokenizer, TEXTS, [64], stride=32, max_tokens=64)
 
 

@@ -293,7 +293,7 @@ class TestMeasuring:
         model = llama(vocab_size=257)
         with torch.no_grad():
             model.lm_head.weight.fill_(math.nan)
-        with pytest.raises(DataError, match="not finite"):
+        with pytest.raises(DataError, match="not finite: the weights hold NaN"):
             measure_recall(model, tokenizers["bytes"], lengths=(64,), samples=1)
 
     def test_a_tokenizer_of_another_model(self, tokenizers):

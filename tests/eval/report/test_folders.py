@@ -255,6 +255,8 @@ def test_refuses_with_one_line_and_writes_nothing(tmp_path, capsys):
     refused(capsys, [strange], "is no file of this package: its format is 'other/1'")
     write(strange / "results.json", {"format": "hf_linattn.harness/1"})
     refused(capsys, [strange], "hf_linattn.eval.harness, which this page does not show")
+    write(strange / "results.json", {"format": "hf_linattn.bench/1"})
+    refused(capsys, [strange], "hf_linattn.bench without --cost, which this page does not show")
     write(strange / "results.json", '{"half')
     refused(capsys, [strange], f"cannot read {strange / 'results.json'}")
     write(strange / "results.json", {**perplexity_results(base, {512: 2.0}), "complete": False})

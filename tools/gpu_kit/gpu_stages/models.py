@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import patch_model
 from hf_linattn.eval.bench.candidates import put_back
+from hf_linattn.patching.cache_layers import cache_argument
 
 from . import timing
 from .work import Case, Context, Row, kernels
@@ -138,7 +139,7 @@ def _prefill(model: Any, ids: torch.Tensor) -> Any:
     @torch.no_grad()
     def call() -> None:
         cache = DynamicCache(config=model.config)
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
 
     model.eval()
     return call
@@ -149,12 +150,12 @@ def _decode(model: Any, ids: torch.Tensor) -> Any:
     """Make one token behind a cache, which is put back after it."""
     model.eval()
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
     references, _ = put_back(cache)
 
     @torch.no_grad()
     def call() -> None:
-        model(ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[:, :1], **{cache_argument(model): cache}, use_cache=True, logits_to_keep=1)
         references()
 
     return call

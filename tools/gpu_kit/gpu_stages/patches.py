@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_linattn import available_patches, patch_model
 from hf_linattn.errors import LinattnError
+from hf_linattn.patching.cache_layers import cache_argument, output_cache
 
 from .correct import error
 from .work import Case, Context, Row, Skip, kernels
@@ -105,7 +106,7 @@ def _run(model: Any, ids: Tensor) -> dict[str, Tensor]:
             out = model(
                 ids[:, place : place + 1],
                 attention_mask=mask[:, : place + 1],
-                past_key_values=out.past_key_values,
+                **{cache_argument(model): output_cache(out)},
                 use_cache=True,
             )
             steps.append(out.logits)
