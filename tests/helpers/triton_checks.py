@@ -231,6 +231,26 @@ def check_same_bits():
             close(b, a.double(), 2e-6, f"result {i}")
 
 
+def check_one_shape_in_several_layouts():
+    """What calls of one layout share is not taken for another: the same numbers give the same bits."""
+    case = Case(kv_heads=1, masked=True, length=40)
+    inputs, results = inputs_of(case), []
+    for lay in (
+        lambda x: x,
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+        lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    ):
+        query, key, value = map(lay, inputs[:3])
+        valid = lay(inputs.valid[:, None, :, None].expand(-1, -1, -1, 2))[:, 0, :, 0]
+        given = inputs._replace(query=query, key=key, value=value, valid=valid)
+        after = run(case, given)
+        seeds = [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in after]
+        seeds[0] = lay(seeds[0])
+        results.append([*after, *run_backward(case, given, after, seeds)[:3]])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
 def check_decode(case):
     """Token by token as at once, from the state of a prefill, which stays as it was."""
     inputs = inputs_of(case)
