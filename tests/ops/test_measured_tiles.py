@@ -9,7 +9,7 @@ from helpers import triton_tile_checks as checks
 from hf_linattn.errors import DataError
 from hf_linattn.ops.triton import launch, measured_tiles
 from hf_linattn.ops.triton.measured_tiles import Setting
-from hf_linattn.ops.triton.tiles import Tile, configuration
+from hf_linattn.ops.triton.tiles import Tile, configuration, segment_length
 
 pytestmark = pytest.mark.skipif(
     not launch.available("cuda"), reason="triton is not installed: pip install triton"
@@ -116,3 +116,15 @@ def test_settings_are_of_padded_widths():
 
 def test_a_launch_takes_measured_tiles(interpreted, tmp_path):
     interpreted(checks.check_a_launch_takes_measured_tiles, tmp_path)
+
+
+@pytest.mark.parametrize("processors", [108, 132, 148, 304])
+@pytest.mark.parametrize("programs", [1, 8, 32, 64, 100, 256, 600])
+def test_segments_fill_a_device_and_no_program_waits_for_the_others(processors, programs):
+    for length in (1024, 5000, 32768):
+        segment = segment_length(length, programs, processors, 64)
+        segments = -(-length // segment)
+        assert segment % 64 == 0
+        assert segments == 1 or segments * programs <= 2 * processors
+        # as many as that allows, but for rounding to whole segments
+        assert (segment - 64) * max(2 * processors // programs, 1) < length

@@ -287,11 +287,14 @@ def configuration(
 def segment_length(length: int, programs: int, processors: int, least: int) -> int:
     """Choose the tokens per segment: few long ones, for each costs a state, but enough to fill the device.
 
+    Two programs a processor, so that one computes while the other loads, and no more: those left over would
+    begin when the others have ended, and the device wait for them.
+
     Args:
         length: tokens, at least 1.
         programs: how many run per segment.
         processors: of the device.
         least: a segment is a multiple of it.
     """
-    wanted = -(-2 * processors // programs)  # two programs a processor: one computes while the other loads
+    wanted = max(2 * processors // programs, 1)
     return -(-length // (wanted * least)) * least
