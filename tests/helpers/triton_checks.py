@@ -251,6 +251,25 @@ def check_one_shape_in_several_layouts():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+def check_segments_in_parts():
+    """Where key heads are few, a segment is summed up in parts, one slot each, or all slots to one state."""
+    case = Case(heads=4, kv_heads=1, length=150, segment=64, masked=True, state=True)
+    seen, states = [], problem.Problem.states
+
+    def counted(self, segment, slots):
+        seen.append((segment, slots))
+        return states(self, segment, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem.Problem, "states", counted)
+        patch.setattr(plan, "device_of", lambda device: plan.Device((9, 0), 32))
+        check(case)
+        check(case._replace(decay=0.1, documents=(0, 70, 100), tolerance=1e-5))
+        patch.setattr(problem, "DIRECT", 0)
+        check(case)
+    assert set(seen) == {(32, 4)}
+
+
 def check_decode(case):
     """Token by token as at once, from the state of a prefill, which stays as it was."""
     inputs = inputs_of(case)

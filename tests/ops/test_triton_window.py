@@ -91,6 +91,7 @@ def test_window_and_rest_match_the_definition(interpreted, name):
     [
         rest.check_it_equals_the_kernels_apart,
         rest.check_numbers_far_apart,
+        rest.check_segments_in_parts,
         rest.check_the_choice,
         rest.check_hybrids_take_it,
     ],

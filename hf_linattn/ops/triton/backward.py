@@ -91,7 +91,7 @@ def backward(
     d_value = run.value_gradients(after, R, causal=True)
     d_key, of_key, d_S0, d_z0 = run.key_gradients(after, R, r, causal=True, state=S0 is not None)
     if segments is None:
-        segments = call.before(tokens, call.states(tokens, count - 1), S0, z0)
+        segments = call.states_before(tokens, count, S0, z0)
     d_query, of_query = run.query_gradients(segments, S0, z0, causal=True)
     along = None
     if of_query is not None and of_key is not None:

@@ -181,6 +181,7 @@ def gradient_rows(
 def query_gradients(
     Q, K, V, VALID, DECAY, LABELS, D_OUT, TOTAL, T, SHIFT, STATES, FACTORS, S0, Z0, D_Q, ALONG,
     q_strides, k_strides, v_strides, valid_strides, d_out_strides, d_q_strides, heads, length, segment, slots,
+    parts,
     D_OUT_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, Q_STRIDE: tl.constexpr,
     D_Q_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -201,7 +202,7 @@ def query_gradients(
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
     s, z = load_state(
-        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV, SUMMED
+        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) * parts - 1, slots, rows, columns, D, DV, SUMMED
     )
     s = tl.trans(s)
     z = tl.where(tl.arange(0, 16)[:, None] == 0, z[None, :], 0.0)

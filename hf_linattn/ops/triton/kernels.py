@@ -131,7 +131,7 @@ def accumulate(
 @triton.jit
 def outputs(
     Q, K, V, VALID, DECAY, LABELS, STATES, FACTORS, S0, Z0, OUT, TOTAL, S, Z,
-    q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots,
+    q_strides, k_strides, v_strides, valid_strides, out_strides, heads, length, segment, slots, parts,
     Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
@@ -153,7 +153,7 @@ def outputs(
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
     s, z = load_state(
-        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) - 1, slots, rows, columns, D, DV, SUMMED
+        STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) * parts - 1, slots, rows, columns, D, DV, SUMMED
     )
     s = tl.trans(s)
     # 16 rows whose sum is z

@@ -224,9 +224,7 @@ def _outputs(
 
     causal = S is not None
     tokens, segments = call.cut(call.length, OUTPUTS)
-    # the last segment's own sum is not needed before anything
-    slots = segments - 1 if causal else 0
-    before = call.before(tokens, call.states(tokens, slots), S0, z0)
+    before = call.states_before(tokens, segments if causal else 1, S0, z0)
     output, total = call.new_output()
     call.run(
         kernels.outputs,

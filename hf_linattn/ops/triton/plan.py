@@ -71,12 +71,14 @@ class Plan(NamedTuple):
         tiles: how kernels are cut.
         cuts: tokens of a segment and their number, by kernel and length.
         walks: how kernels are launched.
+        parts: in which a segment is summed up, by its tokens.
     """
 
     maps: dict[str, Any]
     tiles: Configuration
     cuts: dict[tuple[str, int], tuple[int, int]]
     walks: dict[str, Walk]
+    parts: dict[int, int]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,7 +126,7 @@ def plan_of(
     kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, about.capability)
     chosen = configuration(*widths, group, kind, capability, linked)
     tiles = measured_tiles.measured(chosen, device, operand, widths, group, linked)
-    return Plan(maps, tiles, {}, {})
+    return Plan(maps, tiles, {}, {}, {})
 
 
 def refusal(

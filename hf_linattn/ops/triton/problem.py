@@ -66,20 +66,23 @@ class Segments(NamedTuple):
 
     Attributes:
         tokens: of a segment.
-        slots: sums of all segments but the last.
+        slots: sums of all segments but the last, or of parts of them.
         summed: each slot has what came before in it already.
+        parts: slots of a segment.
     """
 
     tokens: int
     slots: Slots
     summed: bool
+    parts: int = 1
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What kernels take of it."""
         states, factors = self.slots
         slots = 0 if states is None else states.shape[1]
-        return {"STATES": states, "FACTORS": factors, "SUMMED": self.summed, "slots": slots}
+        found = {"STATES": states, "FACTORS": factors, "SUMMED": self.summed}
+        return found | {"slots": slots, "parts": self.parts}
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -294,6 +297,28 @@ class Problem:
             },
         )
         return found
+
+    def parts(self, tokens: int, count: int) -> int:
+        """Choose in how many parts each of `count` segments is summed up.
+
+        Key heads may be too few to fill the device, but more slots must not cost a launch.
+        """
+        found = self.plan.parts.get(tokens)
+        if found is None:
+            slots, chunks = max(count - 1, 1), tokens // self.tiles.longest_chunk
+            most = self.about.processors // (self.programs(SEGMENT_STATES) * slots)
+            size = slots * (self.D * self.Dv + self.D) * 4
+            if size <= DIRECT:
+                most = min(most, DIRECT // size)
+            found = max((x for x in range(1, most + 1) if chunks % x == 0), default=1)
+            self.plan.parts[tokens] = found
+        return found
+
+    def states_before(self, tokens: int, count: int, S: Tensor | None, z: Tensor | None) -> Segments:
+        """Compute what stands before each of so many segments; S and z stand before the first."""
+        parts = self.parts(tokens, count)
+        found = self.states(tokens // parts, (count - 1) * parts)
+        return self.before(tokens, found, S, z)._replace(parts=parts)
 
     def before(self, tokens: int, found: Slots, S: Tensor | None, z: Tensor | None) -> Segments:
         """Leave sums of few segments as they are, else sum them up from S and z on, in place."""

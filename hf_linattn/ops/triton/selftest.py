@@ -24,6 +24,7 @@ from torch import Tensor
 LENGTH = 613
 """Ten segments of 64 tokens, the last one ragged: more than the scan over segments takes in one step."""
 SEGMENT = 64
+"""Tokens of a segment; twice as many where heads share keys, so that it may be summed up in parts."""
 FORWARD, BACKWARD = 8, 20
 """Roundings on the longest way: features 2, score or state 1, value 1, the total's features 2, result 1, one
 more where a store cuts bits off. Backward: g 4, t by an output 8, score or state 1, features 2, value 1,
@@ -190,7 +191,7 @@ def _options(trial: Key, here: Numbers) -> dict[str, Any]:
 def _forward(trial: Key, here: Numbers, kernels: Any) -> tuple[tuple[Tensor, ...], Any]:
     """Compute the results, and what a causal form knows of its segments."""
     given = (*here[:4], here.S, here.z, trial.form.kind, trial.form.normalise)
-    options = {"segment": SEGMENT, **_options(trial, here)}
+    options = {"segment": SEGMENT * trial.group, **_options(trial, here)}
     if not trial.form.causal:
         return kernels.global_forward(*given, **options), None
     results: tuple[tuple[Tensor, ...], Any] = kernels.forward_and_segments(*given, **options)
@@ -200,7 +201,8 @@ def _forward(trial: Key, here: Numbers, kernels: Any) -> tuple[tuple[Tensor, ...
 def _backward(
     trial: Key, here: Numbers, after: tuple[Tensor, ...], segments: Any, kernels: Any
 ) -> tuple[Tensor | None, ...]:
-    how, options = (trial.form.kind, trial.form.normalise), {"segment": SEGMENT, **_options(trial, here)}
+    how = trial.form.kind, trial.form.normalise
+    options = {"segment": SEGMENT * trial.group, **_options(trial, here)}
     grads = here[6:10]
     found: tuple[Tensor | None, ...]
     if trial.form.causal:

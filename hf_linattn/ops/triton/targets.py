@@ -271,8 +271,9 @@ def _target(name: str) -> Iterator[None]:
 def _segments(call: problem.Problem) -> problem.Segments:
     """Make what a forward hands to its backward, nothing in it."""
     tokens, count = call.cut(call.length, problem.OUTPUTS)
-    slots = call.new_slots(count - 1)
-    return problem.Segments(tokens, slots, slots.many)
+    parts = call.parts(tokens, count)
+    slots = call.new_slots((count - 1) * parts)
+    return problem.Segments(tokens, slots, slots.many, parts)
 
 
 def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:

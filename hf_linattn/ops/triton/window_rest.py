@@ -84,7 +84,7 @@ def forward(
     rows, processors = call.batch * call.heads, call.about.processors
     segment = segment or segment_length(left, rows, processors, call.tiles.least)
     segments = -(-left // segment)
-    before = behind.before(segment, behind.states(segment, segments - 1), S0, z0)
+    before = behind.states_before(segment, segments, S0, z0)
     output = call.new_output()[0]
     S, z = behind.new_state()
     call.launch(

@@ -53,7 +53,7 @@ def window_and_rest(
     LOG_SCALE, STATES, FACTORS, S0, Z0, OUT, S, Z,
     q_strides, k_strides, v_strides, valid_strides, sink_q_strides, phi_q_strides, phi_k_strides,
     left_v_strides, left_valid_strides, out_strides,
-    heads, length, keys, span, offset, alone, left, sinks, scale, segment, slots,
+    heads, length, keys, span, offset, alone, left, sinks, scale, segment, slots, parts,
     PHI_Q_STRIDE: tl.constexpr, PHI_K_STRIDE: tl.constexpr, LEFT_V_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -80,7 +80,8 @@ def window_and_rest(
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
     own = tl.program_id(1) - tl.cdiv(alone, segment)
-    s, z = load_state(STATES, FACTORS, S0, Z0, batch_head, own - 1, slots, features, columns, F, DV, SUMMED)
+    before = own * parts - 1
+    s, z = load_state(STATES, FACTORS, S0, Z0, batch_head, before, slots, features, columns, F, DV, SUMMED)
     s = tl.trans(s)
     z = tl.where(tl.arange(0, 16)[:, None] == 0, z[None, :], 0.0)
     first = tl.maximum(own * segment, -tl.cdiv(alone, CHUNK) * CHUNK)
