@@ -89,7 +89,7 @@ def add_text_arguments(
     bos = "BOS before each document: as the tokenizer does, yes, no"
     choices = ["auto", "yes", "no", *(["window"] if window_bos else [])]
     bos += "; or at the start of every window" if window_bos else ""
-    add("--bos", choices=choices, default="auto", help=bos)
+    add("--bos", choices=choices, default="auto", help=f"{bos} (default: %(default)s)")
 
 
 def add_output_arguments(

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--sense", choices=SENSES, default="replace", help=f"{sense_help} (default: %(default)s)")
     keep_help = "softmax layers of the plan (default: a quarter, as HALO)"
     add("--keep", type=cli.natural_int, metavar="N", help=keep_help)
-    curves_help = "ranks in the trade-off: the chosen one, or all; evenly spaced layers are always there"
+    curves_help = "ranks in the trade-off, beside evenly spaced layers: all, or one (default: %(default)s)"
     add("--curves", choices=("chosen", "all"), default="chosen", help=curves_help)
     counts_help = "numbers of softmax layers to measure, or 'keep' for that of the plan (default: all)"
     add("--counts", type=_counts, metavar="N,...", help=counts_help)

@@ -99,9 +99,9 @@ data:
 output directory:
   transfer/, distill/, finetune/: the model after each stage, which hf_linattn.from_pretrained loads, with
   README.md (a model card), train.csv, loss.png, results.json. The last of them is the result. validation.json
-  has the perplexity of the original, of the swapped model and after each stage; report.html shows everything
-  on one page. Every stage can be killed at any moment: --resume goes on and, on a CPU, ends with the same
-  model byte for byte.
+  has the loss on --eval-data of the original, of the swapped model and after each stage; report.html shows
+  everything on one page. Every stage can be killed at any moment: --resume goes on and, on a CPU, ends with
+  the same model byte for byte.
 """
 
 GROUPS = {

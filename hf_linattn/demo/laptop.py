@@ -60,7 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--question", default=QUESTION, help="asked before and after (default: %(default)s)")
     add("--tokens", type=count, default=TOKENS, help="tokens to train on (default: %(default)s)")
     add("--block-size", type=count, default=BLOCK_SIZE, help="tokens per row (default: %(default)s)")
-    add("--lengths", type=positive_ints, default=list(LENGTHS), help="tokens of context to measure at")
+    lengths = f"tokens of context to measure at (default: {','.join(map(str, LENGTHS))})"
+    add("--lengths", type=positive_ints, default=list(LENGTHS), help=lengths)
     add("--eval-tokens", type=count, default=EVAL_TOKENS, help="tokens scored at each (default: %(default)s)")
     add("--new-tokens", type=count, default=NEW_TOKENS, help="tokens of an answer (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -95,7 +95,7 @@ def test_a_modifier_costs_what_it_joins_unless_it_says_otherwise():
         ),
         (("rate: how", "the rate is how"), {}, "no indented 'name: text': 'the rate is how fast,'"),
         (("", ""), {"group": "odd"}, "group is 'odd', not one of 'feature map'"),
-        (("", ""), {"directions": "causal"}, "no `why` for causal only"),
+        (("", ""), {"directions": "causal"}, "no `direction_reason` for causal only"),
         (("", ""), {"directions": "sideways"}, "directions is 'sideways'"),
     ],
 )

@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -20,8 +21,10 @@ PARSERS = {
     "finetune": "finetune.arguments",
     **{
         f"eval.{name}": f"eval.{name}.__main__"
-        for name in ("diagnose", "generation", "layers", "perplexity", "recall")
+        for name in ("diagnose", "generation", "harness", "layers", "perplexity", "recall", "report")
     },
+    "demo": "demo.__main__",
+    "demo.laptop": "demo.laptop",
 }
 SHOW = """
 python() { if [ "$1" = -m ]; then printf '%s\\0' "$@"; printf '\\n'; else echo a-file; fi; }
@@ -46,7 +49,7 @@ def test_their_options_are_there(page):
         name = module.removeprefix("hf_linattn.")
         if name not in PARSERS or "--help" in words:
             continue
-        given = importlib.import_module(f"hf_linattn.{PARSERS[name]}").build_parser().parse_args(words)
+        given = parser_of(name).parse_args(words)
         options, patch = getattr(given, "options", None) or {}, getattr(given, "patch", None)
         if name == "bench" and not given.docs:
             check(given.patches or [], options, not given.bidirectional)
@@ -56,3 +59,28 @@ def test_their_options_are_there(page):
 
 def test_there_are_many():
     assert sum(len(commands(page)) for page in PAGES) > 100
+
+
+def parser_of(name):
+    return importlib.import_module(f"hf_linattn.{PARSERS[name]}").build_parser()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_examples_of_help_are_taken(name):
+    examples = re.search(r"^examples.*:\n((?:  .*\n|\n)+)", parser_of(name).epilog, re.MULTILINE)[1]
+    lines = [shlex.split(line, comments=True) for line in examples.replace("\\\n", " ").splitlines()]
+    taken = 0
+    for words in filter(None, lines):
+        command, *given = words[words.index("-m") + 1 :] if "-m" in words else words
+        if command == name.rpartition(".")[2] or command == f"hf_linattn.{name}":
+            rest = ["--model", "M", "--data", "D", "--output-dir", "O"] if given[0] == "..." else []
+            parser_of(name).parse_args([*rest, *(word for word in given if word != "...")])
+            taken += 1
+    assert taken
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_help_says_every_default(name):
+    for action in parser_of(name)._actions:
+        if action.default not in (None, False, "==SUPPRESS==", [], {}):
+            assert "default" in action.help, action.option_strings

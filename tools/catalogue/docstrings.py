@@ -144,7 +144,7 @@ def read(cls: type[Patch]) -> Entry:
     if cls.directions not in DIRECTIONS:
         problems.append(f"directions is {cls.directions!r}, not one of {', '.join(map(repr, DIRECTIONS))}")
     elif cls.directions != "both" and not cls.direction_reason:
-        problems.append(f"no `why` for {cls.directions} only")
+        problems.append(f"no `direction_reason` for {cls.directions} only")
     if problems:
         raise CatalogueError(f"{cls.__module__}.{cls.__qualname__} ({cls.name!r}): {'; '.join(problems)}")
     return Entry(
