@@ -37,7 +37,8 @@ def t5gemma():
 
 def t5gemma2():
     text = {key: value for key, value in TEXT.items() if key != "attn_logit_softcapping"}
-    encoder = {"text_config": text, "vision_config": {**PICTURES, "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
+    pictures = {**PICTURES, "image_size": 28, "patch_size": 14}
+    encoder = {"text_config": text, "vision_config": pictures, "mm_tokens_per_image": 4}
     config = transformers.T5Gemma2Config(encoder=encoder, decoder=text, image_token_index=100)
     return built("T5Gemma2ForConditionalGeneration", config)
 
