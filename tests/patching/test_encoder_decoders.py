@@ -8,7 +8,7 @@ from helpers.family_models import prepare
 from helpers.oracle import as_oracle
 
 from hf_linattn import describe, patch_model, unpatch_model
-from hf_linattn.errors import UnsupportedModelError
+from hf_linattn.errors import UnsupportedMaskError, UnsupportedModelError
 
 TEXT = sizes("""vocab_size=128 hidden_size=32 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2
     head_dim=8 intermediate_size=64 sliding_window=8 pad_token_id=0 bos_token_id=1 eos_token_id=2
@@ -79,6 +79,9 @@ def test_a_mask_of_two_texts_in_one_is_dense():
             want = model(**inputs, decoder_input_ids=tokens).logits
     assert torch.allclose(got, want, atol=1e-4)
     assert not torch.allclose(got, base, atol=1e-2)
+    patch_model(model, {"*.decoder.*": "softmax1"}, sliding="global")
+    with pytest.raises(UnsupportedMaskError, match="no plain form to drop one from"):
+        model(**inputs, decoder_input_ids=tokens)
     with pytest.raises(UnsupportedModelError, match="makes a mask of its own"):
         patch_model(model, {"*.decoder.*": "elu1"}, sliding="global")
 
