@@ -254,7 +254,8 @@ def compact_mask(
     tracing = torch.compiler.is_compiling()
     own = getattr(config, "__dict__", ())
     flags = [flag for flag in FLAGS if flag in own]  # torch 2.11 cannot trace an intersection of sets
-    if WHOLE_MASKS in flags and isinstance(q_offset, int):
+    across = mask_function is masking_utils.bidirectional_mask_function  # or all keys, at once
+    if WHOLE_MASKS in flags and isinstance(q_offset, int) and not across:
         kv_length, kv_offset = q_offset + q_length, 0  # not only the columns that a window's cache keeps
     whole = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length
     if (use_vmap and tracing) or DENSE_MASKS in flags or ADDITIVE_MASKS in flags:

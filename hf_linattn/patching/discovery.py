@@ -39,6 +39,10 @@ BESIDE = ("vision_config", "codec_config", "audio_encoder_config")
 """Parts for images or sounds in a config that is the text's itself."""
 
 
+MERGED_MASK = "merged_attention_mask"
+"""The argument by which T5Gemma 2 hands on one mask for a text's own keys and the encoder's, side by side."""
+
+
 def _is_interface_call(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Call)
@@ -128,7 +132,7 @@ def _extras(tree: ast.AST) -> tuple[Extra, ...]:
             extras[str(keyword)] = Extra(str(keyword), text, tuple(value_guards))
         if isinstance(mask, ast.Name):
             mask_guards = [guards for new, guards in _assignments(tree, mask.id) if _makes(new)]
-            if mask_guards:
+            if mask_guards or mask.id == MERGED_MASK:
                 extras["attention_mask"] = Extra("attention_mask", mask.id, tuple(mask_guards))
     return tuple(extras.values())
 

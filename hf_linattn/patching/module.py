@@ -16,7 +16,13 @@ from hf_linattn.attention.gate_layer import GateLayer
 from hf_linattn.attention.row_parts import continue_row
 from hf_linattn.attention.site import EXTRAS, ROTARY_ARGUMENT, AttentionSite
 from hf_linattn.attention.visibility import Visibility, read_visibility
-from hf_linattn.errors import OptionError, RegistrationError, UnsupportedCallError, UnsupportedModelError
+from hf_linattn.errors import (
+    OptionError,
+    RegistrationError,
+    UnsupportedCallError,
+    UnsupportedMaskError,
+    UnsupportedModelError,
+)
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.parallel.shard import Shard
 from hf_linattn.patching.steps import prepare, run_again
@@ -271,6 +277,12 @@ class PatchedAttention(PatchHolder):
         if not self.keep_window:
             visibility = visibility.without_window()
             if self.drops_window and not self.keeps_state:
+                if visibility.dense is not None:  # the window is one with the rest of it
+                    raise UnsupportedMaskError(
+                        f"{self.where}: sliding='global' drops windows, and this call's mask has no plain "
+                        "form to drop one from (the model's own, an image's, or a caller's): patch with "
+                        "sliding='keep'"
+                    )
                 # a static layer in place of a window is longer than the mask
                 key, value = key[:, :, : visibility.keys], value[:, :, : visibility.keys]
         visibility = self._restricted(visibility, query, key.shape[2], extras)

@@ -6,7 +6,7 @@ import inspect
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any
@@ -65,6 +65,12 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
     return sites
 
 
+def _in_decoder(model: Any, names: Collection[str]) -> bool:
+    """Tell whether modules are in a model's text decoder: an encoder-decoder says which part that is."""
+    inside = set(model.get_decoder().modules() if model.config.is_encoder_decoder else model.modules())
+    return any(model.get_submodule(name) in inside for name in names or ("",))
+
+
 def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
     """Warn of attention modules that a plan for all modules does not reach.
 
@@ -76,7 +82,7 @@ def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
     if not left and text:
         return
     what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
-    if model.can_generate() and all(site.causal is False for site in text):
+    if model.can_generate() and all(site.causal is False for site in text) and _in_decoder(model, left):
         has = f"has modules {what}" if left else "has no attention module"
         raise UnsupportedModelError(
             f"{type(model).__name__}: its text decoder {has}. To patch the others alone, "
