@@ -81,7 +81,7 @@ class Plan(NamedTuple):
     parts: dict[int, int]
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def plan_of(
     shapes: tuple[torch.Size, torch.Size, torch.Size],
     strides: tuple[tuple[int, ...], ...],
