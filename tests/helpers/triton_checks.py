@@ -251,18 +251,24 @@ def check_one_shape_in_several_layouts():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def check_segments_in_parts():
-    """Where key heads are few, a segment is summed up in parts, one slot each, or all slots to one state."""
-    case = Case(heads=4, kv_heads=1, length=150, segment=64, masked=True, state=True)
+def sums_on_a_device(patch, processors):
+    """Let calls be cut for so many processors, and list what `Problem.states` is asked for from now on."""
     seen, states = [], problem.Problem.states
 
     def counted(self, segment, slots):
         seen.append((segment, slots))
         return states(self, segment, slots)
 
+    patch.setattr(problem.Problem, "states", counted)
+    patch.setattr(plan, "device_of", lambda device: plan.Device((9, 0), processors))
+    return seen
+
+
+def check_segments_in_parts():
+    """Where key heads are few, a segment is summed up in parts, one slot each, or all slots to one state."""
+    case = Case(heads=4, kv_heads=1, length=150, segment=64, masked=True, state=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem.Problem, "states", counted)
-        patch.setattr(plan, "device_of", lambda device: plan.Device((9, 0), 32))
+        seen = sums_on_a_device(patch, 32)
         check(case)
         check(case._replace(decay=0.1, documents=(0, 70, 100), tolerance=1e-5))
         patch.setattr(problem, "DIRECT", 0)

@@ -10,7 +10,7 @@ import torch
 
 from hf_linattn import patch_model
 from hf_linattn.ops import window_attention
-from hf_linattn.ops.triton import launch, plan, problem, window, window_rest, window_rest_selftest
+from hf_linattn.ops.triton import launch, plan, window, window_rest, window_rest_selftest
 from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.triton.window_rest import Rest
@@ -18,7 +18,7 @@ from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.types import Inputs, ScaledSums, Window
 
 from . import tiny_models, triton_window_checks
-from .triton_checks import close
+from .triton_checks import close, sums_on_a_device
 from .triton_selftest_checks import Folder
 from .triton_window_checks import Lying, definition, key_of
 
@@ -155,15 +155,8 @@ def check_it_equals_the_kernels_apart():
 
 def check_segments_in_parts():
     """Where key heads are few, a segment is summed up in parts, one slot each."""
-    seen, states = [], problem.Problem.states
-
-    def counted(self, segment, slots):
-        seen.append((segment, slots))
-        return states(self, segment, slots)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem.Problem, "states", counted)
-        patch.setattr(plan, "device_of", lambda device: plan.Device((9, 0), 32))
+        seen = sums_on_a_device(patch, 32)
         for span in (21, 70):
             check_case(Case(length=220, kv_heads=1, span=span, decays=True, sinks=3, segment=64))
     assert seen == [(32, 6), (32, 4)]

@@ -81,8 +81,8 @@ class Segments(NamedTuple):
         """What kernels take of it."""
         states, factors = self.slots
         slots = 0 if states is None else states.shape[1]
-        found = {"STATES": states, "FACTORS": factors, "SUMMED": self.summed}
-        return found | {"slots": slots, "parts": self.parts}
+        sums = {"STATES": states, "FACTORS": factors}
+        return {**sums, "SUMMED": self.summed, "slots": slots, "parts": self.parts}
 
 
 def last_contiguous(x: Tensor) -> Tensor:
