@@ -66,9 +66,9 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
 
 
 def _in_decoder(model: Any, names: Collection[str]) -> bool:
-    """Tell whether modules are in a model's text decoder: an encoder-decoder says which part that is."""
+    """Tell whether one of these is in a model's text decoder: an encoder-decoder says which part that is."""
     inside = set(model.get_decoder().modules() if model.config.is_encoder_decoder else model.modules())
-    return any(model.get_submodule(name) in inside for name in names or ("",))
+    return any(model.get_submodule(name) in inside for name in names)
 
 
 def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
@@ -82,7 +82,8 @@ def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
     if not left and text:
         return
     what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
-    if model.can_generate() and all(site.causal is False for site in text) and _in_decoder(model, left):
+    out_of_reach = not left or _in_decoder(model, left)
+    if model.can_generate() and all(site.causal is False for site in text) and out_of_reach:
         has = f"has modules {what}" if left else "has no attention module"
         raise UnsupportedModelError(
             f"{type(model).__name__}: its text decoder {has}. To patch the others alone, "
