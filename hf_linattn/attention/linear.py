@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, in_backward_again, upcast
 from hf_linattn.ops import linear_attention, softmax_map
 from hf_linattn.ops.cpp import linear as native
+from hf_linattn.ops.cpp import plan
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.tracing import only_computing
 from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, SoftmaxMap, State
@@ -39,6 +41,7 @@ class LinearAttention(StatefulAttention):
             where `denominator` is another.
         fused: the maps are those that kernels compute themselves under this name, see `FEATURE_MAPS` in
             `ops.types`; eps: with "relu", what it adds.
+        plain: kernels read queries, keys and values as they come, or features of these alone.
         has_decay: there is a `log_decay`; `gates`, where a class computes them, are its logarithm.
     """
 
@@ -49,6 +52,7 @@ class LinearAttention(StatefulAttention):
     fused: str = "none"
     eps: float = 0.0
     has_decay: ClassVar[bool] = False
+    plain: ClassVar[bool] = True
     features: int | None = None
     sum_normalised: bool = True
 
@@ -63,6 +67,7 @@ class LinearAttention(StatefulAttention):
         if (maps - {"log_decay"}) & own.keys() and "softmax_map" not in own:
             cls.softmax_map = LinearAttention.softmax_map  # type: ignore[method-assign]
         cls.has_decay = cls.log_decay is not LinearAttention.log_decay
+        cls.plain = cls.kernel_inputs is LinearAttention.kernel_inputs
         if "denominator" in own and "sum_normalised" not in own:
             cls.sum_normalised = False
 
@@ -131,8 +136,12 @@ class LinearAttention(StatefulAttention):
         """
         query, documents = tokens.query, tokens.documents
         assert query is not None
-        form = Form(self.fused, True, divide, self.has_decay, documents is not None)
         given = query, tokens.key, tokens.value
+        if divide and state is None and documents is None:
+            planned = self._planned(tokens, True, tokens.keep)
+            if planned is not None:
+                return planned[0], planned[1], State(*planned[2:])
+        form = Form(self.fused, True, divide, self.has_decay, documents is not None)
         backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
             numerator, total, after = self._vectorised(tokens, state)
@@ -215,8 +224,12 @@ class LinearAttention(StatefulAttention):
         """Return the numerator, or the output where `summed`, `[B, H, N, Dv]`, and the total `[B, H, N]`."""
         query, divide = tokens.query, self.sum_normalised
         assert query is not None
-        form = Form(self.fused, False, divide)
         given = query, tokens.key, tokens.value
+        if divide:
+            planned = self._planned(tokens, False, False)
+            if planned is not None:
+                return planned[:2]
+        form = Form(self.fused, False, divide)
         backend = choose_backend(*given, self.fused, None, form, self.features)
         if backend == "vectorised":
             phi_q, (phi_k, value, _) = self.query_map(upcast(query)), self.mapped(tokens)
@@ -229,6 +242,23 @@ class LinearAttention(StatefulAttention):
         config = OpConfig(self.fused, self.eps, divide, causal=False)
         outputs = linear_attention.attention(inputs, config, keep=False, backend=backend)
         return outputs.output, outputs.total
+
+    def _planned(self, tokens: Tokens, causal: bool, keep: bool) -> tuple[Any, ...] | None:
+        """Compute outputs from the start by a call that was packed before: output, total, S and z after.
+
+        None where `choose_backend` must decide.
+        """
+        query, decays = tokens.query, causal and self.has_decay
+        assert query is not None
+        if self.fused == "none" or not self.plain or not query.is_cpu:
+            return None
+        if torch.is_grad_enabled() or not only_computing():
+            return None
+        given = query, tokens.key, tokens.value, tokens.valid, self.gate() if decays else None
+        found = plan.find(*given, self.fused, self.eps, causal, keep, CHUNK)
+        if found is None:
+            return None
+        return found.run(*given, self._log_decays(tokens) if decays and given[-1] is None else None)
 
     def kernel_inputs(
         self,

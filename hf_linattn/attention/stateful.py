@@ -133,20 +133,22 @@ class StatefulAttention(Attention):
         past = 0 if layer is None else layer.seen
         if layer is not None:
             layer.check(query, call.key, call.value, call.where, self.exact_dtype)
-        if exporting() and isinstance(past, int) and past:
+        if isinstance(past, int) and past and exporting():
             raise UnsupportedCallError(
                 f"{call.where}: {call.spec!r} cannot be exported behind a cache: the number of tokens before "
                 "would stay the same in the program. Pass use_cache=False and the whole text"
             )
         visibility = _compact(call, past)
-        documents, mask = visibility.documents, _common_mask(visibility)
+        documents = visibility.documents
+        mask = None if visibility.columns is None else _common_mask(visibility)
         if documents is not None:
             documents = documents.expand(query.shape[0], -1)
-        new = _new_columns(documents, past, call.key.shape[2])
+        new = None if documents is None else _new_columns(documents, past, call.key.shape[2])
         count = _count(visibility, query.device) if self.needs_visible_count else None
         valid = None if new is None else once(mask, "valid", (past, *new.shape), lambda: new > 0)
         gates = self.gates(call)
-        _check_gates(call, gates, valid)
+        if gates is not None:
+            _check_gates(call, gates, valid)
         known = valid, count, gates, call.sink, call.softcap
         tokens = Tokens(query, call.key, call.value, call.scaling, *known, keep=layer is not None)
         if not visibility.causal:
@@ -262,7 +264,7 @@ def _count(visibility: Visibility, device: torch.device) -> Tensor:
     return once(visibility.columns, "row count", (count,), lambda: with_notes(count[:, 0]))
 
 
-def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None:
+def _check_gates(call: Call, gates: Tensor, valid: Tensor | None) -> None:
     """Refuse gates that are not numbers: a state keeps them for ever.
 
     On a CPU alone, and not for a single token: the answer would be waited for.
@@ -270,7 +272,7 @@ def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None
     Raises:
         UnsupportedCallError: a gate of a token that counts is NaN.
     """
-    if gates is None or gates.shape[2] == 1 or gates.device.type != "cpu":
+    if gates.shape[2] == 1 or gates.device.type != "cpu":
         return
     if torch.compiler.is_compiling() or transforming():
         return
@@ -282,9 +284,9 @@ def _check_gates(call: Call, gates: Tensor | None, valid: Tensor | None) -> None
         )
 
 
-def _new_columns(documents: Tensor | None, past: int | Tensor, length: int) -> Tensor | None:
+def _new_columns(documents: Tensor, past: int | Tensor, length: int) -> Tensor:
     """Return the documents of the new tokens alone, `[B, N]`."""
-    if documents is None or documents.shape[-1] == length:
+    if documents.shape[-1] == length:
         return documents
     if isinstance(past, int):
         return documents[:, past : past + length]
@@ -301,7 +303,8 @@ def _is_packed(new: Tensor, past: int | Tensor, mask: Tensor | None) -> bool:
 def _common_mask(visibility: Visibility) -> Tensor | None:
     """Return the mask that all layers have in common; None where this one has read something else."""
     columns, documents = visibility.columns, visibility.documents
-    if columns is None or documents is None or torch.compiler.is_compiling():
+    assert columns is not None
+    if documents is None or torch.compiler.is_compiling():
         return columns
     if transforming():  # whose tensors have no memory to compare
         return None

@@ -129,7 +129,7 @@ def _looks_back(module: nn.Module, mask: Tensor | None, queries: int, is_causal:
         return mask.dtype == CAUSAL
     if is_causal is not None and (queries > 1 or mask is not None):
         return is_causal
-    if mask is not None and is_compact(mask) and not hasattr(module, "is_causal"):  # as Splinter's
+    if mask is not None and not hasattr(module, "is_causal") and is_compact(mask):  # as Splinter's
         return mask.dtype == CAUSAL
     return bool(getattr(module, "is_causal", True))
 

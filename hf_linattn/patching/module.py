@@ -339,7 +339,8 @@ class PatchedAttention(PatchHolder):
 
     def _refuse_call(self, cross: bool, dropout: float, causal: bool, extras: dict[str, Any]) -> None:
         attention = self.attention
-        for keyword in [name for name in extras if name in SEEN_IN_CALLS]:
+        seen = () if SEEN_IN_CALLS.isdisjoint(extras) else [name for name in extras if name in SEEN_IN_CALLS]
+        for keyword in seen:
             if keyword not in attention.supports and extras[keyword] is not None:
                 raise UnsupportedCallError(f"{self.where}: {self.spec!r} cannot express {keyword!r}")
         if cross and not attention.cross:

@@ -67,7 +67,7 @@ class Prepared:
         outputs = Outputs.empty(inputs, True, SUMS, (S, z))
         batch, heads, _, wide = outputs.output.shape
         self.shape, self.eps, self.threads = (batch, 1, heads, wide), config.eps, threads()
-        packed = _problem(inputs, outputs, config, True, 1, gate, layout.NO_LINEAR_GRADS)
+        packed = problem_of(inputs, outputs, config, True, 1, gate, layout.NO_LINEAR_GRADS)
         self.problem = bytearray(packed)
         self.call = (ctypes.c_char * len(packed)).from_buffer(self.problem)
         self.held = S, z, outputs.total, gate
@@ -92,7 +92,7 @@ class Prepared:
 def _run(
     inputs: Inputs, outputs: Outputs, config: OpConfig, keep: bool, chunk: int, gate: Gate | None
 ) -> Outputs:
-    problem = _problem(inputs, outputs, config, keep, chunk, gate, layout.NO_LINEAR_GRADS)
+    problem = problem_of(inputs, outputs, config, keep, chunk, gate, layout.NO_LINEAR_GRADS)
     build.library().linattn_forward(problem, config.eps)
     return outputs
 
@@ -131,11 +131,11 @@ def backward(
         d_z=address(z),
         d_decay=address(decay),
     )
-    build.library().linattn_backward(_problem(inputs, read, config, False, chunk, None, grads), config.eps)
+    build.library().linattn_backward(problem_of(inputs, read, config, False, chunk, None, grads), config.eps)
     return InputGrads(query, key, value, S, z, decay)
 
 
-def _problem(
+def problem_of(
     inputs: Inputs,
     outputs: Outputs,
     config: OpConfig,
@@ -144,6 +144,7 @@ def _problem(
     gate: Gate | None,
     grads: bytes,
 ) -> bytes:
+    """Pack a call, of which the arguments are those of `forward` and `backward`."""
     query, key, value, valid, S, z, log_decay, documents = inputs
     return layout.LinearProblem.pack(
         sizes=layout.sizes(query.shape[1], query.shape[2], query, value),

@@ -269,7 +269,10 @@ protected:
         if (p_.normalise) {  // rows that see nothing give 0, as their numerator
             const float tiny = std::numeric_limits<float>::min();
             const float divisor = p_.feature_map != NONE ? std::max(total, tiny) : total <= 0 ? 1 : total;
-            for (int e = 0; e < value_row_; e += WIDTH) store(numerator + e, load(numerator + e) / divisor);
+            if (divisor < tiny)  // 1 / divisor may be infinite
+                for (int e = 0; e < value_row_; e += WIDTH) store(numerator + e, load(numerator + e) / divisor);
+            else
+                scale(numerator, 1 / divisor, value_row_);
         }
         write(p_.output, offset(p_.output, row_, head, token), value_dim_, numerator);
     }
