@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_linattn.attention import Attention, AttentionSite, Call, Output, upcast
-from hf_linattn.attention.visibility import analyse
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops.eager.linear import grouped
 from hf_linattn.ops.softmax import softmax_weights
@@ -62,7 +61,7 @@ class Pooled(Attention):
         visibility, queries, keys = call.visibility, call.query.shape[2], call.key.shape[2]
         causal = call.causal
         if visibility.dense is not None:
-            causal = analyse(visibility, keys - queries if causal else 0).causal
+            causal = call.compact(keys - queries if causal else 0).causal
         mask = call.mask()[:, 0]
         query_place, key_place = call.ranks()
         valid = mask.any(1)

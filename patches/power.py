@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_linattn.attention import SCORE_EXTRAS, AttentionSite, ScoreAttention
 from hf_linattn.attention.base import Output
 from hf_linattn.attention.call import Call
-from hf_linattn.attention.visibility import Visibility, analyse
+from hf_linattn.attention.visibility import Visibility
 from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.registry import register
 
@@ -104,7 +104,7 @@ class Power(ScoreAttention):
                 )
             left: Tensor = kept
             return left
-        documents = analyse(call.visibility, 0).documents
+        documents = call.compact(0).documents
         if documents is None:
             return torch.ones(batch, tokens, dtype=torch.bool, device=call.device)
         return (documents > 0).expand(batch, tokens)

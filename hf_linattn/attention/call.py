@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.gate_layer import GateLayer
-from hf_linattn.attention.visibility import Visibility
+from hf_linattn.attention.visibility import Visibility, analyse
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.parallel.shard import Shard
 
@@ -88,6 +88,17 @@ class Call:
         """Multiply the scores, and any bias there is, by a factor, broadcast to `[B, H, N, S]`."""
         self.factor = factor if self.factor is None else self.factor * factor
 
+    def compact(self, past: int) -> Visibility:
+        """Return the mask in its compact form, with `past` tokens before the first query.
+
+        Raises:
+            UnsupportedMaskError: it has none; the module is named.
+        """
+        try:
+            return analyse(self.visibility, past)
+        except UnsupportedMaskError as error:
+            raise UnsupportedMaskError(f"{self.where}: {error}") from None
+
     def forget(self, gates: Tensor) -> None:
         """Add to each score the logarithms of the gates that came after its key: those of l, j < l <= i.
 
@@ -98,7 +109,7 @@ class Call:
         Raises:
             UnsupportedMaskError: the mask shows keys behind the query, or hides more than padding.
         """
-        visibility = self.visibility.compact(self.causal)
+        visibility = self.compact(self.visibility.keys - self.visibility.queries if self.causal else 0)
         if not visibility.causal and visibility.queries > 1:
             raise UnsupportedMaskError(
                 f"{self.where}: {self.spec!r} forgets from past to future, and this attention mask shows a "

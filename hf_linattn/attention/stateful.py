@@ -16,7 +16,7 @@ from hf_linattn.attention.documents import DocumentRows
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.tokens import Tokens
-from hf_linattn.attention.visibility import Visibility, analyse, running_max
+from hf_linattn.attention.visibility import Visibility, running_max
 from hf_linattn.errors import CacheError, UnsupportedCallError, UnsupportedMaskError
 from hf_linattn.ops.tracing import exporting, transforming
 from hf_linattn.parallel.shard import Shard
@@ -159,7 +159,8 @@ class StatefulAttention(Attention):
                 )
             if layer is not None:
                 raise UnsupportedCallError(
-                    "a bidirectional attention with a growing cache has no constant-size state"
+                    f"{call.where}: a bidirectional attention with a growing cache has no constant-size "
+                    "state. Pass use_cache=False, or use a softmax patch here"
                 )
             return self.bidirectional(tokens).to(query.dtype)
         state = None
@@ -247,14 +248,17 @@ def _compact(call: Call, past: int | Tensor) -> Visibility:
     """
     visibility = call.visibility
     if visibility.dense is not None:
-        visibility = analyse(visibility, int(past))
+        visibility = call.compact(int(past))
     if visibility.window is not None:
         raise UnsupportedMaskError(
-            "a sliding or chunked window: a linear attention sees all keys. Use sliding='global'"
+            f"{call.where}: a sliding or chunked window: a linear attention sees all keys. Use "
+            "sliding='global'"
         )
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.layer is None and visibility.causal and queries != keys:
-        raise CacheError(f"causal attention of {queries} queries over {keys} keys without a state")
+        raise CacheError(
+            f"{call.where}: causal attention of {queries} queries over {keys} keys without a state"
+        )
     return visibility
 
 
