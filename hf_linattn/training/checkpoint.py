@@ -26,6 +26,8 @@ from hf_linattn.training.fsdp import distribute_like, full_tensor
 
 CSV_COLUMNS = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "eval_loss")
 
+AGAIN = "restore the file, or begin again with --overwrite"
+
 
 class Checkpoint:
     """A checkpoint of a run, `checkpoint/state.safetensors`, replaced as training goes on."""
@@ -80,10 +82,16 @@ class Checkpoint:
             return None
         with self._reading() as file:
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        current = _changing_tensors(model)
-        if current.keys() != {name.removeprefix("model.") for name in saved if name.startswith("model.")}:
+        current, parameters = _changing_tensors(model), _trainable(model)
+        shapes = {f"model.{name}": tensor.shape for name, tensor in current.items()}
+        states = {name: tensor for name, tensor in saved.items() if name.startswith("optimizer.")}
+        if shapes != {name: tensor.shape for name, tensor in saved.items() if name not in states} or any(
+            (known := parameters.get(name.split(".", 2)[-1])) is None or tensor.shape not in ((), known.shape)
+            for name, tensor in states.items()
+        ):
             raise TrainingError(f"the checkpoint {self.path} holds other parameters than this model trains")
-        parameters = _trainable(model)
+        if optimizer is not None and not states:
+            raise TrainingError(f"the checkpoint {self.path} holds no state of the optimizer: {AGAIN}")
         for name, tensor in saved.items():
             kind, _, rest = name.partition(".")
             if kind == "model":
@@ -105,7 +113,7 @@ class Checkpoint:
         if not self.path.exists():
             return None
         with self._reading() as file:
-            progress: dict[str, Any] = json.loads(file.metadata()["progress"])
+            progress: dict[str, Any] = json.loads((file.metadata() or {}).get("progress", ""))
         return progress
 
     @contextmanager
@@ -113,7 +121,7 @@ class Checkpoint:
         try:
             with safe_open(self.path, framework="pt") as file:
                 yield file
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise TrainingError(f"cannot read the checkpoint {self.path}: {error}") from error
 
     def sweep(self) -> None:
@@ -165,7 +173,7 @@ class TrainLog:
             if missing:  # no kill does this: the log is synced before the checkpoint
                 raise TrainingError(
                     f"{path} lacks step {min(missing)}, and the checkpoint beside it is of step {last_step}: "
-                    "restore the file, or begin again with --overwrite"
+                    f"{AGAIN}"
                 )
         with replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
@@ -189,6 +197,6 @@ def _complete_rows(path: Path) -> list[dict[str, str]]:
     """Read the rows of a log; the last line may be cut off, but then it is later than the checkpoint."""
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = list(csv.DictReader(file))
     return [row for row in rows if (row.get("step") or "").isdecimal() and row.get("tokens")]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from helpers.fixtures_finetune import BASE, SHORT, finished, rows_of, surroundings, weights_of, workplace
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from hf_linattn.finetune.__main__ import main
 from hf_linattn.training import loop
@@ -92,13 +94,13 @@ def test_an_older_record_takes_any_text(cut, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "left", [None, "", "step,tokens,loss\n", "rubbish\n1\n", "step,tokens\n1,128\n4,512\n"]
+    "left", [None, "", "\xff", "step,tokens,loss\n", "rubbish\n1\n", "step,tokens\n1,128\n4,512\n"]
 )
 def test_a_lost_log_is_not_gone_on_without(cut, left, tmp_path, capsys):
     out = ["--output-dir", str(tmp_path / "out")]
     cut([*SEEN, *out])
     log = tmp_path / "out/train.csv"
-    log.unlink() if left is None else log.write_text(left)
+    log.unlink() if left is None else log.write_bytes(left.encode("latin-1"))
     for _ in range(2):  # it is not replaced by another
         assert main([*SEEN, *out, "--resume"]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
@@ -107,6 +109,29 @@ def test_a_lost_log_is_not_gone_on_without(cut, left, tmp_path, capsys):
         assert f"train.csv lacks step {missing}, and the checkpoint beside it is of step 4" in lines[0]
         assert "restore the file, or begin again with --overwrite" in lines[0]
     assert main([*SEEN, *out, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        (lambda name, tensor: None if name.startswith("optimizer.") else tensor, {}, "no state of the opt"),
+        (lambda name, tensor: tensor[..., :1] if tensor.dim() else tensor, {}, "holds other parameters"),
+        (lambda name, tensor: tensor[:1] if "exp_avg." in name else tensor, {}, "holds other parameters"),
+        (lambda name, tensor: tensor, {"progress": "{"}, "cannot read the checkpoint"),
+        (lambda name, tensor: tensor, None, "cannot read the checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_lost_something_is_one_line(cut, tensors, metadata, message, tmp_path, capsys):
+    argv = [*UNSEEN, "--output-dir", str(tmp_path / "out"), "--resume"]
+    cut(argv)
+    path = tmp_path / "out/checkpoint/state.safetensors"
+    with safe_open(path, "pt") as file:
+        before = file.metadata()
+    kept = {name: tensors(name, tensor) for name, tensor in load_file(path).items()}
+    kept = {name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}
+    save_file(kept, path, None if metadata is None else before | metadata)
+    assert main(argv) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_what_a_kill_left_of_a_finished_run_is_deleted(finished, tmp_path):
