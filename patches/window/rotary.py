@@ -185,7 +185,9 @@ class Rotary:
             return None
         if len(steps) > 1 and torch.equal(steps[1:], steps[:1].expand(len(steps) - 1, -1)):
             steps = steps[:1]
-        about = frequencies.data_ptr(), frequencies._version, self._scaling()
+        # a table of inference mode cannot be kept for a backward
+        inference = torch.is_inference_mode_enabled()
+        about = frequencies.data_ptr(), frequencies._version, self._scaling(), inference
         tables = _tables.setdefault(module, {})
         known = tables.get(self.layer_type)
         if known is None or known[0] != about or not torch.equal(known[1], steps):

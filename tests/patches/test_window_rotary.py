@@ -166,3 +166,14 @@ def test_layers_share_angles_in_each_form(monkeypatch, padded, size, sinks):
             assert len(asked) <= 2
     found = torch.cat(got, 1)[mask.bool()]
     assert tiny_models.distance(found, whole[mask.bool()]) < 1e-5
+
+
+def test_a_model_is_trained_after_inference_mode(compiled):
+    sinks = {"size": 4, "sinks": 2}
+    model = patch_model(tiny_models.llama(dtype=torch.float32), "window+elu1", options=sinks)
+    ids = tiny_models.tokens(2, 30)
+    with torch.inference_mode():
+        want = model(ids, use_cache=False).logits.clone()
+    got = model(ids, use_cache=False).logits
+    got.sum().backward()
+    assert torch.equal(got, want)
