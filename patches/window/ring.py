@@ -316,8 +316,14 @@ def with_sinks(new: KeyValues, rank: Tensor | None, before: KeyValues) -> KeyVal
     return KeyValues(put(new.key, before.key), put(new.value, before.value), before.valid | is_new)
 
 
-def push(tokens: Tokens, before: WindowState) -> Pushed:
-    """Move the window over new tokens, padding first; every one of them evicts one."""
+def push(tokens: Tokens, before: WindowState, begins: bool) -> Pushed:
+    """Move the window over new tokens; every one of them evicts one.
+
+    Args:
+        tokens: padding stands before all others, or anywhere if they begin the text, as `places` says.
+        before: the window before them.
+        begins: it is empty.
+    """
     valid, ranks = ranked(tokens, before.sink_valid.shape[1], causal=True)
     new, old = masked(tokens, valid), before.in_order()
     seen = KeyValues(
@@ -326,7 +332,7 @@ def push(tokens: Tokens, before: WindowState) -> Pushed:
         torch.cat([old.valid, valid], 1),
     )
     cut = tokens.length
-    if tokens.valid is not None and (torch.compiler.is_compiling() or not tokens.valid.all()):
+    if not begins and tokens.valid is not None and (torch.compiler.is_compiling() or not tokens.valid.all()):
         # padding goes before the old tokens too
         hidden, size = (~tokens.valid).sum(1, keepdim=True), old.valid.shape[1]
         column = torch.arange(size + cut, device=hidden.device)

@@ -198,7 +198,7 @@ class Window(StatefulAttention):
         if state is None and not torch.compiler.is_compiling() and tokens.length > self.size:
             pushed = ring.push_long_prompt(tokens, self.size, self.sinks)
         else:
-            pushed = ring.push(tokens, state or self._empty(tokens))
+            pushed = ring.push(tokens, state or self._empty(tokens), begins=state is None)
         inside = partial(self._inside, tokens, pushed.seen, self.size)
         if not self.inner:
             return inside(None), pushed.after
@@ -321,7 +321,7 @@ class Window(StatefulAttention):
         tokens = with_gates(tokens)
         place = ring.places(tokens.valid, state is None, keep=True)
         tokens = tokens if place is None else ring.without_gaps(tokens, place)
-        pushed = ring.push(tokens, state or self._empty(tokens))
+        pushed = ring.push(tokens, state or self._empty(tokens), begins=state is None)
         if not self.inner:
             return pushed.after
         summed = tokens if self.branches == "linear" else pushed.evicted

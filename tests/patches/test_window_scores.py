@@ -71,6 +71,28 @@ def test_windows_do_it_too(make, spec):
     assert tiny_models.distance(want[live][finite], base[live][finite]) > 1e-2
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("spec", ["window", "window+elu1", "window+gated", "window+delta"])
+@pytest.mark.parametrize("make", [gpt_oss, gemma2])
+def test_padded_rows_are_rows_alone(make, spec, size, side):
+    """Of texts that stay inside the window, and of longer ones."""
+    model, ids = make(), tiny_models.tokens(2, 20)
+    patch_model(model, spec, options={"size": size}, sliding="global")
+    mask = torch.ones_like(ids)
+    mask[0, -7:] = 0
+    if side == "left":
+        mask = mask.flip(1)
+    places = mask.cumsum(1) - 1
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            got = model(input_ids=ids, attention_mask=mask, position_ids=places.clamp(min=0), use_cache=False)
+            for row in range(2):
+                live = mask[row].bool()
+                want = model(input_ids=ids[row, live][None], use_cache=False).logits[0]
+                assert tiny_models.distance(got.logits[row, live], want) < 1e-9
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_they_learn(dtype):
     """In float32 by the kernels in C++, where there is a library."""
