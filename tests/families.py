@@ -163,8 +163,10 @@ left by {pad} tokens, windows of {window}, float64 unless said otherwise), on th
 Trained weights, long texts, half precision and GPUs. Vision and audio towers were built, but did not run:
 `pytest tests/patching/test_multimodal.py` runs nine types with an image in the prompt, and
 `pytest tests/patching/test_sounds.py` six with a sound, Whisper and Moonshine beside them. A model may hold
-other attentions beside those that route; the remark names them, and the oracle cannot see them either. Remote
-code is not covered. "Right" says that the formula is computed, not that a model is any good with it.
+other attentions beside those that route; the remark names them, and the oracle cannot see them either.
+Timestamps of words by Whisper read the weights of `eager` attention, which `generate` then sets by itself:
+`NotPatchedError`. Remote code is not covered. "Right" says that the formula is computed, not that a model is
+any good with it.
 
 ## Types
 
