@@ -5,15 +5,15 @@ For short texts: deciding who computes, and packing a call, take as long as the 
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import Any
 
 from torch import Tensor
 
-from hf_linattn.ops.cpp import build, layout
+from hf_linattn.ops.cpp import build, layout, takes
 from hf_linattn.ops.cpp.layout import threads
 from hf_linattn.ops.cpp.linear import SUMS, dense, problem_of
-from hf_linattn.ops.cpp.takes import linear as takes
 from hf_linattn.ops.switches import said
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, Outputs
 
@@ -73,7 +73,7 @@ def find(
             _plans.clear()
         config = OpConfig(feature_map, eps, True, causal)
         inputs = Inputs(query, key, value, valid, None, None, None, None)
-        fits = takes(query, key, value) and all(a is b for a, b in zip(dense(inputs), inputs, strict=True))
+        fits = takes.linear(query, key, value) and all(map(operator.is_, dense(inputs), inputs))
         plan = _plans[layout_of] = Plan(inputs, config, keep, chunk, gate) if fits else None
     return plan  # type: ignore[no-any-return]
 

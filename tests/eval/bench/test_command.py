@@ -32,7 +32,7 @@ from hf_linattn.eval.bench import peers, series
 from hf_linattn.eval.bench.caches import random_tokens
 from hf_linattn.eval.bench.config import KINDS
 from hf_linattn.eval.bench.model import ModelSeries
-from hf_linattn.ops.cpp import auto, build, takes
+from hf_linattn.ops.cpp import auto, build, plan, takes
 from hf_linattn.ops.cpp.build import CPP, asked
 
 
@@ -214,6 +214,7 @@ def test_kernels_in_cpp_are_asked_for_and_told(by, tmp_path, monkeypatch):
     monkeypatch.setattr(takes, "linear", lambda *inputs: used.append(asked() == "1"))
     monkeypatch.setattr(build, "library", lambda: None)  # none is compiled here
     monkeypatch.setattr(build, "chosen", [])  # nor was in another test
+    monkeypatch.setattr(plan, "_plans", {})  # nor does a call go the way of another test's
     monkeypatch.setattr(build, "compiled", functools.cache(build.compiled.__wrapped__))
     extra = ["--cpp"] if by == "option" else []
     assert bench.main(arguments(tmp_path, "--kinds", "prefill", *extra, lengths="16")) == 0
