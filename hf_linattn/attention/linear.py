@@ -18,7 +18,7 @@ from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.cpp import plan
 from hf_linattn.ops.dispatch import CHUNK, choose_backend
 from hf_linattn.ops.eager import linear
-from hf_linattn.ops.tracing import only_computing
+from hf_linattn.ops.tracing import transforming
 from hf_linattn.ops.triton import check, launch
 from hf_linattn.ops.triton.selftest import Form
 from hf_linattn.ops.types import Gate, Inputs, OpConfig, SoftmaxMap, State
@@ -252,7 +252,7 @@ class LinearAttention(StatefulAttention):
         assert query is not None
         if self.fused == "none" or not self.plain or not query.is_cpu:
             return None
-        if torch.is_grad_enabled() or not only_computing():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforming():
             return None
         given = query, tokens.key, tokens.value, tokens.valid, self.gate() if decays else None
         found = plan.find(*given, self.fused, self.eps, causal, keep, CHUNK)

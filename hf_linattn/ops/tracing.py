@@ -24,10 +24,3 @@ def transforming() -> bool:
 def by_torch_alone() -> bool:
     """Tell whether nothing but torch's own operations will do."""
     return exporting() or transforming()
-
-
-def only_computing() -> bool:
-    """Tell whether operations run as they come: nothing compiles, exports or transforms them."""
-    if torch.compiler.is_compiling():  # which `torch.export` does too
-        return False
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0

@@ -1,7 +1,7 @@
 """Calls that are packed once for their layout give the same bits as calls that are packed anew."""
 
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -122,19 +122,12 @@ def test_weights_kept_elsewhere_are_left_to_the_error_that_says_so():
 def test_threads_do_not_share_what_a_call_is_packed_into():
     texts = [text(200, seed=seed) for seed in range(4)]
     want = [both(given)[1] for given in texts]
-    wrong = []
 
-    def run(index):
-        for _ in range(30):
-            if not same(both(texts[index])[0], want[index]):
-                wrong.append(index)
+    def right(index):
+        return all(same(both(texts[index])[0], want[index]) for _ in range(30))
 
-    workers = [threading.Thread(target=run, args=(index,)) for index in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(right, range(4)))
     assert len(plan._plans) == 1
 
 
