@@ -106,6 +106,21 @@ def test_the_quadratic_form_is_the_loop(kind, hidden):
 
 
 @pytest.mark.parametrize("linked", [False, True])
+def test_gradients_in_spans_are_those_at_once(monkeypatch, linked):
+    config = OpConfig("elu1")
+    given = random_inputs((2, 4, 2, 90, 8, 6), config, state=linked, decay=linked, packed=linked, hidden=True)
+    with torch.no_grad():
+        outputs = chunked.forward(given, config, True, 8)
+        grads = OutputGrads(*(torch.randn_like(x) for x in outputs))
+        runs = []
+        for span in (1, 5, 12):
+            monkeypatch.setattr(chunked_backward, "SPAN", span)
+            runs.append(chunked_backward.backward(given, outputs, grads, config, 8))
+    for one, five, whole in zip(*runs, strict=True):
+        assert one is five is whole is None or (torch.equal(one, whole) and torch.equal(five, whole))
+
+
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("length", [6, 200])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_the_operator_keeps_the_rules_of_torch(length, linked):

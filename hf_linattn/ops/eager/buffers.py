@@ -44,12 +44,12 @@ class Buffer:
 
     def load(self, x: Tensor, copy: bool = False) -> Tensor:
         """Bring `[b, h, m, D]` to the shape of `flat`: a view where that is possible, else a copy."""
-        rows, heads, _, dim = x.shape
+        rows, heads = x.shape[:2]
         if (
             not copy
             and x.dtype == self.flat.dtype
             and rows * heads == self.flat.shape[0]
-            and x.stride(2) == dim
+            and x.stride(3) == 1
         ):
             if rows == 1:
                 return x[0]

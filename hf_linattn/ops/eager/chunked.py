@@ -9,7 +9,7 @@ Inside a chunk quadratic, between chunks through S and z ("Transformers are RNNs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from copy import copy
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -57,8 +57,14 @@ class RunningState:
             self.S.view(self.shape).copy_(S)
             self.z.view(self.shape).copy_(z.unsqueeze(-1))
 
+    def empty_like(self) -> RunningState:
+        """Return memory for another state."""
+        other = copy(self)
+        other.S, other.z = torch.empty_like(self.S), torch.empty_like(self.z)
+        return other
+
     def apply_decay(self, decay: ChunkDecay) -> None:
-        """Keep what is left of the state after a chunk."""
+        """Keep what is left of the state before a chunk."""
         self.S.view(self.shape).mul_(decay.state)
         self.z.view(self.shape).mul_(decay.state)
 
@@ -139,12 +145,11 @@ class ChunkLoop:
         self.has_decay = inputs.log_decay is not None or inputs.documents is not None
         self.buffers_by_length: dict[int, ChunkBuffers] = {}
 
-    def chunks(self, *more: Tensor, backward: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Go through the chunks: `ChunkBuffers`, `ChunkInputs`, `ChunkDecay`, and the cuts of more tensors.
+    def chunks(self, *more: Tensor | None) -> list[tuple[Any, ...]]:
+        """List the chunks: `ChunkInputs`, and the cuts of more tensors.
 
         Args:
-            more: tensors `[b, h, N, ...]`, of which each chunk `[:, :, m]` comes along.
-            backward: from the last chunk to the first.
+            more: tensors `[b, h, N, ...]`, of which each chunk `[:, :, m]` comes along; None for none.
         """
         inputs = self.inputs
         hidden = None if inputs.valid is None else ~inputs.valid[:, None, :, None]
@@ -156,33 +161,41 @@ class ChunkLoop:
             self._cut(documents, 1),
             repeat(None) if state_document is None else state_document.split(1, 1),
         ]
-        chunks = list(zip(*cuts, *(self._cut(x, 2) for x in more), strict=False))
-        for parts in reversed(chunks) if backward else chunks:
-            chunk = ChunkInputs(*parts[: len(cuts)])
-            length = chunk.key.shape[2]
-            if length not in self.buffers_by_length:
-                self.buffers_by_length[length] = self.buffers_type(self, length)
-            decay = None
-            if self.has_decay:
-                decay = chunk_decay(chunk.log_decay, chunk.documents, chunk.state_document, self.like)
-            yield (self.buffers_by_length[length], chunk, decay, *parts[len(cuts) :])
+        parts = zip(*cuts, *(self._cut(x, 2) for x in more), strict=False)
+        return [(ChunkInputs(*x[: len(cuts)]), *x[len(cuts) :]) for x in parts]
+
+    def buffers(self, chunk: ChunkInputs) -> Any:
+        """Return the buffers for a chunk, those of `buffers_type`."""
+        length = chunk.key.shape[2]
+        if length not in self.buffers_by_length:
+            self.buffers_by_length[length] = self.buffers_type(self, length)
+        return self.buffers_by_length[length]
+
+    def decay(self, chunk: ChunkInputs) -> ChunkDecay | None:
+        """Compute what decay and borders between documents leave of a chunk."""
+        if not self.has_decay:
+            return None
+        return chunk_decay(chunk.log_decay, chunk.documents, chunk.state_document, self.like)
 
     def _cut(self, x: Tensor | None, axis: int) -> Any:
         return repeat(None) if x is None else x.split(self.chunk, axis)
 
     def mapped(self, buffers: ChunkBuffers, chunk: ChunkInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Map queries to `[b hkv, shared m, D]`, keys to `[b hkv, m, D]`; 0 at hidden keys and values."""
-        query = buffers.query(chunk.query, self.has_decay)
+        return buffers.query(chunk.query, self.has_decay), *self.mapped_keys(buffers, chunk)
+
+    def mapped_keys(self, buffers: ChunkBuffers, chunk: ChunkInputs) -> tuple[Tensor, Tensor]:
+        """Map keys, and load their values."""
         key = buffers.key(chunk.key, self.has_decay or self.masks_keys)
         value = buffers.value.load(chunk.value, self.masks_keys)
-        self.zero_hidden(chunk, buffers.key.mapped, buffers.value)
-        return query, key, value
+        self.zero_hidden(chunk, buffers.key.mapped.per_head, buffers.value.per_head)
+        return key, value
 
-    def zero_hidden(self, chunk: ChunkInputs, *buffers: Buffer) -> None:
-        """Write 0 at hidden keys; not by a product, for they may hold NaN."""
+    def zero_hidden(self, chunk: ChunkInputs, *tensors: Tensor) -> None:
+        """Write 0 at hidden keys, `[b, hkv, m, ...]`; not by a product, for they may hold NaN."""
         if chunk.hidden is not None:
-            for buffer in buffers:
-                buffer.per_head.masked_fill_(chunk.hidden, 0)
+            for x in tensors:
+                x.masked_fill_(chunk.hidden, 0)
 
     def masked(self, scores: Buffer, buffers: ChunkBuffers, decay: ChunkDecay | None) -> Tensor:
         """Decay scores `[b hkv, shared m, m]`, and take out those of later keys, in place."""
@@ -193,22 +206,31 @@ class ChunkLoop:
         return scores.flat
 
     def advance(
-        self, state: RunningState, buffers: ChunkBuffers, key: Tensor, value: Tensor, decay: ChunkDecay | None
+        self,
+        before: RunningState,
+        after: RunningState,
+        buffers: ChunkBuffers,
+        key: Tensor,
+        value: Tensor,
+        decay: ChunkDecay | None,
     ) -> None:
-        """Add a chunk to the state; the features of its keys, in `buffers.key`, are written over."""
+        """Make the state after a chunk, which may be the one before; features of keys are written over."""
         if decay is not None:
-            state.apply_decay(decay)
+            for old, new in (before.S, after.S), (before.z, after.z):
+                torch.mul(old.view(before.shape), decay.state, out=new.view(before.shape))
             buffers.key.mapped.per_head.mul_(decay.key)
-        state.S.baddbmm_(key.mT, value)
-        state.z.add_(torch.sum(key, 1, True, out=buffers.key_sum).mT)
-        state.empty = False
+            before = after
+        torch.baddbmm(before.S, key.mT, value, out=after.S)
+        torch.add(before.z, torch.sum(key, 1, True, out=buffers.key_sum).mT, out=after.z)
+        after.empty = False
 
 
 class _Forward(ChunkLoop):
     def run(self, output: Tensor, total: Tensor, keep: bool) -> RunningState:
         """Write output and totals; return the state after, if it is to be kept."""
         state, remaining = RunningState(self, self.inputs.S, self.inputs.z), self.length
-        for buffers, chunk, decay, target, total_target in self.chunks(output, total.unsqueeze(-1)):
+        for chunk, target, total_target in self.chunks(output, total.unsqueeze(-1)):
+            buffers, decay = self.buffers(chunk), self.decay(chunk)
             query, key, value = self.mapped(buffers, chunk)
             torch.bmm(query, key.mT, out=buffers.scores.flat)
             scores = self.masked(buffers.scores, buffers, decay)
@@ -223,5 +245,5 @@ class _Forward(ChunkLoop):
             write_output(target, buffers.numerator, buffers.total, self.config)
             remaining -= key.shape[1]
             if keep or remaining:
-                self.advance(state, buffers, key, value, decay)
+                self.advance(state, state, buffers, key, value, decay)
         return state
