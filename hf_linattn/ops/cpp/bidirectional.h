@@ -71,16 +71,16 @@ public:
 private:
     void query_gradients(int64_t head, int64_t start, int count) {
         read_queries(head, start, count, derivatives());
-        read_output_gradient(head, start, count, true);
-        const float* d_total = t(head, start);
+        read_output_gradient(head, start, count);
         const LeftFactor d_numerator{g_, value_row_, 1};
         product(d_numerator, count, value_dim_, S_transposed_, key_row_, d_query_, key_row_, key_row_, false);
         for (int i = 0; i < count; ++i) {
             float* row = d_query_ + i * key_row_;
+            const float t = t_[i];
             for (int d = 0; d < key_row_; d += WIDTH)
-                store(row + d, load(row + d) + load(all_keys_.z + d) * d_total[i]);
+                store(row + d, load(row + d) + load(all_keys_.z + d) * t);
             write_times_derivative(p_.d_query, head, start, i, row, derivatives());
         }
-        add_to_state_gradient(d_total, count, g_);
+        add_to_state_gradient(count, g_);
     }
 };

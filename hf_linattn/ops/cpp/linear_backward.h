@@ -1,4 +1,4 @@
-// Gradients of the forward, recomputed chunk by chunk in two sweeps: the formulas are in
+// Gradients of the forward, recomputed chunk by chunk from the last to the first: the formulas are in
 // ops/eager/chunked_backward.py.
 
 #pragma once
@@ -18,7 +18,6 @@ protected:
     static constexpr bool ROUNDED = STEPS<Element> != 1;
 
     const int heads_;
-    const int64_t first_query_ = first_query();
     float *g_, *output_, *derivatives_, *d_query_, *d_key_, *d_value_, *S_transposed_, *t_, *inverse_;
     Element *query_columns_, *g_columns_, *key_rows_, *value_rows_, *S_columns_, *S_transposed_columns_;
     State sums_;  // of the head whose turn it is
@@ -35,7 +34,7 @@ protected:
           d_key_(alloc(chunk_row_, key_row_)),
           d_value_(alloc(chunk_row_, value_row_)),
           S_transposed_(alloc(value_row_, key_row_)),
-          t_(alloc(heads * shared_, p.length)),
+          t_(alloc(1, chunk_row_)),
           inverse_(alloc(ROUNDED, chunk_row_)),
           query_columns_(elements(across_size<Element>(chunk_row_, key_row_))),
           g_columns_(elements(across_size<Element>(chunk_row_, value_row_))),
@@ -46,9 +45,8 @@ protected:
 
     static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (3 * key_row + 2 * value_row + ROUNDED) + value_row + key_row * value_row +
-               heads * (state_floats(p) + p.heads / p.kv_heads * p.length) +
-               across_size<Element>(n, key_row) +
+        return n * (3 * key_row + 2 * value_row + ROUNDED + 1) + value_row + key_row * value_row +
+               heads * state_floats(p) + across_size<Element>(n, key_row) +
                across_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
                along_size<Element>(n, value_row) + across_size<Element>(key_row, value_row) +
                S_transposed_size(key_row, value_row);
@@ -61,10 +59,9 @@ protected:
 
     float* derivatives() const { return p_.feature_map == NONE ? nullptr : derivatives_; }
     float* d_decay(int64_t start) const { return at<float>(p_.d_decay) + batch_head_ * p_.length + start; }
-    float* t(int64_t head, int64_t start) const { return t_ + (head - first_query_) * p_.length + start; }
 
-    // g of a chunk, and t where it is wanted.
-    void read_output_gradient(int64_t head, int64_t start, int count, bool wants_t) {
+    // g and t of a chunk.
+    void read_output_gradient(int64_t head, int64_t start, int count) {
         for (int i = 0; i < count; ++i) {
             float* g = g_ + i * value_row_;
             const int64_t index = query_offset(head, start + i);
@@ -74,8 +71,7 @@ protected:
                 if (ROUNDED) inverse_[i] = inverse;
                 else scale(g, inverse, value_row_);
             }
-            if (!wants_t) continue;
-            float& d_total = t(head, start)[i];
+            float& d_total = t_[i];
             d_total = p_.d_total ? at<float>(p_.d_total)[index] : 0;
             if (!p_.normalise) continue;
             read_row(p_.output, head, start + i, output_, value_dim_, value_row_);
@@ -87,10 +83,10 @@ protected:
     float inverse(int row) const { return ROUNDED && p_.normalise ? inverse_[row] : 1; }
 
     // R = sum_i phi(q_i) g_i^T and r = sum_i t_i phi(q_i), or more of them; the queries are written over.
-    void add_to_state_gradient(const float* d_total, int count, const Element* g) {
+    void add_to_state_gradient(int count, const Element* g) {
         for (int d = 0; d < key_row_; d += WIDTH) {
             Floats total = sums_.empty ? Floats{} : load(sums_.z + d);
-            for (int i = 0; i < count; ++i) total += load(query_ + i * key_row_ + d) * d_total[i];
+            for (int i = 0; i < count; ++i) total += load(query_ + i * key_row_ + d) * t_[i];
             store(sums_.z + d, total);
         }
         if (ROUNDED && p_.normalise)
@@ -151,26 +147,39 @@ class LinearBackward : LinearGradients<Element> {
     using Base::key_row_, Base::value_row_, Base::query_, Base::key_, Base::value_, Base::decay_;
     using Base::elements, Base::query_columns_, Base::g_columns_, Base::S_transposed_columns_;
     using Base::g_, Base::d_query_, Base::d_key_, Base::d_value_, Base::S_transposed_, Base::sums_;
-    using Base::heads_;
+    using Base::heads_, Base::t_;
 
     Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
     Element *score_columns_, *d_score_columns_, *d_score_rows_;
     float *scores_, *d_scores_, *query_derivatives_;
-    std::vector<State> states_;
-    const bool single_pass_;  // one chunk, and nothing before it: all gradients in one sweep
+    const int64_t chunks_ = (p_.length + chunk_ - 1) / chunk_;
+    const int64_t span_ = chunks_in_span(p_, heads_);
+    std::vector<State> states_, firsts_, before_;  // of each head: gradients, and transposes of what lies
+                                                   // before each span, and before each chunk of one
 
-    static int64_t scratch_floats(const LinearProblem& p) {
+    // All where their states take little memory, else as many as there are spans.
+    static int64_t chunks_in_span(const LinearProblem& p, int heads) {
+        constexpr int64_t FLOATS = 5 << 20;
+        const int64_t chunks = (p.length + Base::longest(p) - 1) / Base::longest(p);
+        const int64_t few = FLOATS / (heads * Base::state_floats(p));
+        return std::min<int64_t>(chunks, std::max<int64_t>({1, few, int64_t(std::sqrt(chunks))}));
+    }
+
+    static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = Base::chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        return n * (key_row + 2 * n) + transposed_size<Element>(n, key_row) +
-               transposed_size<Element>(n, value_row) + along_size<Element>(n, key_row) +
-               along_size<Element>(n, value_row) + across_size<Element>(n, key_row) +
-               across_size<Element>(n, value_row) + 2 * across_size<Element>(n, n) +
-               along_size<Element>(STRIP<Element>, n);
+        const int64_t chunks = (p.length + Base::longest(p) - 1) / Base::longest(p);
+        const int64_t span = chunks_in_span(p, heads);
+        const int64_t states = (chunks + span - 1) / span + span - 1;
+        return heads * states * Base::state_floats(p) + n * (key_row + 2 * n) +
+               transposed_size<Element>(n, key_row) + transposed_size<Element>(n, value_row) +
+               along_size<Element>(n, key_row) + along_size<Element>(n, value_row) +
+               across_size<Element>(n, key_row) + across_size<Element>(n, value_row) +
+               2 * across_size<Element>(n, n) + along_size<Element>(STRIP<Element>, n);
     }
 
 public:
     LinearBackward(const LinearProblem& p, float eps, int64_t batch_head, int heads)
-        : Base(p, eps, batch_head, heads, scratch_floats(p)),
+        : Base(p, eps, batch_head, heads, scratch_floats(p, heads)),
           key_transposed_(elements(transposed_size<Element>(chunk_row_, key_row_))),
           value_transposed_(elements(transposed_size<Element>(chunk_row_, value_row_))),
           query_rows_(elements(along_size<Element>(chunk_row_, key_row_))),
@@ -182,96 +191,90 @@ public:
           d_score_rows_(elements(along_size<Element>(STRIP<Element>, chunk_row_))),
           scores_(this->alloc(chunk_row_, chunk_row_)),
           d_scores_(this->alloc(chunk_row_, chunk_row_)),
-          query_derivatives_(this->alloc(chunk_row_, key_row_)),
-          single_pass_(p.length <= chunk_ && !p.S) {
-        states_.reserve(heads);
-        for (int i = 0; i < heads; ++i)
-            states_.push_back({this->alloc(key_row_, value_row_), this->alloc(key_row_, 1), true});
+          query_derivatives_(this->alloc(chunk_row_, key_row_)) {
+        new_states(states_, 1);
+        new_states(firsts_, (chunks_ + span_ - 1) / span_);
+        new_states(before_, span_ - 1);
     }
 
     void run() {
-        if (!single_pass_) query_pass();
-        key_pass();
+        load_states();
+        for (int64_t first = span_; first < chunks_; first += span_) {
+            State* after = firsts_.data() + first / span_ * heads_;
+            copy_states(after - heads_, after);
+            for (int64_t chunk = first - span_; chunk < first; ++chunk) add_chunk(after, chunk);
+        }
+        for (int64_t first = (chunks_ - 1) / span_ * span_; first >= 0; first -= span_) {
+            const int64_t last = std::min(chunks_, first + span_) - 1;
+            State *begin = firsts_.data() + first / span_ * heads_, *state = begin;
+            for (int64_t chunk = first; chunk < last; ++chunk) {
+                State* after = before_.data() + (chunk - first) * heads_;
+                copy_states(state, after);
+                add_chunk(state = after, chunk);
+            }
+            for (int64_t chunk = last; chunk >= first; --chunk) {
+                const State* before = chunk == first ? begin : before_.data() + (chunk - first - 1) * heads_;
+                this->for_each_head(heads_, [&](int index) {
+                    sums_ = states_[index];
+                    gradients(before[index], chunk * chunk_, tokens(chunk));
+                    states_[index] = sums_;
+                });
+            }
+        }
+        if (p_.S)
+            this->for_each_head(heads_, [&](int i) { this->store_state(states_[i], p_.d_S, p_.d_z); });
     }
 
 private:
-    // Do something with a chunk of each head in turn, and with its sums.
-    template <class Do>
-    void with_sums(Do something) {
-        this->for_each_head(heads_, [&](int index) {
-            sums_ = states_[index];
-            something();
-            states_[index] = sums_;
+    void new_states(std::vector<State>& states, int64_t count) {
+        states.reserve(count * heads_);
+        for (int64_t i = 0; i < count * heads_; ++i)
+            states.push_back({this->alloc(key_row_, value_row_), this->alloc(key_row_, 1), true});
+    }
+
+    int tokens(int64_t chunk) const { return std::min<int64_t>(chunk_, p_.length - chunk * chunk_); }
+
+    // The gradients of the state after all, and the transpose of S before.
+    void load_states() {
+        this->for_each_head(heads_, [&](int i) {
+            this->load_state(states_[i], p_.d_S_after, p_.d_z_after);
+            State& first = firsts_[i];
+            this->load_state(first, p_.S, p_.z);
+            if (first.empty) return;
+            transpose(first.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
+            memcpy(first.S, S_transposed_, key_row_ * value_row_ * sizeof(float));
         });
     }
 
-    // Forward in time: the gradient of the queries, through the transpose of S, which lies in the place of S.
-    void query_pass() {
-        with_sums([&] {
-            this->load_state(sums_, p_.S, p_.z);
-            if (sums_.empty) return;
-            transpose(sums_.S, value_row_, key_row_, value_row_, S_transposed_, key_row_);
-            memcpy(sums_.S, S_transposed_, key_row_ * value_row_ * sizeof(float));
-        });
-        for (int64_t start = 0; start < p_.length; start += chunk_)
-            with_sums([&] { query_chunk(start, std::min<int64_t>(chunk_, p_.length - start)); });
-    }
-
-    void query_chunk(int64_t start, int count) {
-        this->read_decay(start, count);
-        this->read_keys(start, count);
-        transposed(value_, value_row_, padded(count), value_row_, value_transposed_, chunk_row_);
-        const Element *keys = across_rows(key_, key_row_, count, key_row_, key_columns_), *S = nullptr;
-        if (!sums_.empty) S = across_rows(sums_.S, key_row_, value_dim_, key_row_, S_transposed_columns_);
-        for (int64_t head = this->first_query(); head < this->last_query(); ++head)
-            query_gradients(head, start, count, keys, S);
-        if (start + count == p_.length) return;
-        const bool add = !sums_.empty;
-        this->update_state(sums_.S, sums_.z, sums_.empty, count, [&] {
-            const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
-            keys = across_rows(key_, key_row_, count, key_row_, key_columns_);  // scaled by now
-            product(Factor<Element>{values, 1, value_row_}, value_dim_, steps<Element>(count), keys, key_row_,
-                    sums_.S, key_row_, key_row_, add);
-            this->add_keys(sums_.z, count, add);
-        });
-        sums_.empty = false;
-    }
-
-    void query_gradients(int64_t head, int64_t start, int count, const Element* keys, const Element* S) {
-        this->read_queries(head, start, count, this->derivatives());
-        this->read_output_gradient(head, start, count, true);
-        const float* d_total = this->t(head, start);
-        const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);
-        for (int i = 0; i < count; i += STRIP<Element>) {
-            const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
-            rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), value_transposed_, chunk_row_,
-                            d_scores_, chunk_row_, columns, false);
-            for (int m = i; m < seen; ++m) add_t_and_mask(d_total[m], m, columns);
-            if (S) {
-                rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), S, key_row_, d_query_,
-                                key_row_, key_row_, false);
-                for (int m = i; m < seen; ++m) {
-                    float* row = d_query_ + m * key_row_;
-                    const float factor = decay_.pairwise ? decay_.query[m] : 1;
-                    const float inverse = this->inverse(m), t = d_total[m];
-                    for (int d = 0; d < key_row_; d += WIDTH)
-                        store(row + d, (load(row + d) * inverse + load(sums_.z + d) * t) * factor);
-                }
-            }
-            add_to_query_gradients(i, rows, columns, keys, S);
-            write_query_gradients(head, start, i, rows, this->derivatives());
+    void copy_states(const State* from, State* to) const {
+        for (int i = 0; i < heads_; ++i) {
+            memcpy(to[i].S, from[i].S, key_row_ * value_row_ * sizeof(float));
+            memcpy(to[i].z, from[i].z, key_row_ * sizeof(float));
+            to[i].empty = from[i].empty;
         }
     }
 
-    // Of a strip of queries, from their scores on the chunk.
-    void add_to_query_gradients(int row, int rows, int columns, const Element* keys, bool add) {
-        const Factor<Element> d_scores =
-            along_rows(d_scores_ + row * chunk_row_, chunk_row_, rows, columns, d_score_rows_);
-        rows_of_product(d_scores, 0, rows, steps<Element>(row + rows), keys, key_row_,
-                        d_query_ + row * key_row_, key_row_, key_row_, add);
+    // Add the keys and values of a chunk to the transposed states of the heads.
+    void add_chunk(State* states, int64_t chunk) {
+        this->for_each_head(heads_, [&](int index) {
+            State& state = states[index];
+            const int count = tokens(chunk);
+            const bool add = !state.empty;
+            this->read_decay(chunk * chunk_, count);
+            this->read_keys(chunk * chunk_, count);
+            this->update_state(state.S, state.z, state.empty, count, [&] {
+                const Element* values = across_rows(value_, value_row_, count, value_row_, value_columns_);
+                const Element* keys = across_rows(key_, key_row_, count, key_row_, key_columns_);
+                product(Factor<Element>{values, 1, value_row_}, value_dim_, steps<Element>(count), keys,
+                        key_row_, state.S, key_row_, key_row_, add);
+                this->add_keys(state.z, count, add);
+            });
+            state.empty = false;
+        });
     }
 
-    void write_query_gradients(int64_t head, int64_t start, int first, int rows, const float* derivatives) {
+    void write_query_gradients(int64_t head, int64_t start, int first, int rows) {
+        const float* derivatives = p_.feature_map == NONE ? nullptr : query_derivatives_;
         for (int m = first; m < first + rows; ++m) {
             float* row = d_query_ + m * key_row_;
             if (p_.d_decay) this->d_decay(start)[m] += dot(row, query_ + m * key_row_, key_row_);
@@ -280,15 +283,8 @@ private:
         }
     }
 
-    // Backward in time: gradients of keys and values; that of the state after a chunk is carried on.
-    void key_pass() {
-        with_sums([&] { this->load_state(sums_, p_.d_S_after, p_.d_z_after); });
-        for (int64_t start = (p_.length - 1) / chunk_ * chunk_; start >= 0; start -= chunk_)
-            with_sums([&] { key_chunk(start, std::min<int64_t>(chunk_, p_.length - start)); });
-        if (p_.S) with_sums([&] { this->store_state(sums_, p_.d_S, p_.d_z); });
-    }
-
-    void key_chunk(int64_t start, int count) {
+    // Of a chunk of one head; that of the state after it is carried on.
+    void gradients(const State& before, int64_t start, int count) {
         this->read_decay(start, count);
         this->read_keys(start, count, this->derivatives());
         transposed(key_, key_row_, padded(count), key_row_, key_transposed_, chunk_row_);
@@ -301,22 +297,22 @@ private:
                 scale(d_value_ + j * value_row_, decay_.key[j], value_row_);
             }
         if (decay_.pairwise) this->apply_decay(sums_.S, sums_.z, sums_.empty);
+        const Element *keys = across_rows(key_, key_row_, count, key_row_, key_columns_), *S = nullptr;
+        if (!before.empty) S = across_rows(before.S, key_row_, value_dim_, key_row_, S_transposed_columns_);
         for (int64_t head = this->first_query(); head < this->last_query(); ++head)
-            key_gradients(head, start, count);
+            query_gradients(head, start, count, keys, S, before.z);
         this->write_key_gradients(start, count);
     }
 
-    void key_gradients(int64_t head, int64_t start, int count) {
-        float* derivatives = single_pass_ && p_.feature_map != NONE ? query_derivatives_ : nullptr;
-        this->read_queries(head, start, count, derivatives);
-        this->read_output_gradient(head, start, count, single_pass_);
-        const float* d_total = this->t(head, start);
+    // Of the queries of a head, and what they add to those of keys, values and state.
+    void query_gradients(int64_t head, int64_t start, int count, const Element* keys, const Element* S,
+                         const float* z) {
+        this->read_queries(head, start, count, p_.feature_map == NONE ? nullptr : query_derivatives_);
+        this->read_output_gradient(head, start, count);
         const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
         const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);
         const Element* queries_across = across_rows(query_, key_row_, count, key_row_, query_columns_);
         const Element* g_across = across_rows(g_, value_row_, count, value_row_, g_columns_);
-        const Element* keys =
-            single_pass_ ? across_rows(key_, key_row_, count, key_row_, key_columns_) : nullptr;
         for (int i = 0; i < count; i += STRIP<Element>) {
             const int rows = std::min(STRIP<Element>, count - i), seen = i + rows, columns = padded(seen);
             rows_of_product(queries, i, rows, steps<Element>(head_dim_), key_transposed_, chunk_row_, scores_,
@@ -326,11 +322,24 @@ private:
             for (int m = i; m < seen; ++m) {
                 this->mask_scores(scores_ + m * chunk_row_, m, columns);
                 if (this->ROUNDED && p_.normalise) scale(scores_ + m * chunk_row_, this->inverse(m), columns);
-                add_t_and_mask(d_total[m], m, columns);
+                add_t_and_mask(m, columns);
             }
-            if (!single_pass_) continue;
-            add_to_query_gradients(i, rows, columns, keys, false);
-            write_query_gradients(head, start, i, rows, derivatives);
+            if (S) {
+                rows_of_product(d_numerator, i, rows, steps<Element>(value_dim_), S, key_row_, d_query_,
+                                key_row_, key_row_, false);
+                for (int m = i; m < seen; ++m) {
+                    float* row = d_query_ + m * key_row_;
+                    const float factor = decay_.pairwise ? decay_.query[m] : 1;
+                    const float inverse = this->inverse(m), t = t_[m];
+                    for (int d = 0; d < key_row_; d += WIDTH)
+                        store(row + d, (load(row + d) * inverse + load(z + d) * t) * factor);
+                }
+            }
+            const Factor<Element> d_scores =
+                along_rows(d_scores_ + i * chunk_row_, chunk_row_, rows, columns, d_score_rows_);
+            rows_of_product(d_scores, 0, rows, steps<Element>(seen), keys, key_row_, d_query_ + i * key_row_,
+                            key_row_, key_row_, S);
+            write_query_gradients(head, start, i, rows);
         }
         const int row = chunk_row_, columns = padded(count);
         const Element* scores_across = across_rows(scores_, row, count, columns, score_columns_);
@@ -348,11 +357,12 @@ private:
         if (start == 0 && !p_.S) return;  // nothing comes before
         if (decay_.pairwise)
             for (int i = 0; i < count; ++i) scale(query_ + i * key_row_, decay_.query[i], key_row_);
-        this->add_to_state_gradient(d_total, count, g_across);
+        this->add_to_state_gradient(count, g_across);
     }
 
-    void add_t_and_mask(float t, int row, int columns) const {
-        float *d_scores = d_scores_ + row * chunk_row_, factor = this->inverse(row);
+    void add_t_and_mask(int row, int columns) const {
+        float* d_scores = d_scores_ + row * chunk_row_;
+        const float factor = this->inverse(row), t = t_[row];
         for (int j = 0; j < columns; j += WIDTH) store(d_scores + j, load(d_scores + j) * factor + t);
         this->mask_scores(d_scores, row, columns);
     }
