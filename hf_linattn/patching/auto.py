@@ -24,7 +24,7 @@ from hf_linattn.cli.files import filling, writing
 from hf_linattn.errors import CheckpointError, UnsupportedModelError
 from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_weights, patching_class
 from hf_linattn.patching.config import GUARD, unmark
-from hf_linattn.patching.installation import INSTALLATION, patched_part
+from hf_linattn.patching.installation import INSTALLATION, installation_of, patched_part
 from hf_linattn.patching.interface import NAME
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -83,6 +83,17 @@ def _refuse_patched_parts(model: Any) -> None:
         )
 
 
+def _refuse_changed_layers(model: Any) -> None:
+    """Refuse to save a patched model whose layers are others by now: config.json names those of before."""
+    names = [] if (installation := installation_of(model)) is None else installation.misplaced()
+    if names:
+        raise CheckpointError(
+            f"nothing was saved: layers of this {type(model).__name__} were copied, moved or taken out after "
+            f"patch_model ({names[0]}), and config.json would name patches of other layers. Change layers of "
+            "the unpatched model, then patch it; load_state_dict() brings weights of the patch over"
+        )
+
+
 def _refuse_unnamed_quantisation(model: Any, folder: Path) -> None:
     """Refuse weights that torchao's `quantize_` changed: no config.json could say how to read them."""
     changed = (name for name, p in model.named_parameters() if type(p).__module__.startswith("torchao."))
@@ -113,6 +124,7 @@ def install() -> None:
         """Save a model; a patched one replaces what is in the folder once all of it is written."""
         given = names.bind(self, save_directory, *args, **kwargs).arguments
         _refuse_patched_parts(self)
+        _refuse_changed_layers(self)
         alone = getattr(self, "should_save_on_this_rank", bool)(given.get("is_main_process", True))
         elsewhere = given.get("push_to_hub") or given.get("distributed_checkpoint")
         if INSTALLATION not in self.__dict__ or not alone or elsewhere:

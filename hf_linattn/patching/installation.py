@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_linattn.attention.masks import ADDITIVE_MASKS, DENSE_MASKS
 from hf_linattn.attention.site import AttentionSite
-from hf_linattn.errors import CheckpointError, UnsupportedCallError
+from hf_linattn.errors import CheckpointError, UnsupportedCallError, UnsupportedModelError
 from hf_linattn.patching import gguf
 from hf_linattn.patching.adapters import adapt, attributes_of
 from hf_linattn.patching.cache_layers import CACHE_NAME, put_layer, self_attention_cache
@@ -53,6 +53,7 @@ class Installation:
         notes: dotted name of a module -> what became of its window.
         configs: the copies that the model's configs were replaced by; None where no module is patched.
         cache_places: layers of the cache to be replaced before `generate` begins.
+        attached: attention module with a child -> its dotted name when it got that.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Installation:
         self.options, self.notes = options, notes
         self.configs: OwnConfigs | None = None
         self.cache_places: list[CachePlace] = []
+        self.attached: dict[nn.Module, str] = {}
         self._model = model
         self._undo: list[Callable[[], Any]] = []
 
@@ -76,6 +78,11 @@ class Installation:
 
     def undo(self) -> None:
         """Take back every change, the last one first."""
+        if copies := self.copies():
+            raise UnsupportedModelError(
+                f"{copies[0]} was copied with its patch, which would stay in the copy: take it out, call "
+                "unpatch_model, and copy layers of the unpatched model"
+            )
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
@@ -111,10 +118,22 @@ class Installation:
         """Put a child into an attention module, and the hook that hands it the state of each call."""
         self._undo.append(functools.partial(_detach, site.module))
         site.module.add_module(NAME, child)
+        self.attached[site.module] = site.name
         self._undo.append(site.module.register_forward_pre_hook(bind_cache_layer, with_kwargs=True).remove)
         if (child.keeps_state or child.keeps_gates or child.drops_window) and _has_own_slot(site):
             assert site.layer_idx is not None
             self.cache_places.append(CachePlace(site.layer_idx, site.name))
+
+    def copies(self) -> list[str]:
+        """Name modules whose patch is a copy, as that of a layer copied within the model is."""
+        modules = self._model.named_modules()
+        return [name for name, module in modules if NAME in module._modules and module not in self.attached]
+
+    def misplaced(self) -> list[str]:
+        """Name modules whose patch is a copy, or stands elsewhere than it was put, or nowhere any more."""
+        places = {module: name for name, module in self._model.named_modules()}
+        moved = (name for module, name in self.attached.items() if not _is_at(name, places.get(module, "")))
+        return [*self.copies(), *moved]
 
     def keep_native(self, module: nn.Module, implementation: str) -> None:
         """Let a module that is not patched go on with its own attention implementation."""
@@ -212,6 +231,12 @@ def _put_back(owner: Any, name: str, earlier: tuple[Any, ...]) -> None:
 
 def _detach(module: nn.Module) -> None:
     module._modules.pop(NAME, None)
+
+
+def _is_at(name: str, place: str) -> bool:
+    """Tell whether a place is that of a name; wrappers put names of their own in between."""
+    parts = iter(place.split("."))
+    return all(part in parts for part in name.split("."))
 
 
 def _has_own_slot(site: AttentionSite) -> bool:

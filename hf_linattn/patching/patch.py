@@ -113,6 +113,7 @@ def unpatch_model(model: Model) -> Model:
 
     Raises:
         NotPatchedError: the model is not patched.
+        UnsupportedModelError: layers were copied with their patch, which would stay in the copies.
 
     Example:
         >>> import torch

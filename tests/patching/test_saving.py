@@ -1,5 +1,6 @@
 """Saving that fails or is killed: the folder has its old files or all of the new ones, and says which."""
 
+import copy
 import errno
 import json
 import os
@@ -13,10 +14,11 @@ import torch
 from helpers.kinds import patched_model, plain_model
 from helpers.learned_patches import logits
 from helpers.tiny_models import tokens
+from torch import nn
 from transformers import AutoModelForCausalLM, modeling_utils
 
 from hf_linattn import describe, from_pretrained, is_patched, patch_model, unpatch_model
-from hf_linattn.errors import CheckpointError
+from hf_linattn.errors import CheckpointError, UnsupportedModelError
 
 IDS = tokens(1, 30)
 LOADERS = (from_pretrained, AutoModelForCausalLM.from_pretrained)
@@ -151,3 +153,34 @@ def test_a_part_that_is_patched_by_itself_is_not_lost_with_the_whole(tmp_path):
     assert is_patched(from_pretrained(tmp_path / "part"))
     unpatch_model(model.model)
     model.save_pretrained(tmp_path / "whole")
+
+
+CHANGES = {
+    "a copy": lambda layers: [*layers, copy.deepcopy(layers[0])],
+    "another order": lambda layers: layers[::-1],
+    "the first taken out": lambda layers: layers[1:],
+    "the last taken out": lambda layers: layers[:-1],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_changed_places_are_not_saved_as_those_of_before(change, tmp_path):
+    model, plain = patch_model(plain_model("linear"), "softmax1"), plain_model("linear")
+    layers = list(model.model.layers)
+    for each in (model, plain):
+        each.model.layers = nn.ModuleList(CHANGES[change](list(each.model.layers)))
+        each.config.num_hidden_layers = len(each.model.layers)
+        for index, layer in enumerate(each.model.layers):
+            layer.self_attn.layer_idx = index
+    with pytest.raises(CheckpointError, match=r"nothing was saved: .* \(model\.layers\.\d\.self_attn\)"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    if change == "a copy":
+        for undo in (unpatch_model, lambda model: patch_model(model, "elu1")):
+            with pytest.raises(UnsupportedModelError, match=r"self_attn was copied with its patch"):
+                undo(model)
+            assert is_patched(model)
+        model.model.layers = nn.ModuleList(layers)
+        model.save_pretrained(tmp_path)
+    else:
+        assert torch.equal(logits(unpatch_model(model), IDS), logits(plain, IDS))
