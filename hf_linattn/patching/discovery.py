@@ -464,10 +464,8 @@ def _weighs(cls: Any) -> bool:
         source = inspect.getsource(cls).lower()  # nn.Softmax too
     except (OSError, TypeError):
         return True
-    return any(
-        word in source
-        for word in ("softmax", "logsumexp", "scaled_dot_product_attention", "_flash_attention")
-    )
+    words = "softmax", "logsumexp", "scaled_dot_product_attention", "multi_head_attention", "_flash_attention"
+    return any(word in source for word in words)
 
 
 def unrouted(model: nn.Module, sites: list[AttentionSite]) -> dict[str, str]:

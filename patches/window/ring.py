@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_linattn.attention import Tokens
 from hf_linattn.attention.masks import once, with_notes
 from hf_linattn.errors import OptionError
+from hf_linattn.ops.tracing import transforming
 from hf_linattn.ops.types import State
 
 LARGE = 2**20
@@ -183,7 +184,7 @@ def spread(index: Tensor, x: Tensor) -> Tensor:
 
 def shared_column(oldest: Tensor) -> int | None:
     """Return the column of the oldest token, where all rows share it and it takes no time to ask."""
-    if oldest.device.type != "cpu" or torch.compiler.is_compiling():
+    if oldest.device.type != "cpu" or torch.compiler.is_compiling() or transforming():
         return None
     columns = set(oldest.tolist())
     return columns.pop() if len(columns) == 1 else None

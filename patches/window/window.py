@@ -15,7 +15,7 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
-from hf_linattn.ops.tracing import exporting
+from hf_linattn.ops.tracing import exporting, transforming
 from hf_linattn.ops.types import ScaledSums, State
 from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
@@ -270,7 +270,8 @@ class Window(StatefulAttention):
 
     def _holds(self, tokens: Tokens) -> bool:
         """Whether a text begins that stays inside the window, so that torch's own kernel can take it."""
-        if torch.compiler.is_compiling():  # the graph would be for such lengths alone
+        # a graph would be for such lengths alone; torch's own kernel has no derivatives that go forward
+        if torch.compiler.is_compiling() or transforming():
             return False
         if tokens.length > self.size or self.branches not in (None, "both", "window") or not tokens.is_plain:
             return False

@@ -176,6 +176,26 @@ def test_forward_derivatives(spec):
     torch.testing.assert_close(jvp(loss, (weight,), (along,))[1], want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", ["window", "window+gated"])
+def test_texts_inside_the_window_can_be_transformed(spec):
+    model, ids = patched(spec, torch.float64), tiny_models.tokens(2, 3)
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(weight, row):
+        changed = {**weights, QUERY: weight}
+        return functional_call(model, changed, (row[None],), {"use_cache": False}).logits.square().mean()
+
+    # of the weights as they are too, which have no part in such a text
+    vmap(lambda row: model(row[None], use_cache=False).logits)(ids)
+    weight, along = weights[QUERY], torch.randn_like(weights[QUERY])
+    found = vmap(grad(loss), in_dims=(None, 0))(weight, ids)
+    for row, got in zip(ids, found, strict=True):
+        want = torch.autograd.grad(loss_of(model, row[None]), model.get_parameter(QUERY))[0]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-9)
+        slope = jvp(lambda x, row=row: loss(x, row), (weight,), (along,))[1]
+        torch.testing.assert_close(slope, (want * along).sum(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("spec", ["elu1", "hedgehog", "delta", "window+gated"])
 def test_derivatives_that_go_forward_with_the_numbers(spec, mode, compiled):

@@ -173,3 +173,9 @@ def test_types_that_do_not_route_are_refused_by_name(name, classes):
 def test_types_without_attention_are_refused():
     with pytest.raises(LinattnError, match="it has none"):
         patch_model(family_models.causal_model("mamba2"), "softmax1")
+
+
+def test_attention_by_torchs_function_of_many_heads_is_named():
+    cls = transformers.WavLMModel
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=r"knows WavLMAttention \(2\)"):
+        patch_model(cls(cls.config_class(num_hidden_layers=2)), "elu1")
