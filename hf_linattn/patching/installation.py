@@ -126,14 +126,17 @@ class Installation:
 
     def copies(self) -> list[str]:
         """Name modules whose patch is a copy, as that of a layer copied within the model is."""
-        modules = self._model.named_modules()
-        return [name for name, module in modules if NAME in module._modules and module not in self.attached]
+        return [name for name, module in self._patched().items() if module not in self.attached]
 
     def misplaced(self) -> list[str]:
-        """Name modules whose patch is a copy, or stands elsewhere than it was put, or nowhere any more."""
-        places = {module: name for name, module in self._model.named_modules()}
-        moved = (name for module, name in self.attached.items() if not _is_at(name, places.get(module, "")))
-        return [*self.copies(), *moved]
+        """Name modules whose patch was made for another, and those that have none any more."""
+        patched = self._patched()
+        made_for = {name: str(x.get_submodule(NAME).where).split(" ")[0] for name, x in patched.items()}
+        moved = [name for name, was in made_for.items() if not _is_at(was, name)]
+        return moved + [x for x in self.attached.values() if not any(_is_at(x, name) for name in patched)]
+
+    def _patched(self) -> dict[str, nn.Module]:
+        return {name: x for name, x in self._model.named_modules() if NAME in x._modules}
 
     def keep_native(self, module: nn.Module, implementation: str) -> None:
         """Let a module that is not patched go on with its own attention implementation."""

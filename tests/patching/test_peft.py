@@ -3,9 +3,10 @@
 import warnings
 
 import pytest
+import torch
 from helpers.tiny_models import llama, tokens
 
-from hf_linattn import patch_model
+from hf_linattn import from_pretrained, patch_model
 from hf_linattn.errors import UnsupportedCallError
 
 peft = pytest.importorskip("peft")
@@ -40,3 +41,16 @@ def test_a_patch_that_the_adapters_will_not_hold_is_told():
         warnings.simplefilter("error", UserWarning)
         patch_model(model, "elu1")  # learns nothing
         peft.get_peft_model(patch_model(llama(), "gated"), lora())
+
+
+def test_whole_attentions_that_peft_trains_as_copies_are_saved_once_they_are_merged(tmp_path):
+    lora = peft.LoraConfig(target_modules=["up_proj"], modules_to_save=["self_attn"])
+    model = peft.get_peft_model(patch_model(llama(), "elu1"), lora).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(0.1)
+    ids = tokens(1, 9)
+    want = model(ids).logits
+    model.merge_and_unload().save_pretrained(tmp_path)
+    torch.testing.assert_close(from_pretrained(tmp_path)(ids).logits, want)
