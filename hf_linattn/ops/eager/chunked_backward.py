@@ -26,7 +26,7 @@ from hf_linattn.ops.eager.buffers import Buffer, Features, head_blocks
 from hf_linattn.ops.eager.chunked import ChunkBuffers, ChunkInputs, ChunkLoop, RunningState
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs
 
-SPAN = 32
+SPAN = 16
 """Chunks whose states are kept at once."""
 
 
@@ -105,10 +105,11 @@ class _Backward(ChunkLoop):
         firsts = [RunningState(self, self.inputs.S, self.inputs.z)]
         for span in spans[:-1]:
             firsts.append(self._states(span, firsts[-1])[-1])
-        for span, first in zip(reversed(spans), reversed(firsts), strict=True):
+        for span in reversed(spans):
+            first = firsts.pop()
             states = [first, *self._states(span[:-1], first)]
-            for (chunk, *parts), state in zip(reversed(span), reversed(states), strict=True):
-                self._gradients(chunk, state, d_state, *parts)
+            for chunk, *parts in reversed(span):
+                self._gradients(chunk, states.pop(), d_state, *parts)
 
     def _states(self, chunks: Sequence[tuple[Any, ...]], state: RunningState) -> list[RunningState]:
         """Compute the state after each of these chunks."""
