@@ -214,6 +214,23 @@ def check_blocks_of_128_columns():
         check(small._replace(dtype="bfloat16", tolerance=1e-2))
 
 
+def check_pairs_of_bfloat16():
+    """What is PTX for CUDA: conversions, and the order of tokens; in tiles of both orders of products."""
+    from . import triton_ptx
+
+    walks = ("outputs", "query_gradients", "key_gradients", "value_gradients")
+    case = Case(D=24, Dv=24, length=40, dtype="bfloat16", tolerance=1e-2, kv_heads=1, state=True)
+    for major in (8, 9):
+        with triton_ptx.in_pairs(major):
+            check(case)
+    with triton_ptx.in_pairs(9):
+        check(case._replace(masked=True, feature_map="relu", eps=0.1))
+        check(case._replace(decay=0.1, documents=(20,), tolerance=1.5e-2))
+        check(case._replace(feature_map="none"))
+        with measured_tiles.trial(dict.fromkeys(walks, Tile(32, 128, 1, 1))):
+            check(case._replace(D=72, Dv=72, heads=1))
+
+
 def check_same_bits():
     """Twice the same, whatever the memory held before; and other segments change only rounding."""
     case = Case(kv_heads=1, state=True, masked=True)

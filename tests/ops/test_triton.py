@@ -85,6 +85,7 @@ def test_decode_goes_on_where_prefill_ended(interpreted, case):
     [
         checks.check_rows_without_keys,
         checks.check_blocks_of_128_columns,
+        checks.check_pairs_of_bfloat16,
         checks.check_same_bits,
         checks.check_segments_in_parts,
         checks.check_one_shape_in_several_layouts,

@@ -260,6 +260,7 @@ class _Run:
                 "D_Q": self.d_query,
                 "ALONG": along,
                 "CAUSAL": causal,
+                "WEIGHED": self.weighed,
             },
         )
         return self.d_query, None if along is None else along.sum(0)

@@ -33,15 +33,18 @@ from hf_linattn.ops.triton.kernel_functions import (
     load_tile,
     locate_program,
     operand,
+    order_of_pairs,
     partial_sums,
     query_features,
     reciprocal,
     repeated,
     row_and_block,
     row_shift,
+    seen,
     store_state,
     store_tile,
     visible,
+    wide,
 )
 
 
@@ -107,6 +110,7 @@ def gradient_rows(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute t and the queries' shift `[B, H, N]`, and of one segment c phi_q `[B, H, N, D]` and R.
 
@@ -115,6 +119,8 @@ def gradient_rows(
     Slots count from the end of the text, the way in which R runs. FEATURES or STATES None: not these.
     """
     BY_COLUMN: tl.constexpr = (STATES is not None) or (FEATURES is not None)
+    # to compare halves takes registers, which are few where products take operands from them
+    COMPARED: tl.constexpr = 8 if (MASKED and (PAIRS > 8)) else PAIRS
     # every block has t; where nothing goes by column one block is enough
     batch_head, block, batch, kv_head = locate_program(D, BLOCK if BY_COLUMN else D, heads, GROUP)
     every = tl.arange(0, BLOCK_D)
@@ -146,7 +152,7 @@ def gradient_rows(
             if NORMALISE:
                 out = head_pointer(OUT, out_strides, batch, head)
                 out = load_tile(out, start, inside, OUT_STRIDE, columns, DV)
-                t -= tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+                t -= tl.sum(wide(g, PAIRS) * wide(out, PAIRS), 1)
             shift = tl.zeros([CHUNK], tl.float32)
             if FEATURE_MAP == "elu1":
                 shift = row_shift(load_tile(query, start, inside, Q_STRIDE, every, D), every, D)
@@ -156,12 +162,12 @@ def gradient_rows(
             if BY_COLUMN:
                 q = load_tile(query, start, inside, Q_STRIDE, rows, D)
                 scale = load_scale(TOTAL + row, tokens, inside, NORMALISE)
-                phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
+                phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS, COMPARED)
                 phi_q = once(phi_q, inside, FEATURE_MAP, MASKED, OPERAND)
             if FEATURES is not None:
-                phi_q = operand(scaled(phi_q, scale, True), OPERAND)
+                phi_q = scaled(phi_q, scale, True)
                 features = head_pointer(FEATURES, features_strides, batch, head)
-                store_tile(features, phi_q, start, inside, FEATURES_STRIDE, rows, D)
+                store_tile(features, operand(phi_q, OPERAND), start, inside, FEATURES_STRIDE, rows, D)
             if STATES is not None:
                 if FEATURES is not None:
                     phi_q = scaled(phi_q, of_state, LINKED)
@@ -188,8 +194,14 @@ def query_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments."""
+    """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments.
+
+    WEIGHED: where they go, D_Q, holds c phi_q.
+    """
+    # elu1' is the feature itself up to 1: c elu1' is the lesser of c phi_q and c
+    BY_FEATURES: tl.constexpr = WEIGHED and (FEATURE_MAP == "elu1") and (ALONG is None)
     row, block = row_and_block(D, BLOCK)
     batch_head = row // GROUP
     batch, head = row // heads, row % heads
@@ -201,6 +213,8 @@ def query_gradients(
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
+    HALVES: tl.constexpr = 0 if LINKED else PAIRS  # links weigh scores in float32
+    order_of_tokens = order_of_pairs(order, False, HALVES)
     s, z = load_state(
         STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) * parts - 1, slots, rows, columns, D, DV, SUMMED
     )
@@ -222,34 +236,40 @@ def query_gradients(
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
             v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
+            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             phi_k = operand(features, OPERAND)
-            weight = keep.to(tl.float32)
+            of_z = keep.to(tl.float32)
             d_scores = dot(g, tl.trans(v), OPERAND) + t[:, None]
-            d_scores = tl.where(order[:, None] >= order[None, :], d_scores, 0.0)
+            d_scores = seen(d_scores, order_of_tokens, HALVES)
             if LINKED:
                 running, label, of_state, of_key, left = link(
                     DECAY, LABELS, batch_head, batch, start, length, CHUNK
                 )
                 d_scores = linked_pairs(d_scores, running, label, False)
                 d_phi *= of_state[:, None]
-                weight *= of_key
+                of_z *= of_key
                 v = v.to(tl.float32) * of_key[:, None]
                 s *= left
                 z *= left
             s += dot(tl.trans(v), phi_k, OPERAND)
-            z += partial_sums(features, weight)
+            z += partial_sums(features, of_z, PAIRS)
             near = dot(d_scores, phi_k, OPERAND)
-        if (FEATURE_MAP != "none") or (ALONG is not None):
+        if BY_FEATURES:
+            features = load_tile(D_Q, start, inside, D_Q_STRIDE, rows, D)
+        elif (FEATURE_MAP != "none") or (ALONG is not None):
             q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
         scale = load_scale(TOTAL + row * length, tokens, inside, NORMALISE)
-        d_phi = added(d_phi, near, scale, BLOCK_V)
+        if BY_FEATURES:
+            weight = tl.minimum(features.to(tl.float32), scale[:, None], propagate_nan=tl.PropagateNan.ALL)
+        else:
+            weight = scale[:, None]
+        d_phi = added(d_phi, near, weight, BLOCK_V)
         if ALONG is not None:
             phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS)
             place = (block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + row) * length + tokens
             tl.store(ALONG + place, tl.sum(phi_q * d_phi, 1), mask=inside)
-        if FEATURE_MAP != "none":
+        if (FEATURE_MAP != "none") and not BY_FEATURES:
             d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
         store_tile(D_Q, d_phi, start, inside, D_Q_STRIDE, rows, D)
 
@@ -264,12 +284,14 @@ def key_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
     Grid: batch_heads x blocks of D, segments. WEIGHED: Q holds c phi_q.
     """
+    # sums are multiplied at once, and apart (see `added`): a product of r would feed the next
+    AT_ONCE: tl.constexpr = (BLOCK > 64) and (VALID is None) and (ALONG is None) and (FEATURE_MAP != "none")
     batch_head, block, batch, kv_head = locate_program(D, BLOCK, heads, GROUP)
     K = head_pointer(K, k_strides, batch, kv_head)
     V = head_pointer(V, v_strides, batch, kv_head)
@@ -277,6 +299,9 @@ def key_gradients(
     rows = block * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_V)
     order = tl.arange(0, CHUNK)
+    # links weigh scores in float32, and otherwise wide blocks have no registers left for the order
+    HALVES: tl.constexpr = 0 if (LINKED or ((BLOCK > 64) and not AT_ONCE)) else PAIRS
+    order_of_tokens = order_of_pairs(order, True, HALVES)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
     big_r, small_r = load_state(
         STATES, FACTORS, D_S, D_Z, batch_head, slot, slots, rows, columns, D, DV, SUMMED
@@ -292,7 +317,11 @@ def key_gradients(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         v = load_tile(V, start, keep, V_STRIDE, columns, DV)
         d_phi = dot(v, operand(big_r, OPERAND), OPERAND)
-        d_phi += dot(repeated(tl.full([CHUNK], 1.0, tl.float32), OPERAND), operand(small_r, OPERAND), OPERAND)
+        if AT_ONCE:
+            d_phi += tl.sum(small_r, 0)[None, :]
+        else:
+            ones = repeated(tl.full([CHUNK], 1.0, tl.float32), OPERAND)
+            d_phi += dot(ones, operand(small_r, OPERAND), OPERAND)
         if LINKED:
             running, label, of_state, of_key, left = link(
                 DECAY, LABELS, batch_head, batch, start, length, CHUNK
@@ -316,26 +345,28 @@ def key_gradients(
                 )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 d_scores = dot(v, tl.trans(g), OPERAND) + t[None, :]  # [keys, queries]
-                d_scores = tl.where(order[:, None] <= order[None, :], d_scores, 0.0)
+                d_scores = seen(d_scores, order_of_tokens, HALVES)
                 if LINKED:
                     d_scores = linked_pairs(d_scores, running, label, True)
                 near += dot(d_scores, phi_q, OPERAND)
                 features = scaled(features, of_state, True) if LINKED else features
                 big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
-                small_r += partial_sums(features, t)
+                small_r += partial_sums(features, t, PAIRS)
         if VALID is not None:
-            d_phi = added(d_phi, near, keep.to(tl.float32), BLOCK_V)
-        else:
+            d_phi = added(d_phi, near, keep.to(tl.float32)[:, None], BLOCK_V)
+        elif not AT_ONCE:
             d_phi += near
         if (FEATURE_MAP != "none") or (ALONG is not None):
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
         if ALONG is not None:
-            phi_k = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
+            phi_k = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             place = (
                 block * (tl.num_programs(0) // ((D + BLOCK - 1) // BLOCK)) + batch_head
             ) * length + tokens
             tl.store(ALONG + place, tl.sum(phi_k * d_phi, 1), mask=inside)
-        if FEATURE_MAP != "none":
+        if AT_ONCE:
+            d_phi = added(d_phi, near, derivative(k, 0.0, FEATURE_MAP), BLOCK)
+        elif FEATURE_MAP != "none":
             d_phi *= derivative(k, 0.0, FEATURE_MAP)
         store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
@@ -354,18 +385,22 @@ def value_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments.
 
     WEIGHED: Q holds c phi_q.
     """
+    # else eight warps would compute features twice, like those of MASKED
+    ONCE: tl.constexpr = MASKED or ((PAIRS > 0) and (BLOCK_D > 64))
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
     K = head_pointer(K, k_strides, batch, kv_head)
     D_V = head_pointer(D_V, d_v_strides, batch, kv_head)
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
+    HALVES: tl.constexpr = 0 if LINKED else PAIRS  # links weigh scores in float32
+    order_of_tokens = order_of_pairs(order, True, HALVES)
     slot = tl.num_programs(1) - 2 - tl.program_id(1)
     big_r, _ = load_state(STATES, FACTORS, D_S, None, batch_head, slot, slots, rows, columns, D, DV, SUMMED)
     big_r = tl.trans(big_r)
@@ -377,10 +412,7 @@ def value_gradients(
         inside = tokens < length
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, start, keep, K_STRIDE, rows, D)
-        phi_k = operand(
-            key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS),
-            OPERAND,
-        )
+        phi_k = operand(key_features(k, keep, rows, D, ONCE, FEATURE_MAP, EPS, PAIRS), OPERAND)
         d_value = dot(phi_k, tl.trans(operand(big_r, OPERAND)), OPERAND)
         if LINKED:
             running, label, of_state, of_key, left = link(
@@ -403,14 +435,14 @@ def value_gradients(
                 )  # fmt: skip
                 phi_q = operand(features, OPERAND)
                 scores = dot(phi_k, tl.trans(phi_q), OPERAND)  # [keys, queries]
-                scores = tl.where(order[:, None] <= order[None, :], scores, 0.0)
+                scores = seen(scores, order_of_tokens, HALVES)
                 if LINKED:
                     scores = linked_pairs(scores, running, label, True)
                 near += dot(scores, g, OPERAND)
                 features = scaled(features, of_state, True) if LINKED else features
                 big_r += dot(tl.trans(g), operand(features, OPERAND), OPERAND)
         if (VALID is not None) or (BLOCK_D > 64):  # see `added`
-            d_value = added(d_value, near, keep.to(tl.float32), BLOCK_D)
+            d_value = added(d_value, near, keep.to(tl.float32)[:, None], BLOCK_D)
         else:
             d_value += near
         store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV)

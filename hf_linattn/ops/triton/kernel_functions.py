@@ -13,6 +13,9 @@ A feature is rounded once, before its first use. z is kept as 16 rows that add u
 takes, so that phi_q . z is one, and sums over rows stay within a thread. S is kept transposed, so that
 features of keys are computed once and both products that want them read them from shared memory.
 
+Two numbers of bfloat16 lie in one register. `PAIRS`, the major capability of a CUDA device or 0, lets `wide`
+and `seen` take them together, in PTX; it is 0 where products are in another type.
+
 Names in shapes: batch_head = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in
 memory as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
 BLOCK_D and BLOCK_V the next powers of two, BLOCK the columns that one program answers for.
@@ -147,6 +150,7 @@ def key_features(
     MASKED: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr,
+    PAIRS: tl.constexpr = 0,
 ):
     """Compute phi_k of a tile, not rounded yet; 0 behind WIDTH, and where not `keep` if MASKED.
 
@@ -156,10 +160,10 @@ def key_features(
     if FEATURE_MAP == "none":  # what is hidden was loaded as 0
         return x
     else:
-        x = x.to(tl.float32)
+        positive, x = above_zero(x, PAIRS)
         # where, not minimum and maximum: those lose a NaN
-        if FEATURE_MAP == "elu1":  # noqa: SIM108 (Triton wants statements)
-            x = tl.where(x > 0, x + 1, exponential(x))
+        if FEATURE_MAP == "elu1":
+            x = tl.where(positive, x + 1, exponential(x))
         else:
             x = tl.where(x < 0, 0.0, x) + EPS
         if MASKED:
@@ -186,29 +190,30 @@ def query_features(
     WIDTH: tl.constexpr,
     FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr,
+    PAIRS: tl.constexpr = 0,
 ):
     """Compute phi_q of a tile; `shift` `[rows]` is for elu1. Rows behind the last token are finite."""
     if FEATURE_MAP == "elu1":
-        x = x.to(tl.float32)
-        x = tl.where(x > 0, x + 1, exponential_after(x, shift[:, None]))
+        positive, x = above_zero(x, PAIRS)
+        x = tl.where(positive, x + 1, exponential_after(x, shift[:, None]))
         if WIDTH // x.shape[1] * x.shape[1] != WIDTH:
             x = tl.where((columns < WIDTH)[None, :], x, 0.0)
         return x
     else:
-        return key_features(x, shift, columns, WIDTH, False, FEATURE_MAP, EPS)
+        return key_features(x, shift, columns, WIDTH, False, FEATURE_MAP, EPS, PAIRS)
 
 
 @triton.jit
 def added(a, b, scale, WHOLE: tl.constexpr):
-    """Compute (a + b) scale for products a, b `[rows, columns]` and `scale` `[rows]`.
+    """Compute (a + b) scale for products a, b `[rows, columns]` and `scale`, of each number or of each row.
 
     Apart where WHOLE, the width that a program has whole, gives it eight warps: four of them would compute
     what the others do, were one product to feed the other.
     """
     if WHOLE > 64:
-        return a * scale[:, None] + b * scale[:, None]
+        return a * scale + b * scale
     else:
-        return (a + b) * scale[:, None]
+        return (a + b) * scale
 
 
 @triton.jit
@@ -224,9 +229,9 @@ def repeated(x, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def partial_sums(x, weight):
+def partial_sums(x, weight, PAIRS: tl.constexpr = 0):
     """Sum up rows of x `[R, W]`, weighted, to the 16 rows that a product takes: their sum is meant."""
-    x = x.to(tl.float32) * weight[:, None]
+    x = wide(x, PAIRS) * weight[:, None]
     return tl.sum(tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1]]), 0)
 
 
@@ -319,3 +324,61 @@ def store_state(S, Z, s, z, rows, columns, D: tl.constexpr, DV: tl.constexpr, AL
 def exponential_after(x, shift):
     """Compute exp(x - shift) of a tile, in one multiplication and addition; `shift` of its rows."""
     return tl.exp2(x * 1.4426950408889634 - shift * 1.4426950408889634)
+
+
+@triton.jit
+def wide(x, PAIRS: tl.constexpr):
+    """Convert to float32; PAIRS: two of bfloat16 in one instruction each, where the compiler takes three."""
+    if (PAIRS > 0) and (x.dtype == tl.bfloat16):
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def above_zero(x, PAIRS: tl.constexpr):
+    """Tell where x is above 0, and convert it to float32; in this order where bfloat16 can be compared."""
+    if PAIRS > 8:
+        positive = x > 0
+        x = wide(x, PAIRS)
+    else:
+        x = wide(x, PAIRS)
+        positive = x > 0
+    return positive, x
+
+
+@triton.jit
+def order_of_pairs(order, KEYS_FIRST: tl.constexpr, PAIRS: tl.constexpr):
+    """Tell which tokens of a chunk see which, `[queries, keys]` or the other way round, for `seen`.
+
+    PAIRS: as numbers below 0. They are a register and constants; the compiler makes a comparison and a
+    choice for each score of any mask that it understands.
+    """
+    row, column = order[:, None], order[None, :]
+    if PAIRS > 0:
+        return (row - column if KEYS_FIRST else column - row) - 1
+    else:
+        return row <= column if KEYS_FIRST else row >= column
+
+
+@triton.jit
+def seen(scores, order, PAIRS: tl.constexpr):
+    """Hide scores of keys behind their query, by `order_of_pairs`; PAIRS: and round them to bfloat16."""
+    if PAIRS > 0:
+        return tl.inline_asm_elementwise(  # the mask of two scores: the signs of two numbers, repeated
+            "{ .reg .b32 mask; prmt.b32 mask, $2, $3, 0xFFBB; and.b32 $0, $1, mask; }",
+            "=r,r,r,r",
+            [scores.to(tl.bfloat16), order],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.where(order, scores, 0.0)

@@ -28,14 +28,17 @@ from hf_linattn.ops.triton.kernel_functions import (
     load_state,
     load_tile,
     operand,
+    order_of_pairs,
     partial_sums,
     query_features,
     reciprocal,
     row_and_block,
     row_shift,
+    seen,
     store_state,
     store_tile,
     visible,
+    wide,
 )
 
 
@@ -46,7 +49,7 @@ def segment_states(
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
     batch_head, block = row_and_block(DV, BLOCK)
@@ -65,7 +68,7 @@ def segment_states(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         k = load_tile(K, start, keep, K_STRIDE, rows, D)
         v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-        features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
+        features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
         phi_k = operand(features, OPERAND)
         weight = keep.to(tl.float32)
         if LINKED:
@@ -76,7 +79,7 @@ def segment_states(
             z *= left
             factor *= left
         s += dot(tl.trans(v), phi_k, OPERAND)
-        z += partial_sums(features, weight)
+        z += partial_sums(features, weight, PAIRS)
     s = tl.trans(s)
     z = tl.sum(z, 0)
     base = STATES + (batch_head * slots + slot) * (D * DV + D)
@@ -137,6 +140,7 @@ def outputs(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
 
@@ -152,6 +156,12 @@ def outputs(
     rows = tl.arange(0, BLOCK_D)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     order = tl.arange(0, CHUNK)
+    HALVES: tl.constexpr = 0 if LINKED else PAIRS  # links weigh scores in float32
+    order_of_tokens = order_of_pairs(order, False, HALVES)
+    # scores are summed up by a product, but where programs have no registers left for it
+    WIDE: tl.constexpr = (BLOCK > 64) or ((BLOCK_D > 64) and (FEATURE_MAP == "relu"))
+    BY_PRODUCT: tl.constexpr = (HALVES > 0) and not WIDE
+    ones = tl.where((order >= 0)[:, None] & (tl.arange(0, 16) == 0)[None, :], 1.0, 0.0)
     s, z = load_state(
         STATES, FACTORS, S0, Z0, batch_head, tl.program_id(1) * parts - 1, slots, rows, columns, D, DV, SUMMED
     )
@@ -163,13 +173,15 @@ def outputs(
         tokens = start + order
         inside = tokens < length
         q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
-        phi_q = operand(query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS), OPERAND)
-        total = tl.sum(dot(phi_q, tl.trans(operand(z, OPERAND)), OPERAND), 1)
+        phi_q = operand(query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS, PAIRS), OPERAND)
+        total = dot(phi_q, tl.trans(operand(z, OPERAND)), OPERAND)
+        if not BY_PRODUCT:
+            total = tl.sum(total, 1)
         if CAUSAL:
             keep = visible(VALID, batch, tokens, valid_strides, length)
             k = load_tile(K, start, keep, K_STRIDE, rows, D)
             v = load_tile(V, start, keep, V_STRIDE, columns, DV)
-            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS)
+            features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             phi_k = operand(features, OPERAND)
             weight = keep.to(tl.float32)
             if LINKED:
@@ -179,12 +191,17 @@ def outputs(
                 total *= of_state
                 weight *= of_key
                 z *= left
-            z += partial_sums(features, weight)
+            z += partial_sums(features, weight, PAIRS)
             scores = dot(phi_q, tl.trans(phi_k), OPERAND)
-            scores = tl.where(order[:, None] >= order[None, :], scores, 0.0)
+            scores = seen(scores, order_of_tokens, HALVES)
             if LINKED:
                 scores = linked_pairs(scores, running, label, False)
-            total += tl.sum(scores, 1)
+            if BY_PRODUCT:
+                total += dot(scores, ones, OPERAND)
+            else:
+                total += tl.sum(wide(scores, HALVES), 1)
+        if BY_PRODUCT:
+            total = tl.sum(total, 1)
         # before the products below, which need its registers
         tl.store(TOTAL + row * length + tokens, total, mask=inside & (block == 0))
         near = tl.zeros([CHUNK, BLOCK], tl.float32)
@@ -211,7 +228,7 @@ def outputs(
         if BLOCK > 64:
             numerator = tl.trans(numerator * scale[None, :])
         else:
-            numerator = added(numerator, near, scale, BLOCK_D)
+            numerator = added(numerator, near, scale[:, None], BLOCK_D)
         store_tile(OUT, numerator, start, inside, OUT_STRIDE, columns, DV)
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):

@@ -121,6 +121,7 @@ def plan_of(
         "EPS": eps if feature_map == "relu" else 0.0,
         "MASKED": masked or operand == "fp16" or by_registers,
         "OPERAND": operand,
+        "PAIRS": about.capability[0] if operand == "bf16" else 0,
     }
     # the interpreter has no registers to run out of, and takes its time for every step
     kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, about.capability)

@@ -160,7 +160,7 @@ GROUPED: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     (10, "bf16"): ({"value_gradients": HALF}, _four(HALF, HALF, WIDE, WIDE)),
     (10, "fp16"): (_four(HALF, WIDE, HALF, WIDE) | STATES[0], _four(MANY) | STATES[1]),
     (12, "bf16"): (
-        {"key_gradients": WIDE._replace(stages=1), "value_gradients": WIDE},
+        {"key_gradients": WIDE, "value_gradients": WIDE},
         _four(HALF, HALF, WIDE._replace(warps=8), WIDE._replace(warps=8)),
     ),
     (12, "fp16"): (
