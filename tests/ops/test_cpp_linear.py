@@ -91,6 +91,16 @@ def test_more_heads_than_go_through_the_tokens_together(kind, compiled):
     compare(decays, OpConfig(kind))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), BFLOAT16], ids=str)
+@pytest.mark.parametrize("linked", [False, True])
+def test_more_chunks_than_states_are_kept_of(linked, dtype, tolerance, compiled, monkeypatch):
+    """Of states of 256 x 250 a backward keeps 79 or 80."""
+    monkeypatch.setattr(dispatch, "CHUNK", 2)
+    shape, config = (1, 2, 1, 401, 256, 250), OpConfig("elu1")
+    given = random_inputs(shape, config, state=linked, decay=linked, packed=linked, hidden=True)
+    compare(given, config, dtype, tolerance)
+
+
 @pytest.mark.parametrize(("state", "packed"), [*itertools.product((False, True), repeat=2)])
 def test_chunks_that_forget_all_and_chunks_that_forget_little_follow_each_other(state, packed, compiled):
     compare(forgetful(state, packed), OpConfig("elu1"))
