@@ -113,11 +113,11 @@ def test_gradients_in_spans_are_those_at_once(monkeypatch, linked):
         outputs = chunked.forward(given, config, True, 8)
         grads = OutputGrads(*(torch.randn_like(x) for x in outputs))
         runs = []
-        for span in (1, 5, 12):
+        for span in (0, 12):  # 12 chunks in spans of 3, and at once
             monkeypatch.setattr(chunked_backward, "SPAN", span)
             runs.append(chunked_backward.backward(given, outputs, grads, config, 8))
-    for one, five, whole in zip(*runs, strict=True):
-        assert one is five is whole is None or (torch.equal(one, whole) and torch.equal(five, whole))
+    for some, whole in zip(*runs, strict=True):
+        assert some is whole is None or torch.equal(some, whole)
 
 
 @pytest.mark.parametrize("linked", [False, True])

@@ -16,6 +16,7 @@ is a function of differences of G.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from hf_linattn.ops.eager.chunked import ChunkBuffers, ChunkInputs, ChunkLoop, R
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs
 
 SPAN = 16
-"""Chunks whose states are kept at once."""
+"""Chunks, at most, whose states are all kept; of more, there are as many in a span as spans."""
 
 
 def backward(
@@ -101,7 +102,8 @@ class _Backward(ChunkLoop):
             tensors: as `_gradients` takes them, of all tokens.
         """
         chunks = self.chunks(*tensors)
-        spans = [chunks[start : start + SPAN] for start in range(0, len(chunks), SPAN)]
+        size = len(chunks) if len(chunks) <= SPAN else math.isqrt(len(chunks))
+        spans = [chunks[start : start + size] for start in range(0, len(chunks), size)]
         firsts = [RunningState(self, self.inputs.S, self.inputs.z)]
         for span in spans[:-1]:
             firsts.append(self._states(span, firsts[-1])[-1])
