@@ -152,24 +152,25 @@ class LinearBackward : LinearGradients<Element> {
     Element *key_transposed_, *value_transposed_, *query_rows_, *g_rows_, *key_columns_, *value_columns_;
     Element *score_columns_, *d_score_columns_, *d_score_rows_;
     float *scores_, *d_scores_, *query_derivatives_;
-    const int64_t chunks_ = (p_.length + chunk_ - 1) / chunk_;
+    const int64_t chunks_ = chunks(p_);
     const int64_t span_ = chunks_in_span(p_, heads_);
     std::vector<State> states_, firsts_, before_;  // of each head: gradients, and transposes of what lies
                                                    // before each span, and before each chunk of one
 
+    static int64_t chunks(const LinearProblem& p) {
+        return (p.length + Base::longest(p) - 1) / Base::longest(p);
+    }
+
     // All where their states take little memory, else as many as there are spans.
     static int64_t chunks_in_span(const LinearProblem& p, int heads) {
         constexpr int64_t FLOATS = 5 << 20;
-        const int64_t chunks = (p.length + Base::longest(p) - 1) / Base::longest(p);
         const int64_t few = FLOATS / (heads * Base::state_floats(p));
-        return std::min<int64_t>(chunks, std::max<int64_t>({1, few, int64_t(std::sqrt(chunks))}));
+        return std::min(chunks(p), std::max<int64_t>({1, few, int64_t(std::sqrt(chunks(p)))}));
     }
 
     static int64_t scratch_floats(const LinearProblem& p, int heads) {
         const int64_t n = Base::chunk_row(p), key_row = padded(p.head_dim), value_row = padded(p.value_dim);
-        const int64_t chunks = (p.length + Base::longest(p) - 1) / Base::longest(p);
-        const int64_t span = chunks_in_span(p, heads);
-        const int64_t states = (chunks + span - 1) / span + span - 1;
+        const int64_t span = chunks_in_span(p, heads), states = (chunks(p) + span - 1) / span + span - 1;
         return heads * states * Base::state_floats(p) + n * (key_row + 2 * n) +
                transposed_size<Element>(n, key_row) + transposed_size<Element>(n, value_row) +
                along_size<Element>(n, key_row) + along_size<Element>(n, value_row) +
@@ -232,6 +233,7 @@ private:
             states.push_back({this->alloc(key_row_, value_row_), this->alloc(key_row_, 1), true});
     }
 
+    float* query_derivatives() const { return p_.feature_map == NONE ? nullptr : query_derivatives_; }
     int tokens(int64_t chunk) const { return std::min<int64_t>(chunk_, p_.length - chunk * chunk_); }
 
     // The gradients of the state after all, and the transpose of S before.
@@ -274,12 +276,11 @@ private:
     }
 
     void write_query_gradients(int64_t head, int64_t start, int first, int rows) {
-        const float* derivatives = p_.feature_map == NONE ? nullptr : query_derivatives_;
         for (int m = first; m < first + rows; ++m) {
             float* row = d_query_ + m * key_row_;
             if (p_.d_decay) this->d_decay(start)[m] += dot(row, query_ + m * key_row_, key_row_);
             if (decay_.split) scale(row, decay_.query[m], key_row_);
-            this->write_times_derivative(p_.d_query, head, start, m, row, derivatives);
+            this->write_times_derivative(p_.d_query, head, start, m, row, query_derivatives());
         }
     }
 
@@ -307,7 +308,7 @@ private:
     // Of the queries of a head, and what they add to those of keys, values and state.
     void query_gradients(int64_t head, int64_t start, int count, const Element* keys, const Element* S,
                          const float* z) {
-        this->read_queries(head, start, count, p_.feature_map == NONE ? nullptr : query_derivatives_);
+        this->read_queries(head, start, count, query_derivatives());
         this->read_output_gradient(head, start, count);
         const Factor<Element> queries = along_rows(query_, key_row_, count, key_row_, query_rows_);
         const Factor<Element> d_numerator = along_rows(g_, value_row_, count, value_row_, g_rows_);

@@ -63,10 +63,10 @@ class RunningState:
         other.S, other.z = torch.empty_like(self.S), torch.empty_like(self.z)
         return other
 
-    def apply_decay(self, decay: ChunkDecay) -> None:
-        """Keep what is left of the state before a chunk."""
-        self.S.view(self.shape).mul_(decay.state)
-        self.z.view(self.shape).mul_(decay.state)
+    def apply_decay(self, decay: ChunkDecay, left: RunningState) -> None:
+        """Write what a chunk leaves of the state to another one, or to itself."""
+        for x, y in (self.S, left.S), (self.z, left.z):
+            torch.mul(x.view(self.shape), decay.state, out=y.view(self.shape))
 
     def copy_to(self, S: Tensor, z: Tensor) -> None:
         """Write the state to S `[b, hkv, D, Dv]` and z `[b, hkv, D]`."""
@@ -216,8 +216,7 @@ class ChunkLoop:
     ) -> None:
         """Make the state after a chunk, which may be the one before; features of keys are written over."""
         if decay is not None:
-            for old, new in (before.S, after.S), (before.z, after.z):
-                torch.mul(old.view(before.shape), decay.state, out=new.view(before.shape))
+            before.apply_decay(decay, after)
             buffers.key.mapped.per_head.mul_(decay.key)
             before = after
         torch.baddbmm(before.S, key.mT, value, out=after.S)

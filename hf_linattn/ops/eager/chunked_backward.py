@@ -192,7 +192,7 @@ class _Backward(ChunkLoop):
         d_value_target.copy_(buffers.d_value.per_head)
         self.zero_hidden(chunk, d_key_target, d_value_target)
         if decay is not None:
-            d_state.apply_decay(decay)
+            d_state.apply_decay(decay, d_state)
             buffers.query.mapped.per_head.view(buffers.grouped_shape).mul_(decay.query)
         d_state.S.baddbmm_(query.mT, g)
         d_state.z.baddbmm_(query.mT, t)
