@@ -90,6 +90,11 @@ class LinearAttention(StatefulAttention):
         """
         return None
 
+    def log_scale_of(self, query: Tensor) -> Tensor | None:
+        """Return `query_log_scale` of queries in the model's dtype, in float32."""
+        # what a kernel's map divides by is one of their numbers, which 16 bits do not round
+        return self.query_log_scale(query if self.fused != "none" else upcast(query))
+
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor | None:
         """Return the logarithm, at most 0, of the factor on all before each token; None for 1.
 
@@ -321,12 +326,13 @@ class LinearAttention(StatefulAttention):
             return None
         if tokens.gates is not None:
             return tokens.hide(tokens.gates[..., 0])
-        decay = self.log_decay(upcast(tokens.key), upcast(tokens.value))
+        key = tokens.key if self.gates_by_value else upcast(tokens.key)
+        decay = self.log_decay(key, upcast(tokens.value))
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 
     def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:
         assert tokens.query is not None
-        log_scale = self.query_log_scale(upcast(tokens.query))
+        log_scale = self.log_scale_of(tokens.query)
         if log_scale is not None:  # what the map divided by does not divide away here
             numerator = numerator * log_scale.exp().unsqueeze(-1)
         count = None if tokens.count is None else tokens.count[:, None]

@@ -233,7 +233,7 @@ def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
     if tokens.valid is None and tokens.length >= sinks:  # then the first are the sinks
         valid = counted(tokens)
         new = KeyValues(tokens.key, tokens.value, valid)
-        first = _first(new, sinks)
+        first = _copied(new.first(sinks))
         valid[:, :sinks] = False
     else:
         valid, ranks = ranked(tokens, sinks, causal=True)
@@ -245,28 +245,32 @@ def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
     return WindowState(*padded(new, 0, size - tokens.length), *first, oldest, nothing, nothing)
 
 
-def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> Pushed:
-    """Keep the last of the first tokens of a text, more than `size`: nothing is before them to be moved."""
+def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> tuple[Seen, Tokens, WindowState | None]:
+    """Put a text that begins into a window, more than `size` tokens: nothing is before them to be moved.
+
+    Returns:
+        As `Pushed` has them; there is no state after where `tokens.keep` does not ask for it.
+    """
     valid, ranks = ranked(tokens, sinks, causal=True)
     seen, cut = masked(tokens, valid), tokens.length - size
     evicted = tokens.slice(0, cut)
     evicted = replace(evicted, query=None, count=None, valid=valid[:, :cut] if sinks else evicted.valid)
     if tokens.valid is None and tokens.length >= sinks:  # then the first are the sinks
-        first = _first(KeyValues(tokens.key, tokens.value, counted(tokens)), sinks)
+        first = KeyValues(tokens.key, tokens.value, counted(tokens) if sinks else valid).first(sinks)
+        first = _copied(first) if tokens.keep else first
     else:
         first = with_sinks(seen, ranks, WindowState.empty(tokens, 0, sinks).sinks)
-    window = KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:])
-    if tokens.keep:  # in memory of its own, which may be written over
-        window = KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in window))
+    if not tokens.keep:
+        return Seen(*seen, first, ranks), evicted, None
+    window = _copied(KeyValues(seen.key[:, :, cut:], seen.value[:, :, cut:], seen.valid[:, cut:]))
     batch = tokens.key.shape[0]
     oldest, nothing = tokens.key.new_zeros(batch, dtype=torch.int64), tokens.key.new_empty(batch, 0)
-    after = WindowState(*window, *first, oldest, nothing, nothing)
-    return Pushed(Seen(*seen, first, ranks), evicted, after)
+    return Seen(*seen, first, ranks), evicted, WindowState(*window, *first, oldest, nothing, nothing)
 
 
-def _first(new: KeyValues, sinks: int) -> KeyValues:
-    """Take the sinks of a text that begins with them, in memory of their own."""
-    return KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in new.first(sinks)))
+def _copied(some: KeyValues) -> KeyValues:
+    """Bring columns to memory of their own, which may be written over."""
+    return KeyValues(*(x.clone(memory_format=torch.contiguous_format) for x in some))
 
 
 def counted(tokens: Tokens) -> Tensor:

@@ -196,17 +196,17 @@ class Window(StatefulAttention):
         if state is not None and ring.is_step(tokens, state):
             return self._step(tokens, state)
         if state is None and not torch.compiler.is_compiling() and tokens.length > self.size:
-            pushed = ring.push_long_prompt(tokens, self.size, self.sinks)
+            seen, evicted, after = ring.push_long_prompt(tokens, self.size, self.sinks)
         else:
-            pushed = ring.push(tokens, state or self._empty(tokens), begins=state is None)
-        inside = partial(self._inside, tokens, pushed.seen, self.size)
+            seen, evicted, after = ring.push(tokens, state or self._empty(tokens), begins=state is None)
+        inside = partial(self._inside, tokens, seen, self.size)
         if not self.inner:
-            return inside(None), pushed.after
-        assert pushed.evicted is not None
-        linear_state = None if state is None else state.linear
-        found = prefill(self, tokens, pushed, linear_state)
-        output, linear_state = found or self._with_rest(tokens, pushed.evicted, linear_state, inside)
-        return output, pushed.after.with_linear(linear_state)
+            return inside(None), after
+        assert evicted is not None
+        before = None if state is None else state.linear
+        found = prefill(self, tokens, seen, evicted, before)
+        output, rest = found or self._with_rest(tokens, evicted, before, inside)
+        return output, None if after is None else after.with_linear(rest)
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
@@ -471,7 +471,7 @@ class Window(StatefulAttention):
         """
         if self.branches == "both" and self.mix == "shared":
             assert tokens.query is not None
-            scale = self._linear().query_log_scale(upcast(tokens.query[:, :, -total.shape[2] :]))
+            scale = self._linear().log_scale_of(tokens.query[:, :, -total.shape[2] :])
             return inside(ScaledSums(numerator, total, torch.zeros_like(total) if scale is None else scale))
         numerator, total = of_all_queries(tokens.length, numerator, total)
         if self.branches == "none":

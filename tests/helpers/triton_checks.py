@@ -14,7 +14,7 @@ from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import linear_attention, window_attention
 from hf_linattn.ops.eager.chunked_backward import through_running_sum
-from hf_linattn.ops.triton import launch, measured_tiles, plan, problem
+from hf_linattn.ops.triton import launch, launcher, measured_tiles, plan, problem
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.types import Inputs as Operands
 from hf_linattn.ops.types import OpConfig, OutputGrads, Outputs
@@ -408,7 +408,7 @@ def check_what_a_training_step_launches():
     """States before segments are computed once; the weighed features lie where the gradient of q will."""
     names, given = [], inputs_of(Case(length=40, dtype="bfloat16"))
     operands = Operands(*(x.detach().requires_grad_() for x in given[:3]))
-    plain = problem.run_kernel
+    plain = launcher.compile_kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(problem, "segment_length", lambda *sizes: 32)
 
@@ -416,7 +416,7 @@ def check_what_a_training_step_launches():
             names.append(kernel.__name__)
             return plain(kernel, *arguments, **options)
 
-        patch.setattr(problem, "run_kernel", counted)
+        patch.setattr(launcher, "compile_kernel", counted)
         output = linear_attention.attention(operands, OpConfig("elu1"), False, "triton").output
         assert names == ["segment_states", "outputs"]
         names.clear()

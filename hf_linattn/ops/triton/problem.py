@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import measured_tiles, plan
+from hf_linattn.ops.triton import launcher, measured_tiles, plan
 from hf_linattn.ops.triton.tiles import Tile, padded, segment_length
 from hf_linattn.ops.types import FEATURE_MAPS
 
@@ -116,14 +116,6 @@ def constant_strides(**tensors: Tensor) -> dict[str, Any]:
         batch, head, found[of_token], _ = x.stride()
         found[others] = batch, head
     return found
-
-
-def run_kernel(
-    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], warmup: bool = False
-) -> Any:
-    """Run a kernel, or only compile it: arguments by position, which triton takes faster than by name."""
-    given = map(arguments.__getitem__, kernel.arg_names)
-    return kernel.run(*given, grid=grid, warmup=warmup, num_warps=tile.warps, num_stages=tile.stages)
 
 
 class Problem:
@@ -367,8 +359,11 @@ class Problem:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> None:
         """Run a kernel on the device of the inputs, with those of the arguments that it has."""
-        if not self.query.is_cuda or torch.cuda.current_device() == self.device.index:
-            run_kernel(kernel, grid, tile, arguments)
-            return
-        with torch.cuda.device_of(self.query):
-            run_kernel(kernel, grid, tile, arguments)
+        index = self.device.index
+        if not self.query.is_cuda:  # interpreted
+            launcher.compile_kernel(kernel, grid, tile, arguments)
+        elif torch.cuda.current_device() == index:
+            launcher.run_kernel(kernel, grid, tile, arguments, index)
+        else:
+            with torch.cuda.device(index):
+                launcher.run_kernel(kernel, grid, tile, arguments, index)

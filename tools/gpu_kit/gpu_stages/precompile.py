@@ -96,10 +96,10 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
     torch.set_num_threads(1)
     from triton.runtime import driver
 
-    from hf_linattn.ops.triton import plan, problem
+    from hf_linattn.ops.triton import launcher, plan, problem
 
     def launch(self: Any, kernel: Any, grid: Any, tile: Any, given: dict[str, Any]) -> None:
-        problem.run_kernel(kernel, grid, tile, given, warmup=True)
+        launcher.compile_kernel(kernel, grid, tile, given, warmup=True)
 
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)

@@ -1,0 +1,199 @@
+"""Kernels that triton has compiled are launched without its binder: the same kernel, the same arguments."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_linattn.ops.triton import launch, launcher
+from hf_linattn.ops.triton.tiles import Tile
+
+TILE = Tile(chunk=64, block=64, warps=4, stages=2)
+
+
+class Compiled:
+    """What triton returns: called as its own launch does, or under a grid."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.direct, self.told = [], []
+
+    def run(self, *arguments):
+        self.direct.append(arguments)
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.told.append((grid, *arguments))
+
+
+class Kernel:
+    """A kernel of three tensors, of numbers and of constants, mixed as ours are."""
+
+    arg_names = ("Q", "STATE", "strides", "length", "OUT", "BLOCK")
+    params = tuple(SimpleNamespace(name=name, is_constexpr=name == "BLOCK") for name in arg_names)
+
+    def __init__(self):
+        self.fn, self.compiled = object(), []
+
+    def run(self, *arguments, **options):
+        self.compiled.append((arguments, options, Compiled()))
+        return self.compiled[-1][-1]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launcher, "_compiled", {})
+    return Kernel()
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Triton's driver and settings, as a version that is known has them."""
+    of_device = SimpleNamespace(get_current_stream=lambda device: f"stream {device}")
+    hooks = {f"launch_{name}_hook": SimpleNamespace(calls=[]) for name in ("enter", "exit")}
+    found = [SimpleNamespace(active=of_device), SimpleNamespace(**hooks), True]
+    monkeypatch.setattr(launcher, "_triton", lambda: found)
+    return found
+
+
+def arguments(**changed):
+    q = torch.zeros(4, 8, dtype=torch.bfloat16)
+    given = {"Q": q, "STATE": None, "strides": (8, 1), "length": 4, "OUT": torch.zeros(4), "BLOCK": 64}
+    return given | {"unknown": 1} | changed
+
+
+def test_the_second_launch_goes_straight_to_the_driver(kernel, triton):
+    first, second = arguments(), arguments()
+    launcher.run_kernel(kernel, (3, 2), TILE, first, 1)
+    ((given, options, compiled),) = kernel.compiled
+    assert given == tuple(first[name] for name in kernel.arg_names)
+    assert options == {"grid": (3, 2), "warmup": False, "num_warps": 4, "num_stages": 2}
+    launcher.run_kernel(kernel, (5,), TILE, second, 1)
+    assert len(kernel.compiled) == 1
+    (found,) = compiled.direct
+    assert found[:9] == (5, 1, 1, "stream 1", "function", "metadata", None, None, None)
+    assert all(x is second[name] for x, name in zip(found[9:], kernel.arg_names, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"length": 5},
+        {"strides": (16, 1)},
+        {"BLOCK": 32},
+        {"STATE": torch.zeros(2)},
+        {"OUT": torch.zeros(4, dtype=torch.float16)},
+        {"OUT": torch.zeros(5)[1:]},
+        {"Q": None},
+    ],
+    ids=str,
+)
+def test_other_arguments_are_compiled_for(kernel, triton, changed):
+    launcher.run_kernel(kernel, (1,), TILE, arguments(), 0)
+    launcher.run_kernel(kernel, (1,), TILE, arguments(**changed), 0)
+    assert len(kernel.compiled) == 2
+    launcher.run_kernel(kernel, (1,), TILE, arguments(), 0)
+    launcher.run_kernel(kernel, (1,), TILE, arguments(**changed), 0)
+    assert [len(compiled.direct) for *_, compiled in kernel.compiled] == [1, 1]
+
+
+def test_unaligned_tensors_differ_by_dtype(kernel, triton):
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        launcher.run_kernel(kernel, (1,), TILE, arguments(OUT=torch.zeros(5, dtype=dtype)[1:]), 0)
+    assert len(kernel.compiled) == 2
+
+
+def test_devices_warps_and_stages_are_told_apart(kernel, triton):
+    for device, tile in ((0, TILE), (1, TILE), (0, TILE._replace(warps=8)), (0, TILE._replace(stages=3))):
+        launcher.run_kernel(kernel, (1,), tile, arguments(), device)
+    assert len(kernel.compiled) == 4
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_is_told_of_every_launch(kernel, triton, name):
+    getattr(triton[1], name).calls.append(print)
+    for _ in range(2):
+        launcher.run_kernel(kernel, (3,), TILE, arguments(), 0)
+    compiled = kernel.compiled[0][-1]
+    assert not compiled.direct
+    assert [call[0] for call in compiled.told] == [(3, 1, 1)]
+
+
+def test_a_newer_triton_launches_by_its_own_means(kernel, triton):
+    triton[2] = False
+    for _ in range(2):
+        launcher.run_kernel(kernel, (3,), TILE, arguments(), 0)
+    compiled = kernel.compiled[0][-1]
+    assert not compiled.direct
+    assert len(compiled.told) == 1
+
+
+def test_tensors_are_in_capitals(kernel, triton):
+    with pytest.raises(AssertionError):
+        launcher.run_kernel(kernel, (1,), TILE, arguments(length=torch.ones(1)), 0)
+
+
+def test_not_every_length_is_remembered(kernel, triton, monkeypatch):
+    monkeypatch.setattr(launcher, "MOST", 4)
+    for length in range(10):
+        launcher.run_kernel(kernel, (1,), TILE, arguments(length=length), 0)
+        assert len(launcher._compiled) <= 4
+
+
+ALL = """
+import torch
+from hf_linattn.ops.triton import launcher, problem, targets
+from hf_linattn.ops.triton.targets import Shape
+
+class Compiled:
+    function = packed_metadata = None
+    def run(self, *given):
+        x, y, z, stream, *_ = given
+        assert (*grid, 1, 1)[:3] == (x, y, z), given
+        assert all(a is b for a, b in zip(given[9:], wanted, strict=True)), kernel
+
+def launch(self, of, programs, tile, arguments):
+    global kernel, grid, wanted
+    kernel, grid, wanted = of, programs, [arguments[name] for name in of.arg_names]
+    seen.append(of.fn)
+    launcher.run_kernel(of, programs, tile, arguments, 0)
+
+def compile_kernel(of, *about):
+    compiled.append(of.fn)
+    return Compiled()
+
+launcher.compile_kernel, problem.Problem.launch = compile_kernel, launch
+shapes = [
+    Shape(heads=2, kv_heads=2, length=512, segment=256),
+    Shape(heads=4, kv_heads=1, length=512, segment=256, feature_map="none", linked=True, state=True),
+]
+with targets._target("sm_90"), torch.no_grad():
+    for shape in shapes:
+        for call in targets._calls(shape, "cpu").values():
+            seen, compiled = [], []
+            call()
+            first = list(seen)
+            call()
+            assert seen == 2 * first and len(compiled) == len(first), (seen, compiled)
+            print(*(x.__name__ for x in first))
+"""
+
+
+@pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
+def test_every_kernel_gets_its_arguments_in_order():
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", ALL], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert {"outputs", "query_gradients", "step", "window_step", "window_push"} <= set(found.stdout.split())
+
+
+@pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
+def test_the_installed_triton_is_known():
+    _, runtime, direct = launcher._triton()
+    assert direct, "compare CompiledKernel.run and JITFunction.run with `launcher`, then raise KNOWN"
+    assert runtime.launch_enter_hook.calls == runtime.launch_exit_hook.calls == []
