@@ -245,7 +245,7 @@ def from_prompt(tokens: Tokens, size: int, sinks: int) -> WindowState:
     return WindowState(*padded(new, 0, size - tokens.length), *first, oldest, nothing, nothing)
 
 
-def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> tuple[Seen, Tokens, WindowState | None]:
+def push_long_prompt(tokens: Tokens, size: int, sinks: int) -> tuple[Seen, Tokens | None, WindowState | None]:
     """Put a text that begins into a window, more than `size` tokens: nothing is before them to be moved.
 
     Returns:

@@ -1,16 +1,23 @@
 """Kernels that triton has compiled are launched without its binder: the same kernel, the same arguments."""
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.paths import ROOT
 
 from hf_linattn.ops.triton import launch, launcher
 from hf_linattn.ops.triton.tiles import Tile
 
+needs_triton = pytest.mark.skipif(
+    not launch.available("cuda"), reason="triton is not installed: pip install triton"
+)
 TILE = Tile(chunk=64, block=64, warps=4, stages=2)
 
 
@@ -143,6 +150,15 @@ def test_not_every_length_is_remembered(kernel, triton, monkeypatch):
         assert len(launcher._compiled) <= 4
 
 
+def alone(program, *arguments, **environment):
+    """Run a program in a process where triton does not interpret; return what it prints."""
+    command = [sys.executable, "-c", program, *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "0"} | environment
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout.splitlines()
+
+
 ALL = """
 import torch
 from hf_linattn.ops.triton import launcher, problem, targets
@@ -182,17 +198,75 @@ with targets._target("sm_90"), torch.no_grad():
 """
 
 
-@pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
+@needs_triton
 def test_every_kernel_gets_its_arguments_in_order():
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    found = subprocess.run(
-        [sys.executable, "-c", ALL], env=environment, capture_output=True, text=True, check=False
+    found = set(" ".join(alone(ALL)).split())
+    assert {"outputs", "query_gradients", "step", "window_step", "window_push", "prompt_choices"} <= found
+
+
+TWICE = """
+import ctypes, sys
+from pathlib import Path
+
+import torch
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+
+from hf_linattn.ops.triton import launcher, problem, targets
+from hf_linattn.ops.triton.targets import Shape
+
+SIZES = {"*": 8, "i64": 8, "i32": 4, "u32": 4, "fp32": 4, "u1": 1, "i1": 1}
+driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+notes = Path(sys.argv[2])
+driver.noted_into(str(notes).encode())
+targets.NoDevice.utils = property(lambda self: CudaUtils())
+targets.NoDevice.launcher_cls = CudaLauncher
+
+def leaves(kind):
+    if isinstance(kind, tuple | list):
+        return [leaf for part in kind for leaf in leaves(part)]
+    return [] if kind == "constexpr" else [SIZES[kind[0] if kind[0] == "*" else kind]]
+
+def launch(self, *about):
+    compiled = launcher.compile_kernel(*about, warmup=True)
+    sizes = leaves(list(compiled.src.signature.values())) + [8, 8]  # and two of triton's own
+    driver.noted_parameters((ctypes.c_int * len(sizes))(*sizes), len(sizes))
+    before = len(notes.read_text().splitlines())
+    launcher.compile_kernel(*about)
+    for _ in range(2):
+        launcher.run_kernel(*about, 0)
+    triton, first, second = notes.read_text().splitlines()[before:]
+    assert triton == first == second, (about[0].__name__, triton, second)
+    print(about[0].__name__, len(sizes))
+
+problem.Problem.launch = launch
+assert launcher._triton()[2]
+with targets._target("sm_90"), torch.no_grad():
+    calls = targets._calls(Shape(heads=4, kv_heads=2, length=512, segment=256, D=64, Dv=64), "cpu")
+    for name in ("forward", "backward", "token", "window backward", "window token"):
+        calls[name]()
+"""
+
+
+@needs_triton
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler, as triton's launcher needs")
+def test_the_driver_gets_what_triton_would_hand_it(tmp_path):
+    """By triton's own launcher in C, on a driver that notes the bytes of every parameter."""
+    include = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/include"
+    library, source = tmp_path / "libcuda.so.1", ROOT / "tests/helpers/cuda_driver.c"
+    build = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-I", str(include), "-o", str(library)]
+    subprocess.run([*build, str(source)], check=True)
+    (tmp_path / "notes").touch()
+    found = alone(
+        TWICE,
+        *(str(library), str(tmp_path / "notes")),
+        TRITON_CACHE_DIR=str(tmp_path / "triton"),
+        TRITON_LIBCUDA_PATH=str(tmp_path),
     )
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert {"outputs", "query_gradients", "step", "window_step", "window_push"} <= set(found.stdout.split())
+    assert len(found) == 11, found
+    assert all(int(line.split()[1]) > 10 for line in found), found
 
 
-@pytest.mark.skipif(not launch.available("cuda"), reason="triton is not installed: pip install triton")
+@needs_triton
 def test_the_installed_triton_is_known():
     _, runtime, direct = launcher._triton()
     assert direct, "compare CompiledKernel.run and JITFunction.run with `launcher`, then raise KNOWN"

@@ -1,14 +1,15 @@
 """Launches of kernels that triton has compiled before.
 
-Triton's own launch looks at every argument to find out which of the kernels that it has compiled they are for:
-with a token's few sums or a short text that takes longer than the kernel runs, and a layer launches six in a
-training step. Here all that triton looks at is a key, and a kernel that is found goes straight to the driver.
+Triton's own launch looks at every argument to find out for which of the kernels that it has compiled they
+are. That takes Python longer than a kernel runs on a short text, and a layer launches six in a training step.
+Here all that triton looks at is a key, and a kernel that is found goes straight to its launcher in C.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -33,16 +34,18 @@ class _Arguments(NamedTuple):
         ordered: brings tensors and others, one after the other, to the kernel's order.
     """
 
-    tensors: itemgetter[str]
-    others: itemgetter[str]
-    ordered: itemgetter[int]
+    tensors: Callable[[dict[str, Any]], tuple[Any, ...]]
+    others: Callable[[dict[str, Any]], tuple[Any, ...]]
+    ordered: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 _arguments: dict[Any, _Arguments] = {}
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], device: int) -> None:
+def run_kernel(
+    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], device: int
+) -> None:
     """Run a kernel on the current device.
 
     Args:

@@ -460,18 +460,18 @@ class _Idle:
 
 
 def _host(run: Callable[[], Any]) -> float:
-    """Measure microseconds of Python in a call whose kernels are compiled, without the driver: the best round."""
+    """Measure microseconds of Python in a call, its kernels compiled, without the driver: the best round."""
     idle = _Idle()
 
-    def compile_only(*arguments: Any) -> _Idle:
-        compile_kernel(*arguments, warmup=True)
+    def compile_only(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> _Idle:
+        compile_kernel(kernel, grid, tile, arguments, warmup=True)
         return idle
 
     def bind_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, given: dict[str, Any]) -> None:
         launcher.run_kernel(kernel, grid, tile, given, 0)
 
     compile_kernel = launcher.compile_kernel
-    known = mock.patch.object(launcher, "_compiled", {})
+    known: Any = mock.patch.object(launcher, "_compiled", {})
     compiling = mock.patch.object(launcher, "compile_kernel", compile_only)
     with known, compiling, mock.patch.object(problem.Problem, "launch", bind_only):
         run()
