@@ -13,9 +13,9 @@ def check_a_launch_takes_measured_tiles(folder):
     inputs = Inputs(*torch.randn(3, 1, 2, 70, 16))
     seen, launch = [], problem.Problem.launch
 
-    def watched(self, kernel, grid, tile, arguments):
+    def watched(self, kernel, grid, tile, *arguments):
         seen.append((kernel.__name__, tile))
-        launch(self, kernel, grid, tile, arguments)
+        launch(self, kernel, grid, tile, *arguments)
 
     def output():
         seen.clear()

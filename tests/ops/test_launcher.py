@@ -13,6 +13,7 @@ import torch
 from helpers.paths import ROOT
 
 from hf_linattn.ops.triton import launch, launcher
+from hf_linattn.ops.triton.plan import Walk
 from hf_linattn.ops.triton.tiles import Tile
 
 needs_triton = pytest.mark.skipif(
@@ -52,7 +53,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(launcher, "_compiled", {})
+    monkeypatch.setattr(launcher, "_launches", {})
     return Kernel()
 
 
@@ -138,6 +139,25 @@ def test_a_newer_triton_launches_by_its_own_means(kernel, triton):
     assert len(compiled.told) == 1
 
 
+def test_what_calls_share_comes_from_their_walk(kernel, triton):
+    walks = [Walk({"length": 4, "BLOCK": block, "strides": (8, 1)}, 1, TILE, {}) for block in (64, 32)]
+    own = {"Q": torch.zeros(4, 8), "STATE": None, "OUT": torch.zeros(4), "length": 7}
+    for walk in (*walks, *walks):
+        launcher.run_kernel(kernel, (1,), TILE, dict(own), 0, walk)
+    assert [given[5] for given, *_ in kernel.compiled] == [64, 32]
+    for (given, _, compiled), block in zip(kernel.compiled, (64, 32), strict=True):
+        (found,) = compiled.direct
+        assert found[9:] == given == (own["Q"], None, (8, 1), 7, own["OUT"], block)
+
+
+def test_other_names_are_refused(kernel, triton):
+    """What was shared once must not be given in a later call alone: it would not be read."""
+    walk = Walk(arguments(Q=None), 1, TILE, {})
+    launcher.run_kernel(kernel, (1,), TILE, {"OUT": torch.zeros(4)}, 0, walk)
+    with pytest.raises(AssertionError):
+        launcher.run_kernel(kernel, (1,), TILE, {"OUT": torch.zeros(4), "length": 5}, 0, walk)
+
+
 def test_tensors_are_in_capitals(kernel, triton):
     with pytest.raises(AssertionError):
         launcher.run_kernel(kernel, (1,), TILE, arguments(length=torch.ones(1)), 0)
@@ -147,7 +167,7 @@ def test_not_every_length_is_remembered(kernel, triton, monkeypatch):
     monkeypatch.setattr(launcher, "MOST", 4)
     for length in range(10):
         launcher.run_kernel(kernel, (1,), TILE, arguments(length=length), 0)
-        assert len(launcher._compiled) <= 4
+        assert len(launcher._launches[kernel.fn].compiled) <= 4
 
 
 def alone(program, *arguments, **environment):
@@ -171,11 +191,12 @@ class Compiled:
         assert (*grid, 1, 1)[:3] == (x, y, z), given
         assert all(a is b for a, b in zip(given[9:], wanted, strict=True)), kernel
 
-def launch(self, of, programs, tile, arguments):
+def launch(self, of, programs, tile, own, walk=None):
     global kernel, grid, wanted
+    arguments = launcher.all_arguments(own, walk)
     kernel, grid, wanted = of, programs, [arguments[name] for name in of.arg_names]
     seen.append(of.fn)
-    launcher.run_kernel(of, programs, tile, arguments, 0)
+    launcher.run_kernel(of, programs, tile, own, 0, walk)
 
 def compile_kernel(of, *about):
     compiled.append(of.fn)
@@ -226,17 +247,18 @@ def leaves(kind):
         return [leaf for part in kind for leaf in leaves(part)]
     return [] if kind == "constexpr" else [SIZES[kind[0] if kind[0] == "*" else kind]]
 
-def launch(self, *about):
+def launch(self, kernel, grid, tile, own, walk=None):
+    about = kernel, grid, tile, launcher.all_arguments(own, walk)
     compiled = launcher.compile_kernel(*about, warmup=True)
     sizes = leaves(list(compiled.src.signature.values())) + [8, 8]  # and two of triton's own
     driver.noted_parameters((ctypes.c_int * len(sizes))(*sizes), len(sizes))
     before = len(notes.read_text().splitlines())
     launcher.compile_kernel(*about)
     for _ in range(2):
-        launcher.run_kernel(*about, 0)
+        launcher.run_kernel(kernel, grid, tile, own, 0, walk)
     triton, first, second = notes.read_text().splitlines()[before:]
-    assert triton == first == second, (about[0].__name__, triton, second)
-    print(about[0].__name__, len(sizes))
+    assert triton == first == second, (kernel.__name__, triton, second)
+    print(kernel.__name__, len(sizes))
 
 problem.Problem.launch = launch
 assert launcher._triton()[2]

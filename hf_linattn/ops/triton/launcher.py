@@ -9,42 +9,65 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from hf_linattn.ops.triton.plan import Walk
 from hf_linattn.ops.triton.tiles import Tile
 
 ALIGNMENT = 16
 """Bytes: triton compiles other instructions for tensors that begin at a multiple of these."""
-MOST = 8192
-"""Sets of arguments that are remembered: every length of a text is one."""
+MOST = 4096
+"""Sets of arguments of a kernel that are remembered: every length of a text is one."""
 KNOWN = (3, 9)
-"""The newest triton whose compiled kernels are known to take what `_Runtime.direct` hands them."""
+"""The newest triton whose compiled kernels are known to take what `run_kernel` hands them."""
 
 
-class _Arguments(NamedTuple):
-    """How arguments of a kernel are taken out of a dictionary of them.
+class _Launch:
+    """A kernel, with those of its arguments that all calls of a layout share.
 
     Attributes:
-        tensors: takes tensors, whose names are in capitals and which are no constants to the compiler.
-        others: takes all others.
-        ordered: brings tensors and others, one after the other, to the kernel's order.
+        tensors: takes the others that are tensors out of a dictionary: names in capitals, no constants.
+        numbers: takes those that are none.
+        fixed: what is shared.
+        ordered: brings tensors, numbers and what is shared, one after the other, to the kernel's order.
+        count: of names in the dictionary.
+        compiled: by all that triton looks at.
     """
 
-    tensors: Callable[[dict[str, Any]], tuple[Any, ...]]
-    others: Callable[[dict[str, Any]], tuple[Any, ...]]
-    ordered: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    def __init__(self, kernel: Any, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+        names, self.count = kernel.arg_names, len(own)
+        pointers = {x.name for x in kernel.params if x.name.isupper() and not x.is_constexpr}
+        tensors = [name for name in names if name in own and name in pointers]
+        numbers = [name for name in names if name in own and name not in pointers]
+        shared = [name for name in names if name not in own]
+        self.fixed = tuple(fixed[name] for name in shared)
+        assert not any(isinstance(x, Tensor) for x in (*self.fixed, *map(own.__getitem__, numbers))), names
+        place = {name: number for number, name in enumerate(tensors + numbers + shared)}
+        self.tensors, self.numbers = _taking(tensors), _taking(numbers)
+        self.ordered = _taking([place[name] for name in names])
+        self.compiled: dict[tuple[Any, ...], Any] = {}
 
 
-_arguments: dict[Any, _Arguments] = {}
-_compiled: dict[tuple[Any, ...], Any] = {}
+def _taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Make a function that takes these keys, in one go if there are several."""
+    return itemgetter(*keys) if len(keys) > 1 else lambda x: tuple(x[key] for key in keys)
+
+
+_launches: dict[Any, _Launch] = {}
+"""Of kernels that get all of their arguments in every call."""
 
 
 def run_kernel(
-    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], device: int
+    kernel: Any,
+    grid: tuple[int, ...],
+    tile: Tile,
+    own: Mapping[str, Any],
+    device: int,
+    walk: Walk | None = None,
 ) -> None:
     """Run a kernel on the current device.
 
@@ -52,25 +75,33 @@ def run_kernel(
         kernel: a function under `triton.jit`.
         grid: numbers of programs, at most three.
         tile: has its warps and stages.
-        arguments: by name; more than the kernel has, too.
+        own: arguments of this call by name, the same names in all calls; more than the kernel has, too.
         device: its number.
+        walk: has the arguments that calls share; None where `own` are all.
     """
-    takes = _arguments.get(kernel.fn) or _arguments_of(kernel)
-    tensors, others = takes.tensors(arguments), takes.others(arguments)
-    dtypes = [
-        None if x is None else x.dtype if not x.data_ptr() % ALIGNMENT else (x.dtype, "unaligned")
-        for x in tensors
-    ]
-    about = kernel.fn, device, tile.warps, tile.stages, others, *dtypes
-    compiled = _compiled.get(about)
+    launches = _launches if walk is None else walk.launches
+    launch = launches.get(kernel.fn)
+    if launch is None:
+        launch = launches[kernel.fn] = _Launch(kernel, own, {} if walk is None else walk.fixed)
+    assert len(own) == launch.count, kernel.arg_names
+    tensors, numbers = launch.tensors(own), launch.numbers(own)
+    about = (
+        device,
+        tile,
+        numbers,
+        *[
+            None if x is None else x.dtype if not x.data_ptr() % ALIGNMENT else (x.dtype, "unaligned")
+            for x in tensors
+        ],
+    )
+    compiled = launch.compiled.get(about)
     if compiled is None:
-        assert not any(isinstance(x, Tensor) for x in others), kernel.arg_names
-        if len(_compiled) >= MOST:
-            _compiled.clear()
-        _compiled[about] = compile_kernel(kernel, grid, tile, arguments)
+        if len(launch.compiled) >= MOST:
+            launch.compiled.clear()
+        launch.compiled[about] = compile_kernel(kernel, grid, tile, all_arguments(own, walk))
         return
-    x, y, z, *_ = *grid, 1, 1
-    given, (driver, runtime, direct) = takes.ordered(tensors + others), _triton()
+    (x, y, z), (driver, runtime, direct) = (*grid, 1, 1)[:3], _triton()
+    given = launch.ordered(tensors + numbers + launch.fixed)
     if direct and not runtime.launch_enter_hook.calls and not runtime.launch_exit_hook.calls:
         stream = driver.active.get_current_stream(device)
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
@@ -78,22 +109,17 @@ def run_kernel(
         compiled[x, y, z](*given)
 
 
+def all_arguments(own: Mapping[str, Any], walk: Walk | None) -> Mapping[str, Any]:
+    """Join arguments of a call and those that a walk shares."""
+    return own if walk is None else {**walk.fixed, **own}
+
+
 def compile_kernel(
-    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any], warmup: bool = False
+    kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: Mapping[str, Any], warmup: bool = False
 ) -> Any:
     """Compile a kernel unless it is, and run it unless this is a `warmup`; return what was compiled."""
     given = map(arguments.__getitem__, kernel.arg_names)
     return kernel.run(*given, grid=grid, warmup=warmup, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def _arguments_of(kernel: Any) -> _Arguments:
-    names = kernel.arg_names
-    tensors = [x.name for x in kernel.params if x.name.isupper() and not x.is_constexpr]
-    others = [name for name in names if name not in tensors]
-    place = {name: number for number, name in enumerate(tensors + others)}
-    found = _Arguments(itemgetter(*tensors), itemgetter(*others), itemgetter(*map(place.__getitem__, names)))
-    _arguments[kernel.fn] = found
-    return found
 
 
 @functools.cache

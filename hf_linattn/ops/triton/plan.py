@@ -56,11 +56,13 @@ class Walk(NamedTuple):
         fixed: its arguments that are no tensors, and more than it has.
         programs: that walk the same segment.
         tile: how it is cut.
+        launches: of `launcher`, by kernel.
     """
 
     fixed: dict[str, Any]
     programs: int
     tile: Tile
+    launches: dict[Any, Any]
 
 
 class Plan(NamedTuple):

@@ -225,7 +225,7 @@ class Problem:
                 fixed |= {"out_strides": (self.length * row, self.Dv), "OUT_STRIDE": row}
                 of = {"d_q": self.query, "d_k": self.key, "d_v": self.value, "features": self.query}
                 fixed |= constant_strides(**{x: torch.empty_like(of[x], device="meta") for x in of})
-            found = self.plan.walks[spec.name] = plan.Walk(fixed, self.programs(spec), tile)
+            found = self.plan.walks[spec.name] = plan.Walk(fixed, self.programs(spec), tile, {})
         return found
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -353,17 +353,27 @@ class Problem:
 
         `programs`, where it is not None, walk the same segment in place of those of the description.
         """
-        fixed, most, tile = self.walk(spec)
-        grid = most if programs is None else programs, segments
-        self.launch(kernel, grid, tile, {**fixed, **self.tensors, **arguments})
+        walk = self.walk(spec)
+        grid = walk.programs if programs is None else programs, segments
+        self.launch(kernel, grid, walk.tile, {**self.tensors, **arguments}, walk)
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> None:
-        """Run a kernel on the device of the inputs, with those of the arguments that it has."""
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tile: Tile,
+        own: dict[str, Any],
+        walk: plan.Walk | None = None,
+    ) -> None:
+        """Run a kernel on the device of the inputs, with those of the arguments that it has.
+
+        `own` are all, or those beside what a `walk` shares with other calls.
+        """
         index = self.device.index
         if not self.query.is_cuda:  # interpreted
-            launcher.compile_kernel(kernel, grid, tile, arguments)
+            launcher.compile_kernel(kernel, grid, tile, launcher.all_arguments(own, walk))
         elif torch.cuda.current_device() == index:
-            launcher.run_kernel(kernel, grid, tile, arguments, index)
+            launcher.run_kernel(kernel, grid, tile, own, index, walk)
         else:
             with torch.cuda.device(index):
-                launcher.run_kernel(kernel, grid, tile, arguments, index)
+                launcher.run_kernel(kernel, grid, tile, own, index, walk)

@@ -210,9 +210,10 @@ def report(
     call = ""
 
     def compile_only(
-        self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, given: dict[str, Any]
+        self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, own: dict[str, Any], walk: Any = None
     ) -> None:
         launches[call] += 1
+        given = launcher.all_arguments(own, walk)
         arguments = {name: given[name] for name in kernel.arg_names}
         tokens = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 4]
         size = getattr(torch, shape.dtype).itemsize
@@ -463,17 +464,18 @@ def _host(run: Callable[[], Any]) -> float:
     """Measure microseconds of Python in a call, its kernels compiled, without the driver: the best round."""
     idle = _Idle()
 
-    def compile_only(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: dict[str, Any]) -> _Idle:
+    def compile_only(kernel: Any, grid: tuple[int, ...], tile: Tile, arguments: Any) -> _Idle:
         compile_kernel(kernel, grid, tile, arguments, warmup=True)
         return idle
 
-    def bind_only(self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, given: dict[str, Any]) -> None:
-        launcher.run_kernel(kernel, grid, tile, given, 0)
+    def bind_only(
+        self: Any, kernel: Any, grid: tuple[int, ...], tile: Tile, own: dict[str, Any], walk: Any = None
+    ) -> None:
+        launcher.run_kernel(kernel, grid, tile, own, 0, walk)
 
     compile_kernel = launcher.compile_kernel
-    known: Any = mock.patch.object(launcher, "_compiled", {})
     compiling = mock.patch.object(launcher, "compile_kernel", compile_only)
-    with known, compiling, mock.patch.object(problem.Problem, "launch", bind_only):
+    with compiling, mock.patch.object(problem.Problem, "launch", bind_only):
         run()
         rounds = []
         for _ in range(ROUNDS):

@@ -98,8 +98,8 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
 
     from hf_linattn.ops.triton import launcher, plan, problem
 
-    def launch(self: Any, kernel: Any, grid: Any, tile: Any, given: dict[str, Any]) -> None:
-        launcher.compile_kernel(kernel, grid, tile, given, warmup=True)
+    def launch(self: Any, kernel: Any, grid: Any, tile: Any, own: dict[str, Any], walk: Any = None) -> None:
+        launcher.compile_kernel(kernel, grid, tile, launcher.all_arguments(own, walk), warmup=True)
 
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)

@@ -110,9 +110,9 @@ def watched() -> Iterator[dict[str, list[Any]]]:
     seen: dict[str, list[Any]] = {}
     run = problem.Problem.launch
 
-    def timed(self: Any, kernel: Any, grid: Any, tile: Tile, arguments: dict[str, Any]) -> None:
+    def timed(self: Any, kernel: Any, grid: Any, tile: Tile, *arguments: Any) -> None:
         if self.device.type != "cuda":
-            run(self, kernel, grid, tile, arguments)
+            run(self, kernel, grid, tile, *arguments)
             seen.setdefault(kernel.__name__, []).append((tile, lambda: 1.0))
             return
         begin, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -120,7 +120,7 @@ def watched() -> Iterator[dict[str, list[Any]]]:
         timing._flush["buffer"].zero_()
         torch.cuda._sleep(timing.BUSY)  # the host is ahead when the kernel begins
         begin.record()
-        run(self, kernel, grid, tile, arguments)
+        run(self, kernel, grid, tile, *arguments)
         after.record()
         seen.setdefault(kernel.__name__, []).append((tile, lambda: begin.elapsed_time(after)))
 
