@@ -100,7 +100,11 @@ def check_lies_are_found(path):
         x[..., -1, -1, -1] *= 1.01
         return x
 
+    def in_whole_chunks(x):
+        return x * 1.01 if x.shape[2] % 64 == 0 else x
+
     lies = {
+        "output of texts without a rest": backend(forward=wrong("forward", 0, in_whole_chunks)),
         "output": backend(forward=wrong("forward", 0, in_one)),
         "total": backend(forward=wrong("forward", 1, lambda x: x * 1.001)),
         "S": backend(forward=wrong("forward", 2, in_one)),
@@ -113,7 +117,7 @@ def check_lies_are_found(path):
         "one decoded token": backend(decode=wrong("decode", 1, in_one)),
     }
     for index, (what, kernels) in enumerate(lies.items()):
-        what = what.removesuffix(" of the states before segments")
+        what = what.partition(" of ")[0]
         with Folder(path / str(index)) as folder:
             checks, key = Checks(kernels, LENGTH), key_of()
             with pytest.warns(UserWarning, match=f"disagree with float64: .*{what}.*report") as caught:
@@ -218,7 +222,7 @@ def check_two_at_once(path):
         for thread in threads:
             thread.join()
         assert found == [True] * 4
-        assert len(calls) == 2  # with a state and without
+        assert len(calls) == 3  # without a state, in whole chunks, and with one
         other = Checks(launch, LENGTH)
         assert other.takes(key_of(Dv=24))
         assert set(json.loads(folder.files[0].read_text())) == {key.name, key_of(Dv=24).name}
@@ -259,7 +263,7 @@ def check_nothing_of_the_caller_changes(path):
         finally:
             torch.set_default_dtype(torch.float32)
         assert torch.equal(before, torch.get_rng_state())
-        assert seen == [(False, False, torch.float32)] * 2
+        assert seen == [(False, False, torch.float32)] * 3
         assert not packed
 
 

@@ -45,6 +45,7 @@ from hf_linattn.ops.triton.kernel_functions import (
     store_tile,
     visible,
     wide,
+    within,
 )
 
 
@@ -110,7 +111,7 @@ def gradient_rows(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr, OPERAND: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Compute t and the queries' shift `[B, H, N]`, and of one segment c phi_q `[B, H, N, D]` and R.
 
@@ -118,6 +119,7 @@ def gradient_rows(
 
     Slots count from the end of the text, the way in which R runs. FEATURES or STATES None: not these.
     """
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
     BY_COLUMN: tl.constexpr = (STATES is not None) or (FEATURES is not None)
     # to compare halves takes registers, which are few where products take operands from them
     COMPARED: tl.constexpr = 8 if (MASKED and (PAIRS > 8)) else PAIRS
@@ -132,7 +134,7 @@ def gradient_rows(
     factor = 1.0
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        inside = tokens < length
+        inside = within(tokens, length, ALL)
         of_state = tl.zeros([CHUNK], tl.float32) + 1.0
         if LINKED:
             _, _, of_state, _, left = link(DECAY, LABELS, batch_head, batch, start, length, CHUNK)
@@ -143,7 +145,7 @@ def gradient_rows(
             row = (batch_head * GROUP + member) * length
             d_out = head_pointer(D_OUT, d_out_strides, batch, head)
             query = head_pointer(Q, q_strides, batch, head)
-            g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
+            g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, WHOLE)
             t = tl.zeros([CHUNK], tl.float32)
             if D_TOTAL is not None:
                 t += tl.load(D_TOTAL + row + tokens, mask=inside, other=0.0)
@@ -151,23 +153,23 @@ def gradient_rows(
                     t *= tl.load(TOTAL + row + tokens, mask=inside, other=0.0)
             if NORMALISE:
                 out = head_pointer(OUT, out_strides, batch, head)
-                out = load_tile(out, start, inside, OUT_STRIDE, columns, DV)
+                out = load_tile(out, start, inside, OUT_STRIDE, columns, DV, WHOLE)
                 t -= tl.sum(wide(g, PAIRS) * wide(out, PAIRS), 1)
             shift = tl.zeros([CHUNK], tl.float32)
             if FEATURE_MAP == "elu1":
-                shift = row_shift(load_tile(query, start, inside, Q_STRIDE, every, D), every, D)
+                shift = row_shift(load_tile(query, start, inside, Q_STRIDE, every, D, WHOLE), every, D)
             first_block = inside & (block == 0)
             tl.store(T + row + tokens, t, mask=first_block)
             tl.store(SHIFT + row + tokens, shift, mask=first_block)
             if BY_COLUMN:
-                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D, WHOLE)
                 scale = load_scale(TOTAL + row, tokens, inside, NORMALISE)
                 phi_q = query_features(q, shift, rows, D, FEATURE_MAP, EPS, COMPARED)
                 phi_q = once(phi_q, inside, FEATURE_MAP, MASKED, OPERAND)
             if FEATURES is not None:
                 phi_q = scaled(phi_q, scale, True)
                 features = head_pointer(FEATURES, features_strides, batch, head)
-                store_tile(features, operand(phi_q, OPERAND), start, inside, FEATURES_STRIDE, rows, D)
+                store_tile(features, operand(phi_q, OPERAND), start, inside, FEATURES_STRIDE, rows, D, WHOLE)
             if STATES is not None:
                 if FEATURES is not None:
                     phi_q = scaled(phi_q, of_state, LINKED)
@@ -194,12 +196,14 @@ def query_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the queries of one segment. Grid: B H x blocks of D, segments.
 
     WEIGHED: where they go, D_Q, holds c phi_q.
     """
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    KEYS: tl.constexpr = WHOLE and (VALID is None)
     # elu1' is the feature itself up to 1: c elu1' is the lesser of c phi_q and c
     BY_FEATURES: tl.constexpr = WEIGHED and (FEATURE_MAP == "elu1") and (ALONG is None)
     row, block = row_and_block(D, BLOCK)
@@ -223,8 +227,8 @@ def query_gradients(
     first = tl.program_id(1) * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
-        inside = tokens < length
-        g = load_tile(D_OUT, start, inside, D_OUT_STRIDE, columns, DV)
+        inside = within(tokens, length, ALL)
+        g = load_tile(D_OUT, start, inside, D_OUT_STRIDE, columns, DV, WHOLE)
         t = tl.load(T + row * length + tokens, mask=inside, other=0.0)
         d_phi = dot(g, operand(s, OPERAND), OPERAND)
         if BLOCK_V > 64:  # rows of 128 have no registers left for z as an operand
@@ -233,9 +237,9 @@ def query_gradients(
             d_phi += dot(repeated(t, OPERAND), operand(z, OPERAND), OPERAND)
         near = tl.zeros([CHUNK, BLOCK], tl.float32)
         if CAUSAL:
-            keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, start, keep, K_STRIDE, rows, D)
-            v = load_tile(V, start, keep, V_STRIDE, columns, DV)
+            keep = visible(VALID, batch, tokens, valid_strides, length, ALL)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
+            v = load_tile(V, start, keep, V_STRIDE, columns, DV, KEYS)
             features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             phi_k = operand(features, OPERAND)
             of_z = keep.to(tl.float32)
@@ -255,9 +259,9 @@ def query_gradients(
             z += partial_sums(features, of_z, PAIRS)
             near = dot(d_scores, phi_k, OPERAND)
         if BY_FEATURES:
-            features = load_tile(D_Q, start, inside, D_Q_STRIDE, rows, D)
+            features = load_tile(D_Q, start, inside, D_Q_STRIDE, rows, D, WHOLE)
         elif (FEATURE_MAP != "none") or (ALONG is not None):
-            q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
+            q = load_tile(Q, start, inside, Q_STRIDE, rows, D, WHOLE)
             shift = tl.load(SHIFT + row * length + tokens, mask=inside, other=0.0)
         scale = load_scale(TOTAL + row * length, tokens, inside, NORMALISE)
         if BY_FEATURES:
@@ -271,7 +275,7 @@ def query_gradients(
             tl.store(ALONG + place, tl.sum(phi_q * d_phi, 1), mask=inside)
         if (FEATURE_MAP != "none") and not BY_FEATURES:
             d_phi *= derivative(q, shift[:, None], FEATURE_MAP)
-        store_tile(D_Q, d_phi, start, inside, D_Q_STRIDE, rows, D)
+        store_tile(D_Q, d_phi, start, inside, D_Q_STRIDE, rows, D, WHOLE)
 
 
 @triton.jit
@@ -284,12 +288,16 @@ def key_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of a segment's keys, and of the state before all.
 
     Grid: batch_heads x blocks of D, segments. WEIGHED: Q holds c phi_q.
     """
+    # the compiler unrolls a loop over query heads whose loads have no mask, and spills
+    EVERY: tl.constexpr = WHOLE and (GROUP == 1)
+    ALL: tl.constexpr = EVERY and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    KEYS: tl.constexpr = EVERY and (VALID is None)
     # sums are multiplied at once, and apart (see `added`): a product of r would feed the next
     AT_ONCE: tl.constexpr = (BLOCK > 64) and (VALID is None) and (ALONG is None) and (FEATURE_MAP != "none")
     batch_head, block, batch, kv_head = locate_program(D, BLOCK, heads, GROUP)
@@ -313,9 +321,9 @@ def key_gradients(
     for index in range(chunks):
         start = first + (chunks - 1 - index) * CHUNK
         tokens = start + order
-        inside = tokens < length
-        keep = visible(VALID, batch, tokens, valid_strides, length)
-        v = load_tile(V, start, keep, V_STRIDE, columns, DV)
+        inside = within(tokens, length, ALL)
+        keep = visible(VALID, batch, tokens, valid_strides, length, ALL)
+        v = load_tile(V, start, keep, V_STRIDE, columns, DV, KEYS)
         d_phi = dot(v, operand(big_r, OPERAND), OPERAND)
         if AT_ONCE:
             d_phi += tl.sum(small_r, 0)[None, :]
@@ -336,9 +344,9 @@ def key_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, EVERY)
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
-                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D, EVERY)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
                     OPERAND, WEIGHED,
@@ -357,7 +365,7 @@ def key_gradients(
         elif not AT_ONCE:
             d_phi += near
         if (FEATURE_MAP != "none") or (ALONG is not None):
-            k = load_tile(K, start, keep, K_STRIDE, rows, D)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
         if ALONG is not None:
             phi_k = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             place = (
@@ -368,7 +376,7 @@ def key_gradients(
             d_phi = added(d_phi, near, derivative(k, 0.0, FEATURE_MAP), BLOCK)
         elif FEATURE_MAP != "none":
             d_phi *= derivative(k, 0.0, FEATURE_MAP)
-        store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D)
+        store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D, EVERY)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
             D_S0 += batch_head * D * DV
@@ -385,12 +393,16 @@ def value_gradients(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    WEIGHED: tl.constexpr, PAIRS: tl.constexpr,
+    WEIGHED: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of one segment. Grid: batch_heads x blocks of DV, segments.
 
     WEIGHED: Q holds c phi_q.
     """
+    # the compiler unrolls a loop over query heads whose loads have no mask, and spills
+    EVERY: tl.constexpr = WHOLE and (GROUP == 1)
+    ALL: tl.constexpr = EVERY and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    KEYS: tl.constexpr = EVERY and (VALID is None)
     # else eight warps would compute features twice, like those of MASKED
     ONCE: tl.constexpr = MASKED or ((PAIRS > 0) and (BLOCK_D > 64))
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
@@ -409,9 +421,9 @@ def value_gradients(
     for index in range(chunks):
         start = first + (chunks - 1 - index) * CHUNK
         tokens = start + order
-        inside = tokens < length
-        keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, start, keep, K_STRIDE, rows, D)
+        inside = within(tokens, length, ALL)
+        keep = visible(VALID, batch, tokens, valid_strides, length, ALL and not ONCE)
+        k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
         phi_k = operand(key_features(k, keep, rows, D, ONCE, FEATURE_MAP, EPS, PAIRS), OPERAND)
         d_value = dot(phi_k, tl.trans(operand(big_r, OPERAND)), OPERAND)
         if LINKED:
@@ -427,8 +439,8 @@ def value_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV)
-                q = load_tile(query, start, inside, Q_STRIDE, rows, D)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, EVERY)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D, EVERY)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
                     OPERAND, WEIGHED,
@@ -445,4 +457,4 @@ def value_gradients(
             d_value = added(d_value, near, keep.to(tl.float32)[:, None], BLOCK_D)
         else:
             d_value += near
-        store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV)
+        store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV, EVERY)

@@ -94,21 +94,36 @@ def tile_pointers(X, start, stride, columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(X, start, keep, stride, columns, WIDTH: tl.constexpr):
-    """Load rows from `start` on and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`."""
-    mask = keep[:, None]
-    if WIDTH // columns.shape[0] * columns.shape[0] != WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(tile_pointers(X, start, stride, columns, keep.shape[0]), mask=mask, other=0.0)
+def load_tile(X, start, keep, stride, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Load rows from `start` on and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`.
+
+    WHOLE: all are kept, and nobody looks.
+    """
+    pointers = tile_pointers(X, start, stride, columns, keep.shape[0])
+    FITS: tl.constexpr = WIDTH // columns.shape[0] * columns.shape[0] == WIDTH
+    if WHOLE and FITS:
+        return tl.load(pointers)
+    elif WHOLE:
+        return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+    elif FITS:
+        return tl.load(pointers, mask=keep[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(X, x, start, keep, stride, columns, WIDTH: tl.constexpr):
-    """Store rows from `start` on and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`."""
-    mask = keep[:, None]
-    if WIDTH // columns.shape[0] * columns.shape[0] != WIDTH:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(tile_pointers(X, start, stride, columns, keep.shape[0]), x.to(X.dtype.element_ty), mask=mask)
+def store_tile(X, x, start, keep, stride, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):
+    """Store rows from `start` on and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`; WHOLE: all."""
+    pointers, x = tile_pointers(X, start, stride, columns, keep.shape[0]), x.to(X.dtype.element_ty)
+    FITS: tl.constexpr = WIDTH // columns.shape[0] * columns.shape[0] == WIDTH
+    if WHOLE and FITS:
+        tl.store(pointers, x)
+    elif WHOLE:
+        tl.store(pointers, x, mask=(columns < WIDTH)[None, :])
+    elif FITS:
+        tl.store(pointers, x, mask=keep[:, None])
+    else:
+        tl.store(pointers, x, mask=keep[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
@@ -126,9 +141,18 @@ def locate_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr, heads, GROUP: tl.co
 
 
 @triton.jit
-def visible(VALID, batch, tokens, strides, length):
+def within(tokens, length, WHOLE: tl.constexpr):
+    """Tell which tokens are there: those before the end; WHOLE: all."""
+    if WHOLE:
+        return tl.full(tokens.shape, 1, tl.int1)
+    else:
+        return tokens < length
+
+
+@triton.jit
+def visible(VALID, batch, tokens, strides, length, WHOLE: tl.constexpr = False):
     """Tell which keys count: before the end, and not masked. VALID `[B, N]` bytes or None."""
-    keep = tokens < length
+    keep = within(tokens, length, WHOLE)
     if VALID is not None:
         pointers = VALID + batch * strides[0] + tokens.to(tl.int64) * strides[1]
         keep = keep & (tl.load(pointers, mask=keep, other=0) != 0)

@@ -49,9 +49,12 @@ def segment_states(
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
-    EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
+    EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    # the compiler leaves the B200's programs too few registers for addresses without a mask
+    KEYS: tl.constexpr = WHOLE and (VALID is None) and (PAIRS != 10)
     batch_head, block = row_and_block(DV, BLOCK)
     slot = tl.program_id(1)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -65,9 +68,9 @@ def segment_states(
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        keep = visible(VALID, batch, tokens, valid_strides, length)
-        k = load_tile(K, start, keep, K_STRIDE, rows, D)
-        v = load_tile(V, start, keep, V_STRIDE, columns, DV)
+        keep = visible(VALID, batch, tokens, valid_strides, length, ALL and BLOCK_D <= 64)
+        k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
+        v = load_tile(V, start, keep, V_STRIDE, columns, DV, KEYS)
         features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
         phi_k = operand(features, OPERAND)
         weight = keep.to(tl.float32)
@@ -140,12 +143,14 @@ def outputs(
     GROUP: tl.constexpr, LINKED: tl.constexpr, FEATURE_MAP: tl.constexpr,
     EPS: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, CAUSAL: tl.constexpr, SUMMED: tl.constexpr, OPERAND: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Compute outputs and totals of a segment, and the state after all. Grid: B H x blocks of DV, segments.
 
     Not CAUSAL: every query reads S0 and Z0, the state of all keys; K and V are not looked at.
     """
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    KEYS: tl.constexpr = WHOLE and (VALID is None)
     row, block = row_and_block(DV, BLOCK)
     batch_head = row // GROUP
     batch, head = row // heads, row % heads
@@ -172,15 +177,15 @@ def outputs(
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + order
         inside = tokens < length
-        q = load_tile(Q, start, inside, Q_STRIDE, rows, D)
+        q = load_tile(Q, start, inside, Q_STRIDE, rows, D, WHOLE)
         phi_q = operand(query_features(q, row_shift(q, rows, D), rows, D, FEATURE_MAP, EPS, PAIRS), OPERAND)
         total = dot(phi_q, tl.trans(operand(z, OPERAND)), OPERAND)
         if not BY_PRODUCT:
             total = tl.sum(total, 1)
         if CAUSAL:
-            keep = visible(VALID, batch, tokens, valid_strides, length)
-            k = load_tile(K, start, keep, K_STRIDE, rows, D)
-            v = load_tile(V, start, keep, V_STRIDE, columns, DV)
+            keep = visible(VALID, batch, tokens, valid_strides, length, ALL)
+            k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
+            v = load_tile(V, start, keep, V_STRIDE, columns, DV, KEYS)
             features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
             phi_k = operand(features, OPERAND)
             weight = keep.to(tl.float32)
@@ -229,7 +234,7 @@ def outputs(
             numerator = tl.trans(numerator * scale[None, :])
         else:
             numerator = added(numerator, near, scale[:, None], BLOCK_D)
-        store_tile(OUT, numerator, start, inside, OUT_STRIDE, columns, DV)
+        store_tile(OUT, numerator, start, inside, OUT_STRIDE, columns, DV, WHOLE)
     if CAUSAL:  # noqa: SIM102 (decided when compiled; the other when run)
         if (first + segment >= length) & (row % GROUP == 0):
             store_state(

@@ -53,8 +53,10 @@ class _Launch:
 
 
 def _taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Make a function that takes these keys, in one go if there are several."""
-    return itemgetter(*keys) if len(keys) > 1 else lambda x: tuple(x[key] for key in keys)
+    """Make a function that takes what lies at these keys, in their order."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return (lambda x: (x[keys[0]],)) if keys else lambda x: ()
 
 
 _launches: dict[Any, _Launch] = {}

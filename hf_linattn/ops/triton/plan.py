@@ -118,7 +118,7 @@ def plan_of(
     # Products take operands from registers there, on the H100 those of fewer than 64 rows. The compiler then
     # computes features anew for each product, and in every warp, but for a mask on them.
     by_registers = about.capability[0] in REGISTERS or (about.capability[0] == 9 and linked)
-    maps = {
+    maps: dict[str, Any] = {
         "FEATURE_MAP": feature_map,
         "EPS": eps if feature_map == "relu" else 0.0,
         "MASKED": masked or operand == "fp16" or by_registers,
@@ -129,6 +129,8 @@ def plan_of(
     kind, capability = ("fp16", NO_DEVICE) if interpreting() else (operand, about.capability)
     chosen = configuration(*widths, group, kind, capability, linked)
     tiles = measured_tiles.measured(chosen, device, operand, widths, group, linked)
+    # then no program looks whether a token is behind the last one
+    maps["WHOLE"] = not length % tiles.longest_chunk and not keys % tiles.longest_chunk
     return Plan(maps, tiles, {}, {}, {})
 
 

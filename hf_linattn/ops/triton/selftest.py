@@ -25,6 +25,8 @@ LENGTH = 613
 """Ten segments of 64 tokens, the last one ragged: more than the scan over segments takes in one step."""
 SEGMENT = 64
 """Tokens of a segment; twice as many where heads share keys, so that it may be summed up in parts."""
+WHOLE = 128
+"""Texts of so many tokens, or a multiple, cut off no chunk: kernels are compiled for them by themselves."""
 FORWARD, BACKWARD = 8, 20
 """Roundings on the longest way: features 2, score or state 1, value 1, the total's features 2, result 1, one
 more where a store cuts bits off. Backward: g 4, t by an output 8, score or state 1, features 2, value 1,
@@ -121,14 +123,15 @@ def disagreement(trial: Key, kernels: Any, length: int = LENGTH) -> str | None:
         kernels: has the functions of `launch`.
         length: tokens.
     """
-    for plain in (True, False):
-        numbers = _numbers(trial, length, plain)
+    whole = max(length // WHOLE * WHOLE, SEGMENT)
+    for plain, tokens in ((True, length), (True, whole), (False, length)):
+        numbers = _numbers(trial, tokens, plain)
         exact, here = _exact(trial, numbers), _on(numbers, trial.device)
         after, segments = _forward(trial, here, kernels)
-        wrong = compare(trial, dict(zip(RESULTS, after, strict=True)), exact, length)
+        wrong = compare(trial, dict(zip(RESULTS, after, strict=True)), exact, tokens)
         if wrong is None:
             found = _backward(trial, here, after, segments, kernels)
-            wrong = compare(trial, dict(zip(GRADIENTS, found, strict=False)), exact, length)
+            wrong = compare(trial, dict(zip(GRADIENTS, found, strict=False)), exact, tokens)
         if wrong is None and trial.form.causal and not plain:
             numbers = _numbers(trial, 1, plain)
             step = _decode(trial, _on(numbers, trial.device), kernels)
