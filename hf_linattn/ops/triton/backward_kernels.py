@@ -119,7 +119,7 @@ def gradient_rows(
 
     Slots count from the end of the text, the way in which R runs. FEATURES or STATES None: not these.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
     BY_COLUMN: tl.constexpr = (STATES is not None) or (FEATURES is not None)
     # to compare halves takes registers, which are few where products take operands from them
     COMPARED: tl.constexpr = 8 if (MASKED and (PAIRS > 8)) else PAIRS
@@ -202,7 +202,7 @@ def query_gradients(
 
     WEIGHED: where they go, D_Q, holds c phi_q.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     # elu1' is the feature itself up to 1: c elu1' is the lesser of c phi_q and c
     BY_FEATURES: tl.constexpr = WEIGHED and (FEATURE_MAP == "elu1") and (ALONG is None)
@@ -294,10 +294,8 @@ def key_gradients(
 
     Grid: batch_heads x blocks of D, segments. WEIGHED: Q holds c phi_q.
     """
-    # the compiler unrolls a loop over query heads whose loads have no mask, and spills
-    EVERY: tl.constexpr = WHOLE and (GROUP == 1)
-    ALL: tl.constexpr = EVERY and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
-    KEYS: tl.constexpr = EVERY and (VALID is None)
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    KEYS: tl.constexpr = WHOLE and (VALID is None)
     # sums are multiplied at once, and apart (see `added`): a product of r would feed the next
     AT_ONCE: tl.constexpr = (BLOCK > 64) and (VALID is None) and (ALONG is None) and (FEATURE_MAP != "none")
     batch_head, block, batch, kv_head = locate_program(D, BLOCK, heads, GROUP)
@@ -344,9 +342,9 @@ def key_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, EVERY)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, WHOLE)
                 t = tl.load(T + row + tokens, mask=inside, other=0.0)
-                q = load_tile(query, start, inside, Q_STRIDE, rows, D, EVERY)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D, WHOLE)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
                     OPERAND, WEIGHED,
@@ -376,7 +374,7 @@ def key_gradients(
             d_phi = added(d_phi, near, derivative(k, 0.0, FEATURE_MAP), BLOCK)
         elif FEATURE_MAP != "none":
             d_phi *= derivative(k, 0.0, FEATURE_MAP)
-        store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D, EVERY)
+        store_tile(D_K, d_phi, start, inside, D_K_STRIDE, rows, D, WHOLE)
     if D_S0 is not None:  # noqa: SIM102 (decided when compiled; the other when run)
         if tl.program_id(1) == 0:
             D_S0 += batch_head * D * DV
@@ -399,10 +397,8 @@ def value_gradients(
 
     WEIGHED: Q holds c phi_q.
     """
-    # the compiler unrolls a loop over query heads whose loads have no mask, and spills
-    EVERY: tl.constexpr = WHOLE and (GROUP == 1)
-    ALL: tl.constexpr = EVERY and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
-    KEYS: tl.constexpr = EVERY and (VALID is None)
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    KEYS: tl.constexpr = WHOLE and (VALID is None)
     # else eight warps would compute features twice, like those of MASKED
     ONCE: tl.constexpr = MASKED or ((PAIRS > 0) and (BLOCK_D > 64))
     batch_head, block, batch, kv_head = locate_program(DV, BLOCK, heads, GROUP)
@@ -439,8 +435,8 @@ def value_gradients(
                 row = (batch_head * GROUP + member) * length
                 d_out = head_pointer(D_OUT, d_out_strides, batch, head)
                 query = head_pointer(Q, q_strides, batch, head)
-                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, EVERY)
-                q = load_tile(query, start, inside, Q_STRIDE, rows, D, EVERY)
+                g = load_tile(d_out, start, inside, D_OUT_STRIDE, columns, DV, WHOLE)
+                q = load_tile(query, start, inside, Q_STRIDE, rows, D, WHOLE)
                 features = weighed_features(
                     q, SHIFT + row, TOTAL + row, tokens, inside, rows, D, FEATURE_MAP, EPS, MASKED, NORMALISE,
                     OPERAND, WEIGHED,
@@ -457,4 +453,4 @@ def value_gradients(
             d_value = added(d_value, near, keep.to(tl.float32)[:, None], BLOCK_D)
         else:
             d_value += near
-        store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV, EVERY)
+        store_tile(D_V, d_value, start, inside, D_V_STRIDE, columns, DV, WHOLE)

@@ -52,9 +52,8 @@ def segment_states(
     EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
-    # the compiler leaves the B200's programs too few registers for addresses without a mask
-    KEYS: tl.constexpr = WHOLE and (VALID is None) and (PAIRS != 10)
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    KEYS: tl.constexpr = WHOLE and (VALID is None)
     batch_head, block = row_and_block(DV, BLOCK)
     slot = tl.program_id(1)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -68,7 +67,7 @@ def segment_states(
     first = slot * segment
     for start in range(first, tl.minimum(first + segment, length), CHUNK):
         tokens = start + tl.arange(0, CHUNK)
-        keep = visible(VALID, batch, tokens, valid_strides, length, ALL and BLOCK_D <= 64)
+        keep = visible(VALID, batch, tokens, valid_strides, length, ALL and (BLOCK_D <= 64))
         k = load_tile(K, start, keep, K_STRIDE, rows, D, KEYS)
         v = load_tile(V, start, keep, V_STRIDE, columns, DV, KEYS)
         features = key_features(k, keep, rows, D, MASKED, FEATURE_MAP, EPS, PAIRS)
@@ -149,7 +148,7 @@ def outputs(
 
     Not CAUSAL: every query reads S0 and Z0, the state of all keys; K and V are not looked at.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     row, block = row_and_block(DV, BLOCK)
     batch_head = row // GROUP

@@ -104,11 +104,16 @@ def run_kernel(
         return
     (x, y, z), (driver, runtime, direct) = (*grid, 1, 1)[:3], _triton()
     given = launch.ordered(tensors + numbers + launch.fixed)
-    if direct and not runtime.launch_enter_hook.calls and not runtime.launch_exit_hook.calls:
-        stream = driver.active.get_current_stream(device)
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
-    else:  # a profiler listens, which is told about the kernel
+    if not direct or _listens(runtime.launch_enter_hook) or _listens(runtime.launch_exit_hook):
         compiled[x, y, z](*given)
+        return
+    stream = driver.active.get_current_stream(device)
+    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)
+
+
+def _listens(hook: Any) -> bool:
+    """Tell whether anybody, a profiler say, is to be told about launches: a function, or one in a chain."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def all_arguments(own: Mapping[str, Any], walk: Walk | None) -> Mapping[str, Any]:
@@ -126,7 +131,7 @@ def compile_kernel(
 
 @functools.cache
 def _triton() -> tuple[Any, Any, bool]:
-    """Find triton's driver, its settings at run time, and whether its kernels are called without it."""
+    """Find triton's driver, its settings at run time, and whether its kernels may be called directly."""
     triton = importlib.import_module("triton")
     version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
     return triton.runtime.driver, triton.knobs.runtime, version <= KNOWN

@@ -216,6 +216,7 @@ class Problem:
                 "BLOCK_D": padded(self.D),
                 "BLOCK_V": padded(self.Dv),
                 **self.maps,
+                "WHOLE": self.whole(spec),
                 **self.strides(),
             }
             if spec is not STEP:
@@ -227,6 +228,16 @@ class Problem:
                 fixed |= constant_strides(**{x: torch.empty_like(of[x], device="meta") for x in of})
             found = self.plan.walks[spec.name] = plan.Walk(fixed, self.programs(spec), tile, {})
         return found
+
+    def whole(self, spec: KernelSpec) -> bool:
+        """Tell whether no chunk is cut off, so that a kernel need not look where the text ends.
+
+        Loads without a mask let the compiler unroll the loop over query heads in the gradients of keys and
+        values, and leave `segment_states` too few registers on the B200: there they spill, and all look.
+        """
+        grouped = self.group > 1 and spec in (KEY_GRADIENTS, VALUE_GRADIENTS)
+        few = spec is SEGMENT_STATES and self.maps["PAIRS"] == 10
+        return self.maps["WHOLE"] and not grouped and not few
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a result."""
