@@ -119,7 +119,7 @@ def gradient_rows(
 
     Slots count from the end of the text, the way in which R runs. FEATURES or STATES None: not these.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     BY_COLUMN: tl.constexpr = (STATES is not None) or (FEATURES is not None)
     # to compare halves takes registers, which are few where products take operands from them
     COMPARED: tl.constexpr = 8 if (MASKED and (PAIRS > 8)) else PAIRS
@@ -202,7 +202,7 @@ def query_gradients(
 
     WEIGHED: where they go, D_Q, holds c phi_q.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     # elu1' is the feature itself up to 1: c elu1' is the lesser of c phi_q and c
     BY_FEATURES: tl.constexpr = WEIGHED and (FEATURE_MAP == "elu1") and (ALONG is None)
@@ -294,7 +294,7 @@ def key_gradients(
 
     Grid: batch_heads x blocks of D, segments. WEIGHED: Q holds c phi_q.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     # sums are multiplied at once, and apart (see `added`): a product of r would feed the next
     AT_ONCE: tl.constexpr = (BLOCK > 64) and (VALID is None) and (ALONG is None) and (FEATURE_MAP != "none")
@@ -397,7 +397,7 @@ def value_gradients(
 
     WEIGHED: Q holds c phi_q.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     # else eight warps would compute features twice, like those of MASKED
     ONCE: tl.constexpr = MASKED or ((PAIRS > 0) and (BLOCK_D > 64))

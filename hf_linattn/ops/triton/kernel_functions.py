@@ -16,6 +16,10 @@ features of keys are computed once and both products that want them read them fr
 Two numbers of bfloat16 lie in one register. `PAIRS`, the major capability of a CUDA device or 0, lets `wide`
 and `seen` take them together, in PTX; it is 0 where products are in another type.
 
+A text of whole chunks has no token behind its end: `WHOLE` says so, and rows are loaded and stored without a
+mask, those of keys (`KEYS`) unless a caller's hides some. Masks of tokens are then constants, too (`ALL`),
+except where `MASKED` needs them to keep the compiler from computing features twice.
+
 Names in shapes: batch_head = one row of the batch and one key head. Tensors `[B, H, N, D]` may lie anyhow in
 memory as long as D is contiguous; `*_strides` are those of B, H, N in elements. D and DV are the true widths,
 BLOCK_D and BLOCK_V the next powers of two, BLOCK the columns that one program answers for.

@@ -52,7 +52,7 @@ def segment_states(
     EPS: tl.constexpr, MASKED: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Sum up one segment into its slot. Grid: batch_heads x blocks of DV, segments."""
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     batch_head, block = row_and_block(DV, BLOCK)
     slot = tl.program_id(1)
@@ -148,7 +148,7 @@ def outputs(
 
     Not CAUSAL: every query reads S0 and Z0, the state of all keys; K and V are not looked at.
     """
-    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))  # of MASKED see `once`
+    ALL: tl.constexpr = WHOLE and ((not MASKED) or (OPERAND == "fp16"))
     KEYS: tl.constexpr = WHOLE and (VALID is None)
     row, block = row_and_block(DV, BLOCK)
     batch_head = row // GROUP
