@@ -269,3 +269,38 @@ def test_models_get_their_cache_by_the_name_that_they_have_for_it():
     seen = []
     gpu_kit.module("gpu_stages.models")._prefill(Named(), torch.zeros(1, 4, dtype=torch.long))()
     assert isinstance(seen[0], DynamicCache)
+
+
+def test_what_the_device_computes_is_counted_by_kernels_alone(monkeypatch):
+    timing = gpu_kit.module("gpu_stages.timing")
+    of = timing.DeviceType
+    events = [
+        SimpleNamespace(device_type=kind, self_device_time_total=microseconds)
+        for kind, microseconds in ((of.CPU, 900.0), (of.CUDA, 600.0), (of.CUDA, 300.0))
+    ]
+
+    class Profile:
+        def __init__(self, activities):
+            assert activities == [timing.ProfilerActivity.CUDA]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def key_averages(self):
+            return events
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing, "profile", Profile)
+    assert timing.busy(lambda: calls.append(1), "cuda") == {"device_ms": 0.9}
+    assert calls == [1]
+    assert timing.busy(calls.clear, "cpu") == {}
+
+    def refuses(activities):
+        raise RuntimeError("")
+
+    monkeypatch.setattr(timing, "profile", refuses)
+    assert timing.busy(calls.clear, "cuda") == {"device": "RuntimeError: "}

@@ -127,7 +127,7 @@ def _row(context: Context, name: str, patch: str, wish: str, kind: str, length: 
             else:
                 row["ms"], row["ms_least"] = timing.milliseconds(call, context.device)
             row["tokens_per_second"] = (1 if kind == "decode" else length) / row["ms"] * 1000
-            return row | timing.peak(call, context.device)
+            return row | timing.busy(call, context.device) | timing.peak(call, context.device)
         finally:
             if kind == "train":
                 _checkpointing(model, False)

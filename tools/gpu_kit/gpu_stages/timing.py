@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from .work import Row
 
@@ -97,9 +99,28 @@ def both(call: Callable[[], Any], device: str, name: str = "ms") -> Row:
     try:
         row[f"{name}_graph"] = milliseconds(captured(call), device)[0]
     except Exception as error:  # of anyone's code: the eager time stands
-        row["graph"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+        row["graph"] = _first_line(error)
         torch.cuda.synchronize()
     return row
+
+
+def busy(call: Callable[[], Any], device: str) -> Row:
+    """Count the milliseconds for which the device computes in a call; what is left of it waits for Python."""
+    if device != "cuda":
+        return {}
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            call()
+            torch.cuda.synchronize()
+        kernels = [each for each in found.key_averages() if each.device_type == DeviceType.CUDA]
+        return {"device_ms": sum(each.self_device_time_total for each in kernels) / 1000}
+    except Exception as error:  # a profiler that cannot start costs this number alone
+        torch.cuda.synchronize()
+        return {"device": _first_line(error)}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
 
 
 def peak(call: Callable[[], Any], device: str) -> Row:
