@@ -1,9 +1,12 @@
 """The check that lets the Triton kernels run by default, by interpreted kernels and by kernels that lie."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from helpers import triton_selftest_checks as checks
 
-from hf_linattn.ops.triton import launch
+from hf_linattn.ops.triton import check, launch
 
 pytestmark = pytest.mark.skipif(
     not launch.available("cuda"), reason="triton is not installed: pip install triton"
@@ -40,3 +43,21 @@ def test_true_kernels_pass(interpreted, tmp_path, form):
 )
 def test_property(interpreted, tmp_path, check):
     interpreted(check, tmp_path)
+
+
+def test_a_device_is_checked_by_both_ways_of_launching(monkeypatch):
+    """The first round compiles kernels and is launched by triton, the second as all calls to come."""
+    monkeypatch.setattr(check, "_apart", lambda run, device: run())
+    for answers, expected in (
+        ([None, None], (None, True)),
+        (["first", None], ("they disagree with float64: first", True)),
+        ([None, "second"], ("they disagree with float64: second", True)),
+    ):
+        left = list(answers)
+        trials = check.Checks(None)
+        monkeypatch.setattr(trials, "disagreement", lambda key, left=left: left.pop(0))
+        assert trials._run(SimpleNamespace(device=torch.device("cuda", 0))) == expected
+        assert len(left) == (1 if answers[0] else 0)
+    left, on_cpu = [None], check.Checks(None)
+    monkeypatch.setattr(on_cpu, "disagreement", lambda key: left.pop())
+    assert on_cpu._run(SimpleNamespace(device=torch.device("cpu"))) == (None, True)
