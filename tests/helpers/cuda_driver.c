@@ -72,6 +72,8 @@ NOTHING(cuFuncSetCacheConfig, CUfunction function, CUfunc_cache config)
 NOTHING(cuGetErrorString, CUresult error, const char **text)
 NOTHING(cuCtxGetLimit, size_t *value, CUlimit limit)
 NOTHING(cuCtxSetLimit, CUlimit limit, size_t value)
+NOTHING(cuModuleUnload, CUmodule module)
+
 PUBLIC CUresult cuDriverGetVersion(int *version) {
   *version = 13000;
   return CUDA_SUCCESS;
@@ -86,5 +88,3 @@ PUBLIC CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *stat
   *status = CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
-
-PUBLIC CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }

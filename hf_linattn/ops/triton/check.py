@@ -309,7 +309,7 @@ def triton_too_old() -> str | None:
     """Say why this triton is not used; None where it is."""
     try:
         version = str(importlib.import_module("triton").__version__)
-        found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        found = plan.release(version)
     except (ImportError, AttributeError, ValueError, OSError, RuntimeError) as error:
         return f"triton cannot be imported ({type(error).__name__}: {error})"
     wanted = ".".join(map(str, OLDEST))

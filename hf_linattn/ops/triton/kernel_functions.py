@@ -98,36 +98,37 @@ def tile_pointers(X, start, stride, columns, ROWS: tl.constexpr):
 
 
 @triton.jit
+def tile_mask(keep, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Tell which numbers of a tile are there: rows where `keep`, WHOLE: all, and columns below WIDTH."""
+    if WHOLE:
+        return (columns < WIDTH)[None, :]
+    elif WIDTH // columns.shape[0] * columns.shape[0] == WIDTH:
+        return keep[:, None]
+    else:
+        return keep[:, None] & (columns < WIDTH)[None, :]
+
+
+@triton.jit
 def load_tile(X, start, keep, stride, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):
     """Load rows from `start` on and `columns` of X `[N, WIDTH]`; 0, and not touched, where not `keep`.
 
     WHOLE: all are kept, and nobody looks.
     """
     pointers = tile_pointers(X, start, stride, columns, keep.shape[0])
-    FITS: tl.constexpr = WIDTH // columns.shape[0] * columns.shape[0] == WIDTH
-    if WHOLE and FITS:
+    if WHOLE and WIDTH // columns.shape[0] * columns.shape[0] == WIDTH:
         return tl.load(pointers)
-    elif WHOLE:
-        return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
-    elif FITS:
-        return tl.load(pointers, mask=keep[:, None], other=0.0)
     else:
-        return tl.load(pointers, mask=keep[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        return tl.load(pointers, mask=tile_mask(keep, columns, WIDTH, WHOLE), other=0.0)
 
 
 @triton.jit
 def store_tile(X, x, start, keep, stride, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr = False):
     """Store rows from `start` on and `columns` of X `[N, WIDTH]`, in its dtype, where `keep`; WHOLE: all."""
     pointers, x = tile_pointers(X, start, stride, columns, keep.shape[0]), x.to(X.dtype.element_ty)
-    FITS: tl.constexpr = WIDTH // columns.shape[0] * columns.shape[0] == WIDTH
-    if WHOLE and FITS:
+    if WHOLE and WIDTH // columns.shape[0] * columns.shape[0] == WIDTH:
         tl.store(pointers, x)
-    elif WHOLE:
-        tl.store(pointers, x, mask=(columns < WIDTH)[None, :])
-    elif FITS:
-        tl.store(pointers, x, mask=keep[:, None])
     else:
-        tl.store(pointers, x, mask=keep[:, None] & (columns < WIDTH)[None, :])
+        tl.store(pointers, x, mask=tile_mask(keep, columns, WIDTH, WHOLE))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_linattn.ops.triton.plan import Walk
+from hf_linattn.ops.triton.plan import Walk, release
 from hf_linattn.ops.triton.tiles import Tile
 
 ALIGNMENT = 16
@@ -133,5 +133,4 @@ def compile_kernel(
 def _triton() -> tuple[Any, Any, bool]:
     """Find triton's driver, its settings at run time, and whether its kernels may be called directly."""
     triton = importlib.import_module("triton")
-    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
-    return triton.runtime.driver, triton.knobs.runtime, version <= KNOWN
+    return triton.runtime.driver, triton.knobs.runtime, release(triton.__version__) <= KNOWN

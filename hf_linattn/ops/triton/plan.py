@@ -49,6 +49,11 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Read major and minor version, `(3, 7)` of "3.7.1+cu130"."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
 class Walk(NamedTuple):
     """How a kernel that walks segments is launched, whatever the call.
 
