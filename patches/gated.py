@@ -98,4 +98,6 @@ class Gated(NamedMapAttention):
         """Return the weights of g_t for kernels, which read values."""
         if self.needs_hidden:
             return None
-        return Gate(self.weight.float().contiguous(), self.bias.float().contiguous(), TEMPERATURE)
+        # kernels on a GPU convert them where they read them
+        weights = [x if x.is_cuda else x.float().contiguous() for x in (self.weight, self.bias)]
+        return Gate(*weights, TEMPERATURE)

@@ -13,6 +13,7 @@ from hf_linattn.attention.prepared import Weights, dense
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.attention.stateful import StatefulAttention
 from hf_linattn.attention.tokens import Tokens, in_backward_again, upcast
+from hf_linattn.ops import gate as value_gates
 from hf_linattn.ops import linear_attention, softmax_map
 from hf_linattn.ops.cpp import linear as native
 from hf_linattn.ops.cpp import plan
@@ -326,6 +327,9 @@ class LinearAttention(StatefulAttention):
             return None
         if tokens.gates is not None:
             return tokens.hide(tokens.gates[..., 0])
+        gate = self.gate()
+        if gate is not None and value_gates.kernels_take(tokens.value):
+            return value_gates.log_gates(tokens.value, tokens.valid, gate)
         key = tokens.key if self.gates_by_value else upcast(tokens.key)
         decay = self.log_decay(key, upcast(tokens.value))
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))

@@ -103,8 +103,8 @@ def _triton_backward(
     operands, kind = (*output_grads, query, key, value, valid), (config.kind, config.normalise)
     if config.causal:
         links: Any = {"log_decay": log_decay, "documents": documents, "segments": segments}
-        results = launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps, **links)
-        return chunked_backward.through_running_sum(results, outputs, output_grads)
+        last = None if log_decay is None else chunked_backward.of_state_after(outputs, output_grads)
+        return launch.backward(*operands, S, z, *outputs[:2], *kind, eps=config.eps, **links, last=last)
     results = launch.global_backward(*operands, *outputs[:2], *outputs.state, *kind, eps=config.eps)
     return InputGrads(*results[:3])
 

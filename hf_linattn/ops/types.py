@@ -60,8 +60,8 @@ class Gate(NamedTuple):
     """A decay that kernels make of the values: log g_t = log sigmoid(w_h . v_t + b_h) / temperature.
 
     Attributes:
-        weight: w, `[Hkv, Dv]`, float32, dense.
-        bias: b, `[Hkv]`, float32, dense.
+        weight: w, `[Hkv, Dv]`, dense; float32 on CPUs, of any dtype on GPUs.
+        bias: b, `[Hkv]`, likewise.
         temperature: above 0.
     """
 

@@ -12,7 +12,7 @@ from helpers import tiny_models
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.triton.problem import Problem
+from hf_linattn.ops.triton.problem import Launches
 from hf_linattn.patches import h2o
 from hf_linattn.patches.elu1 import Elu1
 
@@ -53,7 +53,7 @@ def test_prefill_and_decode_do_not_wait(meta, spec):
 def test_the_kernels_of_h2o_do_not_wait_for_padding(meta, monkeypatch):
     launched = []
     monkeypatch.setattr(h2o, "one_kernel_takes_heavy", lambda *about: True)
-    monkeypatch.setattr(Problem, "launch", lambda self, kernel, *about: launched.append(kernel.__name__))
+    monkeypatch.setattr(Launches, "launch", lambda self, kernel, *about: launched.append(kernel.__name__))
     model = patch_model(tiny_models.llama(), "h2o", options=SPECS["h2o"]).float().to(meta)
     module = model.model.layers[0].self_attn.linattn.h2o
     query, key, value = (torch.zeros(2, heads, 20, 8, device=meta) for heads in (4, 2, 2))

@@ -12,8 +12,8 @@ import torch
 from hf_linattn import patch_model
 from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import linear_attention, window_attention
-from hf_linattn.ops.eager.chunked_backward import through_running_sum
+from hf_linattn.ops import gate, linear_attention, window_attention
+from hf_linattn.ops.eager.chunked_backward import of_state_after
 from hf_linattn.ops.triton import launch, launcher, measured_tiles, plan, problem
 from hf_linattn.ops.triton.tiles import Tile
 from hf_linattn.ops.types import Inputs as Operands
@@ -125,6 +125,7 @@ def run_backward(case, inputs, after, gradients, segment=None, segments=None):
     maps = case.feature_map, case.normalise
     if case.causal:
         options |= {"log_decay": log_decay, "documents": documents, "segments": segments}
+        options["last"] = of_state_after(Outputs(*after), OutputGrads(*gradients))
         return launch.backward(*gradients, query, key, value, valid, S0, z0, output, total, *maps, **options)
     return launch.global_backward(*gradients, query, key, value, valid, output, total, S, z, *maps, **options)
 
@@ -164,7 +165,6 @@ def check(case):
         _, segments = run(case, inputs, size, launch.forward_and_segments)
         ways = (run_backward(case, inputs, got, seeds, size, x) for x in (segments, None))
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*ways, strict=True))
-    found = through_running_sum(found, Outputs(*got), OutputGrads(*seeds))
     names = ("query", "key", "value", "S0", "z0", "log_decay")
     given = [(name, x) for name, x in zip(names, found, strict=True) if x is not None]
     for (name, a), b in zip(given, expected, strict=case.causal):
@@ -450,7 +450,7 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
             mask, positions = None, torch.cat([torch.arange(11), torch.arange(13)]).expand(2, -1)
         else:
             mask[0, :9] = 0
-        forms, windows = [], []
+        forms, windows, gates = [], [], []
 
         def choose(query, key, value, kind, state=None, form=None, features=None, forms=forms):
             forms.append(form)
@@ -460,11 +460,16 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
             windows.append(about)
             return True
 
+        def take_gates(value, gates=gates):
+            gates.append(value)
+            return True
+
         with pytest.MonkeyPatch.context() as patch:
             if triton:
                 patch.setattr(linear, "choose_backend", choose)
                 patch.setattr(window_attention, "kernels_take", take)
                 patch.setattr(window_attention, "kernels_take_token", take)
+                patch.setattr(gate, "kernels_take", take_gates)
             given = {"attention_mask": None if mask is None else mask[:, :24], "position_ids": positions}
             logits = model(ids[:, :24], **given, use_cache=False).logits
             seen = slice(9, None)
@@ -479,6 +484,7 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
                         assert before == [x.data_ptr() for x in cache.layers[0].state], "written over"
         assert bool(forms) == (triton and spec != "window")
         assert len(windows) == (3 if triton and "window" in spec else 0), "two forwards and a token"
+        assert bool(gates) == (triton and "gated" in spec)
         assert all(form.packed == packed for form in forms)
         runs.append([x.detach().float() for x in results])
     assert_near(*runs, tolerance)

@@ -11,7 +11,7 @@ from hf_linattn.ops.types import Inputs, OpConfig
 def check_a_launch_takes_measured_tiles(folder):
     """The tile of the table is that of the launch, and the result the same but for rounding."""
     inputs = Inputs(*torch.randn(3, 1, 2, 70, 16))
-    seen, launch = [], problem.Problem.launch
+    seen, launch = [], problem.Launches.launch
 
     def watched(self, kernel, grid, tile, *arguments):
         seen.append((kernel.__name__, tile))
@@ -21,7 +21,7 @@ def check_a_launch_takes_measured_tiles(folder):
         seen.clear()
         return linear_attention.attention(inputs, OpConfig("elu1"), False, "triton").output
 
-    problem.Problem.launch = watched
+    problem.Launches.launch = watched
     try:
         before, chosen = output(), dict(seen)["outputs"]
         tile = Tile(chosen.chunk * 2, chosen.block, 1, 1)
@@ -32,6 +32,6 @@ def check_a_launch_takes_measured_tiles(folder):
         assert dict(seen)["outputs"] == tile
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     finally:
-        problem.Problem.launch = launch
+        problem.Launches.launch = launch
         measured_tiles._given.clear()
         measured_tiles._table.cache_clear()

@@ -205,7 +205,7 @@ def compile_kernel(of, *about):
     compiled.append(of.fn)
     return Compiled()
 
-launcher.compile_kernel, problem.Problem.launch = compile_kernel, launch
+launcher.compile_kernel, problem.Launches.launch = compile_kernel, launch
 shapes = [
     Shape(heads=2, kv_heads=2, length=512, segment=256),
     Shape(heads=4, kv_heads=1, length=512, segment=256, feature_map="none", linked=True, state=True),
@@ -263,7 +263,7 @@ def launch(self, kernel, grid, tile, own, walk=None):
     assert triton == first == second, (kernel.__name__, triton, second)
     print(kernel.__name__, len(sizes))
 
-problem.Problem.launch = launch
+problem.Launches.launch = launch
 assert launcher._triton()[2]
 with targets._target("sm_90"), torch.no_grad():
     calls = targets._calls(Shape(heads=4, kv_heads=2, length=512, segment=256, D=64, Dv=64), "cpu")

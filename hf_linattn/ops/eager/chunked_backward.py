@@ -66,11 +66,19 @@ def through_running_sum(gradients: InputGrads, outputs: Outputs, grads: OutputGr
     """Turn gradients of the running sums of `log_decay` into those of `log_decay` itself."""
     if gradients.log_decay is None:
         return gradients
-    if grads.S is not None and grads.z is not None:  # the state after ends with all of G
-        S, z = outputs.state
-        gradients.log_decay[..., -1] += (grads.S * S).sum((2, 3)) + (grads.z * z).sum(2)
+    last = of_state_after(outputs, grads)
+    if last is not None:
+        gradients.log_decay[..., -1] += last
     d_log_decay = gradients.log_decay.double().flip(-1).cumsum(-1).flip(-1)
     return gradients._replace(log_decay=d_log_decay.to(gradients.log_decay.dtype))
+
+
+def of_state_after(outputs: Outputs, grads: OutputGrads) -> Tensor | None:
+    """Compute what the state after, which ends with all of G, adds to the last, `[B, Hkv]`; None for 0."""
+    if grads.S is None or grads.z is None:
+        return None
+    S, z = outputs.state
+    return (grads.S * S).sum((2, 3)) + (grads.z * z).sum(2)
 
 
 class _GradientBuffers(ChunkBuffers):

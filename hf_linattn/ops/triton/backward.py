@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_linattn.ops.triton import gate
 from hf_linattn.ops.triton.problem import (
     GRADIENT_ROWS,
     KEY_GRADIENTS,
@@ -47,6 +48,7 @@ def backward(
     documents: Tensor | None = None,
     segment: int | None = None,
     segments: Segments | None = None,
+    last: Tensor | None = None,
 ) -> InputGrads:
     """Compute the gradients of causal linear attention, `launch.forward`.
 
@@ -71,10 +73,12 @@ def backward(
             first of each row, that after to the last.
         segment: tokens that one program walks; None chooses.
         segments: what `launch.forward_and_segments` returned beside these; None computes it again.
+        last: where there is decay, what the state after adds to its last running sum, d_S . S + d_z . z,
+            `[B, Hkv]`; None for 0.
 
     Returns:
-        Gradients of query, key, value, of S and z where there was a state before, and of the running sums of
-        `log_decay` where there is one, but for what the state after adds to the last.
+        Gradients of query, key, value, of S and z where there was a state before, and of `log_decay` where
+        there is one.
     """
     call = Problem(query, key, value, valid, feature_map, normalise, eps, segment, log_decay, documents)
     S0, z0 = call.dense(S0, z0)
@@ -93,10 +97,10 @@ def backward(
     if segments is None:
         segments = call.states_before(tokens, count, S0, z0)
     d_query, of_query = run.query_gradients(segments, S0, z0, causal=True)
-    along = None
+    d_decay = None
     if of_query is not None and of_key is not None:
-        along = of_query.unflatten(1, (call.kv_heads, -1)).sum(2) - of_key
-    return InputGrads(d_query, d_key, d_value, d_S0, d_z0, along)
+        d_decay = gate.decay_gradients(of_query, of_key, last, call)
+    return InputGrads(d_query, d_key, d_value, d_S0, d_z0, d_decay)
 
 
 def global_backward(
@@ -242,7 +246,7 @@ class _Run:
     def query_gradients(
         self, before: Segments, S0: Tensor | None, z0: Tensor | None, *, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute dq and, where there is decay, phi_q . dphi_q `[B, H, N]`.
+        """Compute dq and, where there is decay, parts of phi_q . dphi_q `[parts, B, H, N]`.
 
         `before` is what stands before the segments; S0 and z0 before the first, or of all keys.
         """
@@ -263,7 +267,7 @@ class _Run:
                 "WEIGHED": self.weighed,
             },
         )
-        return self.d_query, None if along is None else along.sum(0)
+        return self.d_query, along
 
     def along(self, spec: KernelSpec, heads: int) -> Tensor | None:
         """Allocate products of features and their gradients, `[blocks of columns, B, heads, N]`."""
@@ -281,7 +285,7 @@ class _Run:
         causal: bool,
         state: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Compute dk; phi_k . dphi_k `[B, Hkv, N]` where there is decay; dS0 and dz0 where there was a state.
+        """Compute dk; parts of phi_k . dphi_k where there is decay; dS0 and dz0 where there was a state.
 
         `after` is what stands behind the segments; R and r are behind the last token, or of all queries.
         """
@@ -306,7 +310,7 @@ class _Run:
                 "CAUSAL": causal,
             },
         )
-        return d_key, None if along is None else along.sum(0), d_S0, d_z0
+        return d_key, along, d_S0, d_z0
 
     def value_gradients(self, after: Segments, R: Tensor | None, *, causal: bool) -> Tensor:
         """Compute dv; `after` stands behind the segments, R after the last token, or of all queries."""

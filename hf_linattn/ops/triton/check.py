@@ -23,6 +23,8 @@ from torch import Tensor
 from hf_linattn.errors import UnsupportedCallError
 from hf_linattn.ops import switches
 from hf_linattn.ops.triton import (
+    gate,
+    gate_selftest,
     heavy,
     heavy_selftest,
     launch,
@@ -37,6 +39,7 @@ from hf_linattn.ops.triton import (
     window_selftest,
     window_token,
 )
+from hf_linattn.ops.triton.gate_selftest import GateForm
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.triton.selftest import Form, Key
 from hf_linattn.ops.triton.token_selftest import TokenForm
@@ -53,7 +56,7 @@ SAFE_ROWS = plan.MOST_PROGRAMS // plan.WIDEST
 """Batch times heads below which no grid is too long."""
 REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
 T = TypeVar("T")
-WindowForms: TypeAlias = WindowForm | TokenForm | RestForm | HeavyForm
+WindowForms: TypeAlias = WindowForm | TokenForm | RestForm | HeavyForm | GateForm
 
 
 class Verdict(NamedTuple):
@@ -101,6 +104,7 @@ class Checks:
         tokens: has the function of `window_token`.
         rests: has the function of `window_rest`.
         heavies: has the function of `heavy`.
+        gates: has the functions of `gate`.
 
     Class attributes:
         form: who computes where the kernels do, in a word.
@@ -122,9 +126,10 @@ class Checks:
         tokens: Any = window_token,
         rests: Any = window_rest,
         heavies: Any = heavy,
+        gates: Any = gate,
     ) -> None:
         self.kernels, self.length, self.windows, self.tokens = kernels, length, windows, tokens
-        self.rests, self.heavies = rests, heavies
+        self.rests, self.heavies, self.gates = rests, heavies, gates
         self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
@@ -174,6 +179,8 @@ class Checks:
         if isinstance(key.form, TokenForm):
             return token_selftest.disagreement(key, self.tokens)
         short = min(self.length, window_selftest.LENGTH)
+        if isinstance(key.form, GateForm):
+            return gate_selftest.disagreement(key, self.gates, self.length)
         if isinstance(key.form, HeavyForm):
             return heavy_selftest.disagreement(key, self.heavies, min(short, heavy_selftest.LENGTH))
         if isinstance(key.form, RestForm):
@@ -387,7 +394,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
 
 
 def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -> bool:
-    """Tell whether the Triton kernels compute a window, or a token or more behind one; see `Checks.takes`.
+    """Tell whether the Triton kernels compute a window, what is behind it, or gates; see `Checks.takes`.
 
     Args:
         query: `[B, H, N, D]`, as the model gives it.

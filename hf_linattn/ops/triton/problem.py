@@ -118,7 +118,35 @@ def constant_strides(**tensors: Tensor) -> dict[str, Any]:
     return found
 
 
-class Problem:
+class Launches:
+    """Launches kernels where a tensor is."""
+
+    def __init__(self, on: Tensor) -> None:
+        self.device, self.on_gpu = on.device, on.is_cuda
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tile: Tile,
+        own: dict[str, Any],
+        walk: plan.Walk | None = None,
+    ) -> None:
+        """Run a kernel there, with those of the arguments that it has.
+
+        `own` are all, or those beside what a `walk` shares with other calls.
+        """
+        index = self.device.index
+        if not self.on_gpu:  # interpreted
+            launcher.compile_kernel(kernel, grid, tile, launcher.all_arguments(own, walk))
+        elif torch.cuda.current_device() == index:
+            launcher.run_kernel(kernel, grid, tile, own, index, walk)
+        else:
+            with torch.cuda.device(index):
+                launcher.run_kernel(kernel, grid, tile, own, index, walk)
+
+
+class Problem(Launches):
     """Inputs of one call, and its launches. Arguments as `launch.forward` takes them."""
 
     def __init__(
@@ -135,13 +163,13 @@ class Problem:
         documents: Tensor | None = None,
     ) -> None:
         assert feature_map in FEATURE_MAPS, feature_map
+        super().__init__(query)
         self.valid, self.normalise, self.segment = valid, normalise, segment
         self.linked = log_decay is not None or documents is not None
         self.batch, self.heads, self.length, self.D = query.shape
         _, self.kv_heads, self.keys, self.Dv = value.shape
         self.group = self.heads // self.kv_heads
         self.batch_heads = self.batch * self.kv_heads
-        self.device = query.device
         self.about = plan.device_of(self.device)
         self.query, self.key, self.value = map(last_contiguous, (query, key, value))
         visible = None if valid is None else valid.view(torch.uint8)
@@ -367,24 +395,3 @@ class Problem:
         walk = self.walk(spec)
         grid = walk.programs if programs is None else programs, segments
         self.launch(kernel, grid, walk.tile, {**self.tensors, **arguments}, walk)
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        tile: Tile,
-        own: dict[str, Any],
-        walk: plan.Walk | None = None,
-    ) -> None:
-        """Run a kernel on the device of the inputs, with those of the arguments that it has.
-
-        `own` are all, or those beside what a `walk` shares with other calls.
-        """
-        index = self.device.index
-        if not self.query.is_cuda:  # interpreted
-            launcher.compile_kernel(kernel, grid, tile, launcher.all_arguments(own, walk))
-        elif torch.cuda.current_device() == index:
-            launcher.run_kernel(kernel, grid, tile, own, index, walk)
-        else:
-            with torch.cuda.device(index):
-                launcher.run_kernel(kernel, grid, tile, own, index, walk)

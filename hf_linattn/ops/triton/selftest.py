@@ -210,6 +210,8 @@ def _backward(
     found: tuple[Tensor | None, ...]
     if trial.form.causal:
         given = (*here[:4], here.S, here.z, *after[:2])
+        if here.log_decay is not None and here.d_S is not None and here.d_z is not None:
+            options["last"] = (here.d_S * after[2]).sum((2, 3)) + (here.d_z * after[3]).sum(2)
         found = kernels.backward(*grads, *given, *how, segments=segments, **options)
     else:
         found = kernels.global_backward(*grads, *here[:4], *after, *how, **options)
@@ -286,7 +288,7 @@ def _exact(trial: Key, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, T
     def gradients(
         sign: int, g: Tensor, t: Tensor, v: Tensor, S: Tensor, d_S: Tensor, d_z: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of queries, keys, values, S and z before, and the running sums of the decay."""
+        """Gradients of queries, keys, values, S and z before, and the decay."""
         pairs = (g @ v[:, :, None].mT + t[..., None]) * weight
         R, r = (torch.einsum("bhgid,bhgie->bhde", read_q, g), torch.einsum("bhgid,bhgi->bhd", read_q, t))
         d_q = torch.einsum("bhgij,bhjd->bhgid", pairs, phi_k)
@@ -296,7 +298,9 @@ def _exact(trial: Key, numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, T
         d_k = d_k + (v @ d_S.mT + d_z[:, :, None]) * of_key[..., None]
         d_v = torch.einsum("bhgij,bhgie->bhje", scores, g) + kept_k @ d_S
         along = sign * (d_k * phi_k).sum(-1) + (d_q * phi_q).sum((2, 4))
-        return (d_q * slope_q).flatten(1, 2), d_k * slope_k, d_v, R + d_S * left_S, r + d_z * left, along
+        along[..., -1] += (d_S * summed(v, S)[1]).sum((2, 3)) + (d_z * (z0 * left + kept_k.sum(2))).sum(2)
+        d_decay = along.flip(-1).cumsum(-1).flip(-1)
+        return (d_q * slope_q).flatten(1, 2), d_k * slope_k, d_v, R + d_S * left_S, r + d_z * left, d_decay
 
     total = scores.sum(-1) + torch.einsum("bhgid,bhd->bhgi", read_q, z0)
     (numerator, S), (size, S_size) = summed(value, S0), summed(value.abs(), S0.abs())

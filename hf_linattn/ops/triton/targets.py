@@ -244,7 +244,7 @@ def report(
     with _target(name), torch.no_grad():
         for call, run in _calls(shape, "meta").items():
             if call in calls:
-                with mock.patch.object(problem.Problem, "launch", compile_only):
+                with mock.patch.object(problem.Launches, "launch", compile_only):
                     run()
         if timed:  # torch is slower without memory than with
             small = shape._replace(heads=2, kv_heads=2, length=512, segment=256)
@@ -475,7 +475,7 @@ def _host(run: Callable[[], Any]) -> float:
 
     compile_kernel = launcher.compile_kernel
     compiling = mock.patch.object(launcher, "compile_kernel", compile_only)
-    with compiling, mock.patch.object(problem.Problem, "launch", bind_only):
+    with compiling, mock.patch.object(problem.Launches, "launch", bind_only):
         run()
         rounds = []
         for _ in range(ROUNDS):

@@ -118,8 +118,8 @@ def window_step(
         if GATE is not None:
             every = tl.arange(0, BLOCK_V)
             whole = load_tile(values, column, one, DV, every, DV).to(tl.float32)
-            weight = load_tile(GATE + head * DV, 0, one, 0, every, DV)
-            logit = tl.sum(tl.sum(whole * weight, 1), 0) + tl.load(GATE_BIAS + head)
+            weight = load_tile(GATE + head * DV, 0, one, 0, every, DV).to(tl.float32)
+            logit = tl.sum(tl.sum(whole * weight, 1), 0) + tl.load(GATE_BIAS + head).to(tl.float32)
             kept = exponential(log_sigmoid(logit) / temperature)
         kept = tl.where(leaves, kept, 1.0)
         s, z = load_state(None, None, S, Z, batch_head, -1, 0, features, columns, FEATURES, DV, True)

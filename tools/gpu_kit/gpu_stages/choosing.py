@@ -37,7 +37,7 @@ def kernels() -> Iterator[None]:
 def compile_check(call: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
     """Compile one of the package's checks that come before a call, and nothing of the call itself."""
     _wanted.clear()
-    with mock.patch.object(problem.Problem, "launch"):
+    with mock.patch.object(problem.Launches, "launch"):
         call(*arguments)
     if number < len(_wanted):
         compile_key(list(_wanted)[number])

@@ -104,4 +104,4 @@ def _begin(target: Any, device: Any, about: autotuned.Facts, path: list[str]) ->
     driver.set_active(_NoDevice(target, about.properties))
     autotuned.pretend(about)
     plan.device_of = lambda _: device
-    problem.Problem.launch = launch
+    problem.Launches.launch = launch

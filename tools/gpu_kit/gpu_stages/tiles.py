@@ -108,7 +108,7 @@ def compile_with(about: Problem, name: str, tile: Tile) -> None:
 def watched() -> Iterator[dict[str, list[Any]]]:
     """Collect tile and time of every launch meanwhile, by kernel."""
     seen: dict[str, list[Any]] = {}
-    run = problem.Problem.launch
+    run = problem.Launches.launch
 
     def timed(self: Any, kernel: Any, grid: Any, tile: Tile, *arguments: Any) -> None:
         if self.device.type != "cuda":
@@ -124,11 +124,11 @@ def watched() -> Iterator[dict[str, list[Any]]]:
         after.record()
         seen.setdefault(kernel.__name__, []).append((tile, lambda: begin.elapsed_time(after)))
 
-    problem.Problem.launch = timed
+    problem.Launches.launch = timed
     try:
         yield seen
     finally:
-        problem.Problem.launch = run
+        problem.Launches.launch = run
 
 
 def neighbours(name: str, tile: Tile, width: int, dry: bool) -> list[Tile]:
