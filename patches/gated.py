@@ -99,5 +99,5 @@ class Gated(NamedMapAttention):
         if self.needs_hidden:
             return None
         # kernels on a GPU convert them where they read them
-        weights = [x if x.is_cuda else x.float().contiguous() for x in (self.weight, self.bias)]
-        return Gate(*weights, TEMPERATURE)
+        weight, bias = (x if x.is_cuda else x.float().contiguous() for x in (self.weight, self.bias))
+        return Gate(weight, bias, TEMPERATURE)

@@ -8,7 +8,7 @@ an input is float64. Queries, keys and values may be strided; outputs lie token 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -273,6 +273,24 @@ class ScaledSums(NamedTuple):
     values: Tensor
     total: Tensor
     log_scale: Tensor
+
+
+class Elu1Sums(NamedTuple):
+    """Sums over features of elu1, kept apart from their scale: what its map divided the queries by.
+
+    Kernels that have the queries find that scale, min(max_d q_d, 0), themselves.
+
+    Attributes:
+        values: `[B, H, N, Dv]`, as in `ScaledSums`.
+        total: `[B, H, N]`, likewise.
+    """
+
+    values: Tensor
+    total: Tensor
+
+
+OtherSums: TypeAlias = ScaledSums | Elu1Sums
+"""Sums over tokens beside a window, which share its normaliser."""
 
 
 class HeavyPlaces(NamedTuple):

@@ -36,7 +36,15 @@ from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import MOST_SINKS, Sinks
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
-from hf_linattn.ops.types import HeavyState, ScaledSums, Window, WindowSinks, accumulator_dtype
+from hf_linattn.ops.types import (
+    Elu1Sums,
+    HeavyState,
+    OtherSums,
+    ScaledSums,
+    Window,
+    WindowSinks,
+    accumulator_dtype,
+)
 
 SHORTEST = 64
 """Queries in float32 from which on the kernels in C++ take less time than torch's: measured."""
@@ -44,20 +52,21 @@ ARGUMENTS = 9
 """Of the operator; its seven tensors with output and log-sum-exp are as many."""
 
 
-def kernels_take(window: Window, sinks: int, others: bool) -> bool:
+def kernels_take(window: Window, sinks: int, other: OtherSums | None) -> bool:
     """Tell whether Triton kernels compute a window: on a GPU, checked there.
 
     Args:
         window: in the dtype of the model.
         sinks: how many are seen beside it.
-        others: sums over other tokens share the normaliser.
+        other: sums over other tokens, which share the normaliser; None for none.
 
     Raises:
         UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
     """
     if not window.query.is_cuda or by_torch_alone() or sinks > MOST_SINKS:
         return False
-    return check.takes_window(*window[:3], WindowForm(bool(sinks), others))
+    form = WindowForm(bool(sinks), other is not None, isinstance(other, Elu1Sums))
+    return check.takes_window(*window[:3], form)
 
 
 def one_kernel_takes(window: Window, form: RestForm, left: int, sinks: int) -> bool:
@@ -130,7 +139,7 @@ def native_takes_heavy(query: Tensor, key: Tensor, value: Tensor, before: HeavyS
     return takes.heavy(query, key, value, before)
 
 
-def by_kernels(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> Tensor:
+def by_kernels(window: Window, sinks: Sinks | None, other: OtherSums | None) -> Tensor:
     """Attend to a window, to sinks and to other tokens together, as `kernels_take` allowed: `[B, H, N, Dv]`.
 
     Args:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, StatefulAttention, Tokens, upcast
-from hf_linattn.ops.types import State
+from hf_linattn.ops.types import ScaledSums, State
 
 from .ring import nobody
 
@@ -54,6 +54,12 @@ def sums(rest: StatefulAttention, tokens: Tokens, before: State | None) -> tuple
     output, after = rest.causal(replace(tokens, keep=True), state)
     total = some[:, None].expand(-1, heads, -1).to(output.dtype)
     return output, total, State(after[0], some[:, -1:].to(after[0].dtype))
+
+
+def scaled(rest: Any, query: Tensor, numerator: Tensor, total: Tensor) -> ScaledSums:
+    """Add to sums of the rest their scale, what its map divided the last of these queries by."""
+    scale = rest.log_scale_of(query[:, :, query.shape[2] - total.shape[2] :])
+    return ScaledSums(numerator, total, torch.zeros_like(total) if scale is None else scale)
 
 
 def absorb(rest: StatefulAttention, tokens: Tokens, before: State | None) -> State:

@@ -16,7 +16,7 @@ from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
 from hf_linattn.ops.tracing import exporting, transforming
-from hf_linattn.ops.types import ScaledSums, State
+from hf_linattn.ops.types import Elu1Sums, OtherSums, ScaledSums, State
 from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
@@ -24,7 +24,7 @@ from hf_linattn.registry import register
 from . import ring, salient, split
 from .fused import PreparedToken, Share, fused_step, prepare
 from .prefill import prefill
-from .rest import absorb, before_first, of_all_queries, sums, with_gates, without_gates
+from .rest import absorb, before_first, of_all_queries, scaled, sums, with_gates, without_gates
 from .ring import KeyValues, Seen, WindowState
 from .rotary import sinks_turned_by
 from .salient import SalientState
@@ -172,7 +172,7 @@ class Window(StatefulAttention):
         return error
 
     def _linear(self) -> Any:
-        return self._modules["rest"]  # not by its own name, which may be one of our attributes
+        return self._modules.get("rest")  # not by its own name, which may be one of our attributes
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Tensor, Any]:
         """Compute window and sinks exactly; what leaves the window goes to the linear attention's state."""
@@ -257,7 +257,7 @@ class Window(StatefulAttention):
         tokens: Tokens,
         evicted: Tokens,
         before: State | None,
-        inside: Callable[[ScaledSums | None], Tensor],
+        inside: Callable[[OtherSums | None], Tensor],
     ) -> tuple[Tensor, State]:
         """Compute the window and the linear attention, whose state goes on."""
         assert tokens.query is not None
@@ -422,7 +422,7 @@ class Window(StatefulAttention):
         numerator, total, _ = sums(self._linear(), stream, None)
         return numerator, total
 
-    def _inside(self, tokens: Tokens, seen: Seen, span: int | None, other: ScaledSums | None) -> Tensor:
+    def _inside(self, tokens: Tokens, seen: Seen, span: int | None, other: OtherSums | None) -> Tensor:
         """Compute softmax over the window, the sinks and other tokens.
 
         Args:
@@ -435,18 +435,21 @@ class Window(StatefulAttention):
         query, key, value = tokens.query, seen.key, self._values(seen.value)
         window, turn = None, self._turn()
         sinks = seen.sinks._replace(value=self._values(seen.sinks.value))
-        other = with_own_sink(tokens, value.shape[-1], other)
+        if not isinstance(other, Elu1Sums):
+            other = with_own_sink(tokens, value.shape[-1], other)
         if span is not None:
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
-        if window is not None and tokens.softcap is None:
-            if window_attention.kernels_take(window, self.sinks, other is not None):
-                given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
-                return window_attention.by_kernels(window, given, other)
-            if window_attention.native_takes(window, other):
-                beside = for_cpp(query, sinks, seen.ranks, turn) if self.sinks else None
-                if beside is not None or not self.sinks:
-                    return window_attention.native(window, other, beside)
+        whole = window if tokens.softcap is None else None
+        if whole is not None and window_attention.kernels_take(whole, self.sinks, other):
+            given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
+            return window_attention.by_kernels(whole, given, other)
+        if isinstance(other, Elu1Sums):
+            other = scaled(self._linear(), query, *other)
+        if whole is not None and window_attention.native_takes(whole, other):
+            beside = for_cpp(query, sinks, seen.ranks, turn) if self.sinks else None
+            if beside is not None or not self.sinks:
+                return window_attention.native(whole, other, beside)
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
         if self.sinks:
@@ -457,22 +460,19 @@ class Window(StatefulAttention):
         wide = upcast(query), upcast(key), upcast(value)
         return window_attention.decode(*wide, seen.valid, tokens.scaling, other, tokens.softcap)
 
-    def _share(self) -> Tensor:
-        """Compute the window's share of the output where there is a rest, `[H]`."""
-        return self.gate.sigmoid() if self.mix == "learned" else self.gate
-
     def _mixed(
-        self, tokens: Tokens, inside: Callable[[ScaledSums | None], Tensor], numerator: Tensor, total: Tensor
+        self, tokens: Tokens, inside: Callable[[OtherSums | None], Tensor], numerator: Tensor, total: Tensor
     ) -> Tensor:
         """Join window and rest, or compute one of them.
 
-        `inside` computes the window, with sums that share its normaliser. `numerator` and `total` are of the
-        rest, of all queries or of the last ones, for which there is any.
+        Numerator and total are of the rest, of all queries or of the last ones; `inside` is the window.
         """
         if self.branches == "both" and self.mix == "shared":
             assert tokens.query is not None
-            scale = self._linear().log_scale_of(tokens.query[:, :, -total.shape[2] :])
-            return inside(ScaledSums(numerator, total, torch.zeros_like(total) if scale is None else scale))
+            rest = self._linear()
+            if rest.fused == "elu1" and not self.salient and tokens.sink is None:
+                return inside(Elu1Sums(numerator, total))
+            return inside(scaled(rest, tokens.query, numerator, total))
         numerator, total = of_all_queries(tokens.length, numerator, total)
         if self.branches == "none":
             return torch.zeros_like(numerator)
@@ -480,7 +480,7 @@ class Window(StatefulAttention):
             return linear.normalised(numerator, total)
         if self.branches == "window":
             return inside(None)
-        gate = self._share().to(total.dtype)[:, None]
+        gate = (self.gate.sigmoid() if self.mix == "learned" else self.gate).to(total.dtype)[:, None]
         gate = torch.where(total > 0, gate, 1.0).unsqueeze(-1)
         return gate * inside(None) + (1 - gate) * linear.normalised(numerator, total)
 

@@ -16,7 +16,7 @@ from hf_linattn.ops.triton.check import Checks
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.triton.window_selftest import WindowForm
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import Elu1Sums, ScaledSums, Window
 
 from . import definitions
 from .triton_checks import close
@@ -38,6 +38,7 @@ class Case(NamedTuple):
     turned: bool = False
     ranked: bool = False
     others: bool = False
+    shifted: bool = False
     alone: int = 0
     hidden: int = 0
     dtype: str = "float32"
@@ -85,6 +86,9 @@ def inputs_of(case):
         values = torch.randn(*behind, case.Dv, generator=generator).double().requires_grad_()
         log_scale = torch.randn(behind, generator=generator).double().requires_grad_()
         leaves += [values, total, log_scale]
+        if case.shifted:  # no gradient: what the map divided by divides away
+            del leaves[-1]
+            log_scale = query.detach()[:, :, case.alone :].amax(-1).clamp(max=0)
         others = ScaledSums(values * (total > 0)[..., None], total, log_scale)
     return Inputs(leaves, Window(query, key, value, valid, case.span, 0.3), sinks, others)
 
@@ -123,7 +127,9 @@ def narrow(given, case):
     sinks, others = given.sinks, given.others
     if sinks is not None:
         sinks = Sinks(*map(token, sinks[:3]), *sinks[3:])
-    return seen, sinks, None if others is None else ScaledSums(*(x.detach().float() for x in others))
+    if others is not None:
+        others = ScaledSums(*(x.detach().float() for x in others))
+    return seen, sinks, Elu1Sums(*others[:2]) if case.shifted else others
 
 
 def check_case(case):
@@ -136,6 +142,7 @@ def check_case(case):
     close(output, want.detach(), case.tolerance, "output")
     weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(3)).to(here[0].value.dtype)
     inner = [*given.window[:3], *(x for x in (given.sinks or ())[:3] if x is not None), *(given.others or ())]
+    inner = [x for x in inner if x.requires_grad]
     expected = torch.autograd.grad((want * weight.double()).sum(), inner)
     found = window.backward(weight, *here, output, lse)
     got = [x for x in (*found[:6], *(found.others or ())) if x is not None]
@@ -197,9 +204,13 @@ def check_same_bits():
 
 def check_the_operator():
     """It keeps the rules of torch, with sinks and sums and without."""
-    for case in (Case(length=9, D=4, Dv=4), Case(length=9, D=4, Dv=4, sinks=2, others=True, alone=2)):
+    for case in (
+        Case(length=9, D=4, Dv=4),
+        Case(length=9, D=4, Dv=4, sinks=2, others=True, alone=2),
+        Case(length=9, D=4, Dv=4, others=True, shifted=True),
+    ):
         seen, sinks, others = narrow(inputs_of(case), case)
-        tensors = [*seen[:4], *(sinks or (None,) * 5), *(others or (None,) * 3)]
+        tensors = [*seen[:4], *(sinks or (None,) * 5), *(*(others or ()), None, None, None)[:3]]
         tensors = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
         given = (*tensors, seen.span, seen.scaling)
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -231,8 +242,13 @@ FORMS = (
 def check_true_kernels_pass(dtype, forms):
     """The check takes the kernels of a window, and those of a token, whatever is computed."""
     dtype = getattr(torch, dtype)
-    form = WindowForm(True, True) if dtype == torch.bfloat16 else WindowForm()
-    assert window_selftest.disagreement(key_of(form, dtype, grouped=False), window, 40) is None
+    windows = (
+        (WindowForm(True, True), WindowForm(False, True, True))
+        if dtype == torch.bfloat16
+        else (WindowForm(),)
+    )
+    for form in windows:
+        assert window_selftest.disagreement(key_of(form, dtype, grouped=False), window, 40) is None
     for form in forms:
         Dv = 24 if dtype == torch.float32 else 16
         assert token_selftest.disagreement(key_of(form, dtype, Dv=Dv), window_token) is None
@@ -307,12 +323,14 @@ def check_the_choice(path):
     x = torch.zeros(1, 2, 8, 16)
     gpu, valid = x.as_subclass(OnGpu), torch.ones(1, 8, dtype=torch.bool)
     seen = Window(gpu, gpu, gpu, valid, 4, 1.0)
-    assert window_attention.kernels_take(seen, 3, True)
+    sums = ScaledSums(gpu, gpu, gpu)
+    assert window_attention.kernels_take(seen, 3, sums)
+    assert window_attention.kernels_take(seen, 0, Elu1Sums(gpu, gpu))
     assert window_attention.kernels_take_token(gpu, gpu, gpu, FORMS[1], 0)
-    assert [key.form for key in asked] == [WindowForm(True, True), FORMS[1]]
-    assert not window_attention.kernels_take(Window(x, x, x, valid, 4, 1.0), 0, False)
-    assert not window_attention.kernels_take(seen, window.MOST_SINKS + 1, False)
-    assert not window_attention.kernels_take(seen._replace(key=gpu.bfloat16()), 0, False)
+    assert [key.form for key in asked] == [WindowForm(True, True), WindowForm(False, True, True), FORMS[1]]
+    assert not window_attention.kernels_take(Window(x, x, x, valid, 4, 1.0), 0, None)
+    assert not window_attention.kernels_take(seen, window.MOST_SINKS + 1, None)
+    assert not window_attention.kernels_take(seen._replace(key=gpu.bfloat16()), 0, None)
     patch.undo()
     with Folder(path) as folder:
         checks = Checks(launch)

@@ -23,6 +23,10 @@ CASES = {
     ),
     "many sinks": Case(sinks=20, length=20, Dv=24),
     "sums": Case(others=True, batch=2, hidden=30),
+    "sums of elu1": Case(others=True, shifted=True, alone=9, D=24, heads=4, length=40, sinks=3, ranked=True),
+    "sums of elu1, bfloat16": Case(
+        others=True, shifted=True, dtype="bfloat16", tolerance=1e-2, length=40, missing=9
+    ),
     "bfloat16": Case(dtype="bfloat16", tolerance=1e-2, sinks=3, others=True, kv_heads=1, length=40),
     "float16": Case(dtype="float16", tolerance=1e-3, sinks=3, others=True, length=40),
 }

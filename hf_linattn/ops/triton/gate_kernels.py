@@ -15,23 +15,12 @@ import triton
 import triton.language as tl
 
 from hf_linattn.ops.triton.kernel_functions import (
-    exponential,
     head_pointer,
     load_tile,
+    log_sigmoid,
     store_tile,
     visible,
 )
-
-
-@triton.jit
-def log_sigmoid(x):
-    """Compute log sigmoid(x), relatively exact where it is near 0; and sigmoid(-x), its slope."""
-    small = exponential(-tl.abs(x))
-    # log(1 + y) = 2 artanh(y / (2 + y)) by its series: the quotient is at most 1/3
-    s = small / (2 + small)
-    t = s * s
-    series = 1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
-    return tl.minimum(x, 0.0) - 2 * s * series, tl.where(x > 0, small, 1.0) / (1 + small)
 
 
 @triton.jit
@@ -72,7 +61,7 @@ def gate_gradients(
 ):  # fmt: skip
     """Compute gradients of the values of a segment, and its part of those of the weights.
 
-    Grid: B Hkv x segments. D_OUT `[B, Hkv, N]` float32; PARTS `[B Hkv, segments, DV + 1]` float32, of w and b.
+    Grid: B Hkv x segments. D_OUT `[B, Hkv, N]` float32; PARTS `[B Hkv, segments, DV + 1]`, of w and b.
     """
     segments = tl.cdiv(length, segment)
     row = (tl.program_id(0) // segments).to(tl.int64)
@@ -129,5 +118,9 @@ def decay_gradients(
             place = part * batch_heads + row
             grad -= tl.load(OF_KEY + place * length + tokens, mask=inside, other=0.0)
         wide = grad.to(tl.float64)
-        tl.store(OUT + row * length + tokens, (carry + tl.cumsum(wide, 0, reverse=True)).to(tl.float32), mask=inside)
+        tl.store(
+            OUT + row * length + tokens,
+            (carry + tl.cumsum(wide, 0, reverse=True)).to(tl.float32),
+            mask=inside,
+        )
         carry += tl.sum(wide, 0)

@@ -171,6 +171,17 @@ def exponential(x):
 
 
 @triton.jit
+def log_sigmoid(x):
+    """Compute log sigmoid(x), relatively exact where it is near 0; and sigmoid(-x), its slope."""
+    small = exponential(-tl.abs(x))
+    # log(1 + y) = 2 artanh(y / (2 + y)) by its series: the quotient is at most 1/3
+    s = small / (2 + small)
+    t = s * s
+    series = 1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
+    return tl.minimum(x, 0.0) - 2 * s * series, tl.where(x > 0, small, 1.0) / (1 + small)
+
+
+@triton.jit
 def key_features(
     x,
     keep,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_linattn.ops.triton.problem import Problem, last_contiguous
 from hf_linattn.ops.triton.tiles import Tile, padded
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import Elu1Sums, OtherSums, ScaledSums, Window
 
 LOG2E = math.log2(math.e)
 MOST_SINKS = 64
@@ -49,10 +49,10 @@ class WindowGrads(NamedTuple):
     sink_query: Tensor | None = None
     sink_key: Tensor | None = None
     sink_value: Tensor | None = None
-    others: ScaledSums | None = None
+    others: OtherSums | None = None
 
 
-def forward(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> tuple[Tensor, Tensor]:
+def forward(window: Window, sinks: Sinks | None, other: OtherSums | None) -> tuple[Tensor, Tensor]:
     """Compute softmax over the window, the sinks and the other tokens, under one normaliser.
 
     Args:
@@ -95,7 +95,7 @@ def backward(
     grad: Tensor,
     window: Window,
     sinks: Sinks | None,
-    other: ScaledSums | None,
+    other: OtherSums | None,
     output: Tensor,
     lse: Tensor,
 ) -> WindowGrads:
@@ -121,12 +121,13 @@ def backward(
     if sinks is not None:
         shape = call.batch, call.heads, chunks, sinks.key.shape[2]
         parts = [call.new(*shape, width) for width in (call.D, call.Dv)]
-    d_other = None
+    d_other: OtherSums | None = None
+    d_scale = None
     if other is not None:
-        d_other = ScaledSums(
-            _token_major(other.values, call, other.values.shape),
-            *(call.new(*other.total.shape) for _ in range(2)),
-        )
+        d_other = Elu1Sums(_token_major(other.values, call, other.values.shape), call.new(*other.total.shape))
+        if isinstance(other, ScaledSums):
+            d_scale = call.new(*other.total.shape)
+            d_other = ScaledSums(*d_other, d_scale)
     t = call.new(call.batch, call.heads, call.length)
     given = _inputs(call, window, sinks, other)
     if call.query.numel() and call.value.numel():
@@ -146,7 +147,7 @@ def backward(
                 "D_SINK_V": parts[1],
                 "D_OTHER": None if d_other is None else d_other.values,
                 "D_TOTAL": None if d_other is None else d_other.total,
-                "D_LOG_SCALE": None if d_other is None else d_other.log_scale,
+                "D_LOG_SCALE": d_scale,
                 "out_strides": output.stride()[:3],
                 "d_out_strides": grad.stride()[:3],
                 "d_q_strides": d_query.stride()[:3],
@@ -199,7 +200,7 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else x.stride()[:3]
 
 
-def _inputs(call: Problem, window: Window, sinks: Sinks | None, other: ScaledSums | None) -> dict[str, Any]:
+def _inputs(call: Problem, window: Window, sinks: Sinks | None, other: OtherSums | None) -> dict[str, Any]:
     """Pass what forward and backward read."""
     query = None if sinks is None or sinks.query is None else last_contiguous(sinks.query)
     values = None if other is None else last_contiguous(other.values)
@@ -213,7 +214,7 @@ def _inputs(call: Problem, window: Window, sinks: Sinks | None, other: ScaledSum
         "RANKS": None if sinks is None or sinks.ranks is None else sinks.ranks.contiguous(),
         "OTHER": values,
         "TOTAL": None if other is None else other.total.contiguous(),
-        "LOG_SCALE": None if other is None else other.log_scale.contiguous(),
+        "LOG_SCALE": other.log_scale.contiguous() if isinstance(other, ScaledSums) else None,
         "sink_q_strides": _strides(query),
         "other_strides": _strides(values),
         "heads": call.heads,

@@ -27,6 +27,7 @@ from hf_linattn.ops.triton.kernel_functions import (
     load_tile,
     power_of_two,
     reciprocal,
+    row_shift,
     store_tile,
     visible,
 )
@@ -133,6 +134,15 @@ def add_window(
 
 
 @triton.jit
+def scale_of_others(LOG_SCALE, q, place, behind, rows, D: tl.constexpr):
+    """Load the logarithm to base 2 of the scale of other sums; None: what elu1's map divided queries by."""
+    if LOG_SCALE is None:
+        return row_shift(q, rows, D) * 1.4426950408889634
+    else:
+        return tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
 def window_outputs(
     Q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, OTHER, TOTAL, LOG_SCALE, OUT, LSE,
     q_strides, k_strides, v_strides, valid_strides, sink_q_strides, other_strides, out_strides,
@@ -143,7 +153,7 @@ def window_outputs(
     """Compute outputs of a chunk of queries, and the logarithm of what they were divided by.
 
     Grid: B H x chunks. SINK_K and SINK_V `[B, Hkv, sinks, D]` dense; SINK_Q None: the queries meet them as
-    they are. OTHER `[B, H, N - alone, DV]` of the last queries, with TOTAL and LOG_SCALE, or None.
+    they are. OTHER `[B, H, N - alone, DV]` of the last queries, with TOTAL and LOG_SCALE (or None), or None.
     """
     chunks = tl.cdiv(length, CHUNK)
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -170,7 +180,7 @@ def window_outputs(
         behind = inside & (tokens >= alone)
         place = row * (length - alone) + tokens - alone
         beside = tl.load(TOTAL + place, mask=behind, other=0.0)
-        log = tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
+        log = scale_of_others(LOG_SCALE, q, place, behind, rows, D)
         there = beside != 0  # NaN is
         log_total = tl.where(there, log + tl.log2(tl.where(there, beside, 1.0)), float("-inf"))
         higher = tl.maximum(top, log_total)
@@ -222,21 +232,22 @@ def window_query_gradients(
     t = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(T + row * length + tokens, t, mask=inside)
     lse = tl.load(LSE + row * length + tokens, mask=inside, other=0.0)
+    q = load_tile(Q, start, inside, q_strides[2], rows, D)
     if OTHER is not None:
         behind = inside & (tokens >= alone)
         place = row * (length - alone) + tokens - alone
         beside = tl.load(TOTAL + place, mask=behind, other=0.0)
-        log = tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
+        log = scale_of_others(LOG_SCALE, q, place, behind, rows, D)
         factor = tl.where(beside != 0, tl.exp2(log - lse), 0.0)
-        other = head_pointer(OTHER, other_strides, batch, head)
-        x = load_tile(other, start - alone, behind, other_strides[2], columns, DV)
-        along = tl.sum(g.to(tl.float32) * x.to(tl.float32), 1)
         tl.store(D_TOTAL + place, -t * factor, mask=behind)
-        tl.store(D_LOG_SCALE + place, factor * (along - t * beside), mask=behind)
+        if D_LOG_SCALE is not None:
+            other = head_pointer(OTHER, other_strides, batch, head)
+            x = load_tile(other, start - alone, behind, other_strides[2], columns, DV)
+            along = tl.sum(g.to(tl.float32) * x.to(tl.float32), 1)
+            tl.store(D_LOG_SCALE + place, factor * (along - t * beside), mask=behind)
         d_other = head_pointer(D_OTHER, d_other_strides, batch, head)
         d_x = g.to(tl.float32) * factor[:, None]
         store_tile(d_other, d_x, start - alone, behind, d_other_strides[2], columns, DV)
-    q = load_tile(Q, start, inside, q_strides[2], rows, D)
     d_q = tl.zeros([CHUNK, BLOCK_D], tl.float32)
     low = tl.maximum(start + offset - span + 1, 0)
     for first in range(low, tl.minimum(start + CHUNK + offset, keys), BLOCK):

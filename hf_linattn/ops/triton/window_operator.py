@@ -11,13 +11,13 @@ from hf_linattn.ops.eager import window as blocks
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import window as kernels
 from hf_linattn.ops.triton.window import Sinks, WindowGrads
-from hf_linattn.ops.types import ScaledSums, Window, WindowSinks
+from hf_linattn.ops.types import Elu1Sums, OtherSums, ScaledSums, Window, WindowSinks
 
 TENSORS = 4 + len(Sinks._fields) + len(ScaledSums._fields)
 DEVICES = ("cpu", "cuda")
 
 
-def attention(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> Tensor:
+def attention(window: Window, sinks: Sinks | None, other: OtherSums | None) -> Tensor:
     """Attend to a window, to sinks and to other tokens, with gradients: `[B, H, N, Dv]`.
 
     Args:
@@ -25,7 +25,8 @@ def attention(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> 
         sinks: None for none.
         other: None for none.
     """
-    arguments = (*window[:4], *(sinks or (None,) * 5), *(other or (None,) * 3), window.span, window.scaling)
+    sums = (None,) * 3 if other is None else other if isinstance(other, ScaledSums) else (*other, None)
+    arguments = (*window[:4], *(sinks or (None,) * 5), *sums, window.span, window.scaling)
     if torch.compiler.is_compiling():
         return torch.ops.hf_linattn.window_on_gpu(*arguments)[0]  # type: ignore[no-any-return]
     if not torch.is_grad_enabled():
@@ -34,16 +35,15 @@ def attention(window: Window, sinks: Sinks | None, other: ScaledSums | None) -> 
     return output
 
 
-def _parts(*inputs: Any) -> tuple[Window, Sinks | None, ScaledSums | None]:
+def _parts(*inputs: Any) -> tuple[Window, Sinks | None, OtherSums | None]:
     """Take the operator's arguments apart."""
     query, key, value, valid, *rest, span, scaling = inputs
-    sinks, other = rest[:5], rest[5:]
+    sinks, (values, total, log_scale) = rest[:5], rest[5:]
+    sums: OtherSums | None = None
+    if values is not None:
+        sums = Elu1Sums(values, total) if log_scale is None else ScaledSums(values, total, log_scale)
     window = Window(query, key, value, valid, span, scaling)
-    return (
-        window,
-        None if sinks[1] is None else Sinks(*sinks),
-        None if other[0] is None else ScaledSums(*other),
-    )
+    return window, None if sinks[1] is None else Sinks(*sinks), sums
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _by_inputs(found: WindowGrads) -> tuple[Tensor | None, ...]:
     """Bring gradients to the order of the operator's arguments."""
-    others = found.others or (None, None, None)
+    others = (*(found.others or ()), None, None, None)[:3]
     return (*found[:3], None, *found[3:6], None, None, *others, None, None)
 
 
@@ -96,6 +96,9 @@ _operator = torch.library.custom_op(
 
 def _plain(*inputs: Any) -> list[Tensor]:
     window, sinks, other = _parts(*inputs)
+    if isinstance(other, Elu1Sums):
+        scale = window.query.detach().amax(-1).clamp(max=0)[:, :, -other.total.shape[2] :]
+        other = ScaledSums(*other, scale.to(other.total.dtype))
     beside = None if sinks is None else WindowSinks(*sinks[1:])
     return [blocks.plain(window, other, beside, None if sinks is None else sinks.query)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_linattn.ops.triton import selftest
 from hf_linattn.ops.triton.selftest import Key
 from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import ScaledSums, Window
+from hf_linattn.ops.types import Elu1Sums, OtherSums, ScaledSums, Window
 
 LENGTH = 150
 SPAN = 29
@@ -33,15 +33,22 @@ class WindowForm(NamedTuple):
     Attributes:
         sinks: there are some.
         others: sums over other tokens share the normaliser.
+        shifted: the kernel finds their scale, what elu1's map divides queries by.
     """
 
     sinks: bool = False
     others: bool = False
+    shifted: bool = False
 
     @property
     def words(self) -> list[str]:
         """Name it."""
-        return ["window", *(["sinks"] if self.sinks else []), *(["other sums"] if self.others else [])]
+        return [
+            "window",
+            *(["sinks"] if self.sinks else []),
+            *(["other sums"] if self.others else []),
+            *(["shifted"] if self.shifted else []),
+        ]
 
 
 class Numbers(NamedTuple):
@@ -49,7 +56,7 @@ class Numbers(NamedTuple):
 
     window: Window
     sinks: Sinks | None
-    others: ScaledSums | None
+    others: OtherSums | None
     grad: Tensor
 
 
@@ -100,7 +107,8 @@ def draw(trial: Key, length: int, plain: bool) -> Numbers:
     valid = torch.ones(1, keys, dtype=torch.bool, device="cpu") if plain else chance(1, keys) > 0.2
     valid[:, : keys // 3] &= plain  # some queries see nothing
     window = Window(query, key, value, valid, SPAN, trial.D**-0.5)
-    sinks = others = None
+    sinks: Sinks | None = None
+    others: OtherSums | None = None
     if form.sinks:
         turned = None if plain else tokens(length, heads, trial.D)
         there = torch.ones(1, SINKS, dtype=torch.bool, device="cpu")
@@ -113,9 +121,9 @@ def draw(trial: Key, length: int, plain: bool) -> Numbers:
     if form.others:
         total = 20 * chance(1, heads, length) * (plain | (chance(1, heads, length) > 0.3))
         values = normal(1, heads, length, trial.Dv) * total[..., None]
-        others = ScaledSums(values, total, normal(1, heads, length))
-        if plain:
-            others = ScaledSums(*(x[:, :, ALONE:] for x in others))
+        sums = ScaledSums(values, total, normal(1, heads, length))
+        sums = ScaledSums(*(x[:, :, ALONE:] for x in sums)) if plain else sums
+        others = Elu1Sums(*sums[:2]) if form.shifted else sums
     return Numbers(window, sinks, others, tokens(length, heads, trial.Dv))
 
 
@@ -169,7 +177,9 @@ def exact(numbers: Numbers) -> tuple[dict[str, Tensor], dict[str, Tensor], float
     if others is not None:
         alone = length - others.total.shape[2]
         beside = torch.nn.functional.pad(others.values.double(), (0, 0, alone, 0))
-        total, log_scale = (torch.nn.functional.pad(x.double(), (alone, 0)) for x in others[1:])
+        of_map = query.amax(-1).clamp(max=0)[:, :, alone:]
+        scales = others.total, others.log_scale if isinstance(others, ScaledSums) else of_map
+        total, log_scale = (torch.nn.functional.pad(x.double(), (alone, 0)) for x in scales)
     outside = log_scale.exp() * total
     divisor = scores.exp().sum(-1) + outside
     divisor = torch.where(divisor > 0, divisor, 1.0)

@@ -21,6 +21,7 @@ from hf_linattn.ops.triton.kernel_functions import (
     key_features,
     load_state,
     load_tile,
+    log_sigmoid,
     operand,
     query_features,
     reciprocal,
@@ -29,12 +30,6 @@ from hf_linattn.ops.triton.kernel_functions import (
     store_state,
 )
 from hf_linattn.ops.triton.window_kernels import add_weights, hidden_where_not, plain_dot
-
-
-@triton.jit
-def log_sigmoid(x):
-    """Compute log(1 / (1 + exp(-x)))."""
-    return tl.minimum(x, 0.0) - tl.log2(1.0 + exponential(-tl.abs(x))) * 0.6931471805599453
 
 
 @triton.jit
@@ -120,7 +115,7 @@ def window_step(
             whole = load_tile(values, column, one, DV, every, DV).to(tl.float32)
             weight = load_tile(GATE + head * DV, 0, one, 0, every, DV).to(tl.float32)
             logit = tl.sum(tl.sum(whole * weight, 1), 0) + tl.load(GATE_BIAS + head).to(tl.float32)
-            kept = exponential(log_sigmoid(logit) / temperature)
+            kept = exponential(log_sigmoid(logit)[0] / temperature)
         kept = tl.where(leaves, kept, 1.0)
         s, z = load_state(None, None, S, Z, batch_head, -1, 0, features, columns, FEATURES, DV, True)
         s = s * kept + phi_k[:, None] * left[None, :]
