@@ -184,8 +184,8 @@ def alone(program, *arguments, **environment):
 
 ALL = """
 import torch
-from hf_linattn.ops.triton import launcher, problem, targets
-from hf_linattn.ops.triton.targets import Shape
+from hf_linattn.ops.triton import launcher, problem, sample_calls, targets
+from hf_linattn.ops.triton.sample_calls import Shape
 
 class Compiled:
     function = packed_metadata = None
@@ -212,7 +212,7 @@ shapes = [
 ]
 with targets._target("sm_90"), torch.no_grad():
     for shape in shapes:
-        for call in targets._calls(shape, "cpu").values():
+        for call in sample_calls.calls(shape, "cpu").values():
             seen, compiled = [], []
             call()
             first = list(seen)
@@ -235,8 +235,8 @@ from pathlib import Path
 import torch
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
-from hf_linattn.ops.triton import launcher, problem, targets
-from hf_linattn.ops.triton.targets import Shape
+from hf_linattn.ops.triton import launcher, problem, sample_calls, targets
+from hf_linattn.ops.triton.sample_calls import Shape
 
 SIZES = {"*": 8, "i64": 8, "i32": 4, "u32": 4, "fp32": 4, "u1": 1, "i1": 1}
 driver = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -266,7 +266,7 @@ def launch(self, kernel, grid, tile, own, walk=None):
 problem.Launches.launch = launch
 assert launcher._triton()[2]
 with targets._target("sm_90"), torch.no_grad():
-    calls = targets._calls(Shape(heads=4, kv_heads=2, length=512, segment=256, D=64, Dv=64), "cpu")
+    calls = sample_calls.calls(Shape(heads=4, kv_heads=2, length=512, segment=256, D=64, Dv=64), "cpu")
     for name in ("forward", "backward", "token", "window backward", "window token"):
         calls[name]()
 """

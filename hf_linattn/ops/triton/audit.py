@@ -17,19 +17,18 @@ from hf_linattn.cli.files import replacing, write_json
 from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.triton.targets import (
+from hf_linattn.ops.triton.sample_calls import (
     CALLS,
+    GATES,
     HEAVY,
     LINEAR,
     PREFILL,
     SINKS,
     SPAN,
-    TARGETS,
     WINDOWS,
-    Report,
     Shape,
-    compiled,
 )
+from hf_linattn.ops.triton.targets import TARGETS, Report, compiled
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -202,6 +201,9 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
             "",
         ]
         lines += _calls_table(found, HEAVY)
+    if any(report.launches[call] for _, _, report in found for call in GATES):
+        lines += ["", "Gates made of values / their gradients:", ""]
+        lines += _calls_table(found, GATES)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]
     names = list(dict.fromkeys(name for name, _, _ in shown))

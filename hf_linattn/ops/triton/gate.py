@@ -12,6 +12,8 @@ from hf_linattn.ops.triton.tiles import Tile, padded
 from hf_linattn.ops.types import Gate
 
 TILE = Tile(chunk=64, block=0, warps=4, stages=1)
+WIDE = Tile(chunk=32, block=0, warps=4, stages=1)
+"""Of values wider than 64."""
 SEGMENT = 512
 """Tokens whose part of the weights' gradients is one sum."""
 SCAN = Tile(chunk=1024, block=0, warps=4, stages=1)
@@ -31,8 +33,8 @@ def forward(value: Tensor, valid: Tensor | None, gate: Gate) -> Tensor:
     call = _Call(value, valid, gate)
     output = value.new_empty(value.shape[:3], dtype=torch.float32)
     if output.numel():
-        rows = call.rows * -(-call.length // TILE.chunk)
-        call.launch(gate_kernels.gate_outputs, (rows,), TILE, {**call.given, "OUT": output})
+        rows = call.rows * -(-call.length // call.tile.chunk)
+        call.launch(gate_kernels.gate_outputs, (rows,), call.tile, {**call.given, "OUT": output})
     return output
 
 
@@ -60,7 +62,7 @@ def backward(grad: Tensor, value: Tensor, valid: Tensor | None, gate: Gate) -> t
             "d_v_strides": d_value.stride()[:3],
             "segment": SEGMENT,
         }
-        call.launch(gate_kernels.gate_gradients, (call.rows * segments,), TILE, {**call.given, **own})
+        call.launch(gate_kernels.gate_gradients, (call.rows * segments,), call.tile, {**call.given, **own})
     of_weights = parts.sum((0, 2))
     return d_value, of_weights[:, :width], of_weights[:, width]
 
@@ -101,7 +103,7 @@ class _Call(Launches):
         super().__init__(value)
         self.value = last_contiguous(value)
         batch, kv_heads, self.length, width = value.shape
-        self.rows = batch * kv_heads
+        self.rows, self.tile = batch * kv_heads, TILE if width <= 64 else WIDE
         seen = None if valid is None else valid.view(torch.uint8)
         self.given: dict[str, Any] = {
             "V": self.value,
@@ -115,5 +117,5 @@ class _Call(Launches):
             "temperature": float(gate.temperature),
             "DV": width,
             "BLOCK_V": padded(width),
-            "CHUNK": TILE.chunk,
+            "CHUNK": self.tile.chunk,
         }

@@ -17,42 +17,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_linattn.ops.triton import (
-    heavy,
-    heavy_backward,
-    launch,
-    launcher,
-    machine_code,
-    plan,
-    problem,
-    window,
-    window_rest,
-    window_token,
-)
+from hf_linattn.ops.triton import launcher, machine_code, plan, problem
+from hf_linattn.ops.triton.sample_calls import CALLS, COLUMNS, GATES, SPAN, WINDOWS, Shape
+from hf_linattn.ops.triton.sample_calls import calls as calls_of_shape
 from hf_linattn.ops.triton.tiles import Tile
-from hf_linattn.ops.triton.window import Sinks
-from hf_linattn.ops.types import (
-    Gate,
-    HeavyChoices,
-    HeavyColumns,
-    HeavyPlaces,
-    HeavyState,
-    Inputs,
-    ScaledSums,
-    Window,
-)
 
-LINEAR = ("forward", "backward", "token")
-WINDOWS = ("window", "window backward", "window token")
-PREFILL = ("apart", "at once")
-"""Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
-HEAVY = ("heavy", "heavy backward", "heavy token")
-"""Window and heavy hitters of a prompt, whose kernels choose them, their gradients, and one token."""
-CALLS = LINEAR + WINDOWS + PREFILL + HEAVY
-SPAN, SINKS = 256, 4
-"""Of the window that is compiled: what `window+gated` has by default."""
-COLUMNS = HeavyColumns(SPAN, SPAN // 2, SINKS, SPAN // 8, 512.0)
-"""What `h2o` keeps by default."""
 TIMED = 50
 """Calls in each of the rounds whose shortest is the host's time: others use the processor too."""
 ROUNDS = 10
@@ -85,22 +54,6 @@ TARGETS = {
     "sm_120": Target("RTX 5090", (12, 0), 170, 100, 99, 1536),
     "gfx942": Target("MI300X", (0, 0), 304, 64, 64, 2048),
 }
-
-
-class Shape(NamedTuple):
-    """What is computed; tensors `[batch, heads, length, D]` and `[batch, kv_heads, length, D or Dv]`."""
-
-    dtype: str = "bfloat16"
-    D: int = 128
-    Dv: int = 128
-    heads: int = 32
-    kv_heads: int = 32
-    length: int = 8192
-    batch: int = 1
-    feature_map: str = "elu1"
-    linked: bool = False
-    state: bool = False
-    segment: int | None = None
 
 
 class Compiled(NamedTuple):
@@ -242,13 +195,13 @@ def report(
 
     host = {}
     with _target(name), torch.no_grad():
-        for call, run in _calls(shape, "meta").items():
+        for call, run in calls_of_shape(shape, "meta").items():
             if call in calls:
                 with mock.patch.object(problem.Launches, "launch", compile_only):
                     run()
         if timed:  # torch is slower without memory than with
             small = shape._replace(heads=2, kv_heads=2, length=512, segment=256)
-            host = {call: _host(run) for call, run in _calls(small, "cpu").items() if call in calls}
+            host = {call: _host(run) for call, run in calls_of_shape(small, "cpu").items() if call in calls}
     return Report(list(found.values()), launches, tensors, host)
 
 
@@ -268,112 +221,6 @@ def _target(name: str) -> Iterator[None]:
     of = mock.patch.object(plan, "device_of", device)
     with of, mock.patch("torch.version.hip", hip):
         yield
-
-
-def _segments(call: problem.Problem) -> problem.Segments:
-    """Make what a forward hands to its backward, nothing in it."""
-    tokens, count = call.cut(call.length, problem.OUTPUTS)
-    parts = call.parts(tokens, count)
-    slots = call.new_slots((count - 1) * parts)
-    return problem.Segments(tokens, slots, slots.many, parts)
-
-
-def _calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
-    """Make the three calls, on tensors that hold nothing."""
-    dtype = getattr(torch, shape.dtype)
-    sizes = (shape.heads, shape.D), (shape.kv_heads, shape.D), (shape.kv_heads, shape.Dv)
-    batch, kv_heads, length = shape.batch, shape.kv_heads, shape.length
-
-    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    query, key, value = (
-        new(batch, length, heads, width, dtype=dtype).transpose(1, 2) for heads, width in sizes
-    )
-    state = new(batch, kv_heads, shape.D, shape.Dv), new(batch, kv_heads, shape.D)
-    before = state if shape.state else (None, None)
-    decay = new(batch, kv_heads, length) if shape.linked else None
-    documents = new(batch, length, dtype=torch.int32) if shape.linked else None
-    links: dict[str, Any] = {"log_decay": decay, "documents": documents, "segment": shape.segment}
-    output = new(batch, length, shape.heads, shape.Dv, dtype=dtype).transpose(1, 2)
-    total, how = new(batch, shape.heads, length), (shape.feature_map, True)
-    given: tuple[Any, ...] = query, key, value, None, *before, *how
-    one: tuple[Any, ...] = *(x[:, :, :1] for x in (query, key, value)), None, *state, *how
-    last = None if decay is None else decay[:, :, :1]
-    after = (None, *state) if shape.state else (None, None, None)
-    back: tuple[Any, ...] = output, *after, *given[:6], output, total, *how
-    segments = _segments(problem.Problem(query, key, value, None, *how, **links))
-    sinks = (
-        new(batch, kv_heads, SINKS, shape.D, dtype=dtype),
-        new(batch, kv_heads, SINKS, shape.Dv, dtype=dtype),
-    )
-    there, ranks = new(batch, SINKS, dtype=torch.bool), new(batch, length, dtype=torch.int64)
-    first = Sinks(None, *sinks, there, ranks)
-    inside = Window(query, key, value, new(batch, length, dtype=torch.bool), SPAN, 0.1)
-    beside = ScaledSums(output.float(), total, total)
-    free = shape.feature_map == "none"
-    ring = window_token.Ring(
-        new(batch, kv_heads, SPAN, shape.D, dtype=dtype), new(batch, kv_heads, SPAN, shape.Dv, dtype=dtype),
-        new(batch, SPAN, dtype=torch.bool), new(batch, dtype=torch.int64),
-    )  # fmt: skip
-    tail = window_token.Tail(
-        *state, query.float()[:, :, :1] if free else None, key.float()[:, :, :1] if free else None, None,
-        Gate(new(kv_heads, shape.Dv), new(kv_heads), 16.0), shape.feature_map,
-    )  # fmt: skip
-    of_token = sinks[0].new_empty(batch, shape.heads, 1, shape.D)
-    at = Sinks(of_token, *sinks, there, ranks[:, :1])
-    calls: dict[str, Callable[[], Any]] = {
-        "window token": lambda: window_token.decode(one[0], one[1], one[2], None, ring, 0.1, tail, at),
-        "window": lambda: window.forward(inside, first, beside),
-        "window backward": lambda: window.backward(output, inside, first, beside, output, total),
-        "forward": lambda: launch.forward(*given, **links),
-        "backward": lambda: launch.backward(*back, **links, segments=segments),
-        "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
-    }
-    # last: kernels count by the first call that launches them
-    calls |= _prefill(shape, inside, first, decay)
-    if max(shape.D, shape.Dv) > heavy.WIDEST:
-        return calls
-    numbers, held = new(batch, dtype=torch.int32), (batch, kv_heads, COLUMNS.total)
-    places = HeavyPlaces(numbers, numbers, documents)
-    of_heads = new(*held, shape.D, dtype=dtype), new(*held, shape.Dv, dtype=dtype)
-    kept = HeavyState(*of_heads, new(*held), new(*held, dtype=torch.int32)) if shape.state else None
-    last_of = new(batch, 1, dtype=torch.int32)
-    of_one = HeavyPlaces(numbers, numbers, None if documents is None else last_of)
-    made = new(batch, kv_heads, COLUMNS.left(length - 1), COLUMNS.heavy, dtype=torch.int32)
-    choices = HeavyChoices(made, numbers, total)
-    text = output, query, query, key, value, output, choices, COLUMNS, 0.1
-
-    def gradients() -> None:  # of all key heads at once: a kernel counts by its first launch
-        with mock.patch.object(heavy_backward, "BYTES", 1 << 60):
-            heavy_backward.backward(*text)
-
-    return calls | {
-        "heavy": lambda: heavy.forward(query, query, key, value, places, kept, COLUMNS, 0.1),
-        "heavy backward": gradients,
-        "heavy token": lambda: heavy.forward(one[0], one[0], one[1], one[2], of_one, kept, COLUMNS, 0.1),
-    }
-
-
-def _prefill(
-    shape: Shape, inside: Window, sinks: Sinks, decay: Tensor | None
-) -> dict[str, Callable[[], Any]]:
-    """Make the calls of PREFILL: what has left the window is all but its last tokens."""
-    query, key, value = inside[:3]
-    if max(shape.D, shape.Dv) > window_rest.WIDEST:
-        return {}
-    left = shape.length - SPAN
-    behind = query[:, :, SPAN:], key[:, :, :left], value[:, :, :left]
-    decay = None if decay is None else decay[:, :, :left]
-    rest = window_rest.Rest(Inputs(*behind, log_decay=decay), shape.feature_map)
-
-    def apart() -> None:
-        how = shape.feature_map, False
-        links: dict[str, Any] = {"log_decay": decay, "segment": shape.segment}
-        numerator, total = launch.forward(*behind, None, None, None, *how, **links)[:2]
-        window.forward(inside, sinks, ScaledSums(numerator, total, total))
-
-    return {"at once": lambda: window_rest.forward(inside, sinks, rest, shape.segment), "apart": apart}
 
 
 def _resident(target: Target, code: machine_code.Code, warps: int) -> int:
@@ -422,6 +269,10 @@ def _work(
     if "token" in call:
         again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
         return round((code.instructions + again * code.loop) * tile.warps * programs)
+    if name == "gate_outputs":
+        return round(code.instructions * tile.warps * programs * 64 / shape.length)
+    if call in GATES:
+        return round(code.loop * tile.warps * shape.kv_heads / shape.heads * 64 / tile.chunk)
     if tile is problem.SCAN:
         return round(code.instructions * tile.warps * grid[0] * grid[1] / rows * 64 / shape.length)
     return round(code.loop * tile.warps * programs * 64 / tile.chunk)

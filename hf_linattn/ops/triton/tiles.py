@@ -199,11 +199,19 @@ OWN_WINDOWS: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
     ),
     (12, "bf16"): (
         {},
-        {"window_query_gradients": Tile(128, 16, 8, 2), "window_key_gradients": Tile(16, 128, 8, 1)},
+        {
+            "window_outputs": Tile(128, 32, 8, 3),
+            "window_query_gradients": Tile(128, 16, 8, 2),
+            "window_key_gradients": Tile(16, 128, 8, 1),
+        },
     ),
     (12, "fp16"): (
         {},
-        {"window_query_gradients": Tile(32, 64, 8, 1), "window_key_gradients": Tile(64, 32, 4, 2)},
+        {
+            "window_outputs": Tile(128, 32, 8, 3),
+            "window_query_gradients": Tile(32, 64, 8, 1),
+            "window_key_gradients": Tile(64, 32, 4, 2),
+        },
     ),
 }
 

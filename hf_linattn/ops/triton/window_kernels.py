@@ -134,15 +134,6 @@ def add_window(
 
 
 @triton.jit
-def scale_of_others(LOG_SCALE, q, place, behind, rows, D: tl.constexpr):
-    """Load the logarithm to base 2 of the scale of other sums; None: what elu1's map divided queries by."""
-    if LOG_SCALE is None:
-        return row_shift(q, rows, D) * 1.4426950408889634
-    else:
-        return tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
-
-
-@triton.jit
 def window_outputs(
     Q, K, V, VALID, SINK_Q, SINK_K, SINK_V, SINK_VALID, RANKS, OTHER, TOTAL, LOG_SCALE, OUT, LSE,
     q_strides, k_strides, v_strides, valid_strides, sink_q_strides, other_strides, out_strides,
@@ -153,7 +144,8 @@ def window_outputs(
     """Compute outputs of a chunk of queries, and the logarithm of what they were divided by.
 
     Grid: B H x chunks. SINK_K and SINK_V `[B, Hkv, sinks, D]` dense; SINK_Q None: the queries meet them as
-    they are. OTHER `[B, H, N - alone, DV]` of the last queries, with TOTAL and LOG_SCALE (or None), or None.
+    they are. OTHER `[B, H, N - alone, DV]` of the last queries, with TOTAL and LOG_SCALE, or None. LOG_SCALE
+    None: what elu1's map divided queries by.
     """
     chunks = tl.cdiv(length, CHUNK)
     row = (tl.program_id(0) // chunks).to(tl.int64)
@@ -168,6 +160,8 @@ def window_outputs(
     tokens = start + tl.arange(0, CHUNK)
     inside = tokens < length
     q = load_tile(Q, start, inside, q_strides[2], rows, D)
+    if LOG_SCALE is None:  # before the loop, which then need not keep queries as they were loaded
+        log = row_shift(q, rows, D) * 1.4426950408889634
     top = tl.full([CHUNK], float("-inf"), tl.float32)
     total = tl.zeros([CHUNK], tl.float32)
     sums = tl.zeros([CHUNK, BLOCK_V], tl.float32)
@@ -180,7 +174,8 @@ def window_outputs(
         behind = inside & (tokens >= alone)
         place = row * (length - alone) + tokens - alone
         beside = tl.load(TOTAL + place, mask=behind, other=0.0)
-        log = scale_of_others(LOG_SCALE, q, place, behind, rows, D)
+        if LOG_SCALE is not None:
+            log = tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
         there = beside != 0  # NaN is
         log_total = tl.where(there, log + tl.log2(tl.where(there, beside, 1.0)), float("-inf"))
         higher = tl.maximum(top, log_total)
@@ -237,7 +232,10 @@ def window_query_gradients(
         behind = inside & (tokens >= alone)
         place = row * (length - alone) + tokens - alone
         beside = tl.load(TOTAL + place, mask=behind, other=0.0)
-        log = scale_of_others(LOG_SCALE, q, place, behind, rows, D)
+        if LOG_SCALE is None:
+            log = row_shift(q, rows, D) * 1.4426950408889634
+        else:
+            log = tl.load(LOG_SCALE + place, mask=behind, other=0.0) * 1.4426950408889634
         factor = tl.where(beside != 0, tl.exp2(log - lse), 0.0)
         tl.store(D_TOTAL + place, -t * factor, mask=behind)
         if D_LOG_SCALE is not None:
