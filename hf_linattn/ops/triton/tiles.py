@@ -173,6 +173,7 @@ OWN_WINDOWS: dict[tuple[int, str], tuple[Tiles, Tiles]] = {
         {},
         {"window_query_gradients": Tile(64, 32, 4, 2), "window_key_gradients": Tile(32, 64, 4, 2)},
     ),
+    (0, "fp16"): ({}, {"window_query_gradients": Tile(64, 16, 4, 2)}),
     (10, "bf16"): (
         {
             "window_outputs": Tile(32, 64, 4, 2),
