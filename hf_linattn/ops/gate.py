@@ -55,13 +55,13 @@ class _LogGates(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, valid, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # as under create_graph=True
-            return tuple(gradients(_plain, (value, valid, weight, bias, ctx.temperature), [grad]))
+            return tuple(gradients(plain, (value, valid, weight, bias, ctx.temperature), [grad]))
         gate = Gate(weight, bias, ctx.temperature)
         d_value, d_weight, d_bias = kernels.backward(grad, value, valid, gate)
         return d_value, None, d_weight.to(weight.dtype), d_bias.to(bias.dtype), None
 
 
-def _plain(
+def plain(
     value: Tensor, valid: Tensor | None, weight: Tensor, bias: Tensor, temperature: float
 ) -> list[Tensor]:
     """Compute gates by operations whose gradients have gradients."""

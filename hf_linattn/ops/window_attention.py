@@ -52,20 +52,20 @@ ARGUMENTS = 9
 """Of the operator; its seven tensors with output and log-sum-exp are as many."""
 
 
-def kernels_take(window: Window, sinks: int, other: OtherSums | None) -> bool:
+def kernels_take(window: Window, sinks: int, others: type[OtherSums] | None) -> bool:
     """Tell whether Triton kernels compute a window: on a GPU, checked there.
 
     Args:
         window: in the dtype of the model.
         sinks: how many are seen beside it.
-        other: sums over other tokens, which share the normaliser; None for none.
+        others: of what kind the sums over other tokens are, which share the normaliser; None for none.
 
     Raises:
         UnsupportedCallError: `HF_LINATTN_TRITON` insists on kernels, and they cannot.
     """
     if not window.query.is_cuda or by_torch_alone() or sinks > MOST_SINKS:
         return False
-    form = WindowForm(bool(sinks), other is not None, isinstance(other, Elu1Sums))
+    form = WindowForm(bool(sinks), others is not None, others is Elu1Sums)
     return check.takes_window(*window[:3], form)
 
 

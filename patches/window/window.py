@@ -441,7 +441,7 @@ class Window(StatefulAttention):
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
         whole = window if tokens.softcap is None else None
-        if whole is not None and window_attention.kernels_take(whole, self.sinks, other):
+        if whole is not None and window_attention.kernels_take(whole, self.sinks, other and type(other)):
             given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
             return window_attention.by_kernels(whole, given, other)
         if isinstance(other, Elu1Sums):

@@ -146,7 +146,10 @@ def check_the_check(path):
 
         return call
 
-    lies = [("output", Lying(gate, forward=open_to_all))]
+    def alone(grad, value, valid, weights, onto):
+        return gate.backward(grad, value, valid, weights)
+
+    lies = [("output", Lying(gate, forward=open_to_all)), ("d_value", Lying(gate, backward=alone))]
     lies += [(name, Lying(gate, backward=wrong(i))) for i, name in enumerate(("d_value", "d_weight"))]
     for index, (what, lying) in enumerate(lies):
         with Folder(path / str(index)):

@@ -323,9 +323,8 @@ def check_the_choice(path):
     x = torch.zeros(1, 2, 8, 16)
     gpu, valid = x.as_subclass(OnGpu), torch.ones(1, 8, dtype=torch.bool)
     seen = Window(gpu, gpu, gpu, valid, 4, 1.0)
-    sums = ScaledSums(gpu, gpu, gpu)
-    assert window_attention.kernels_take(seen, 3, sums)
-    assert window_attention.kernels_take(seen, 0, Elu1Sums(gpu, gpu))
+    assert window_attention.kernels_take(seen, 3, ScaledSums)
+    assert window_attention.kernels_take(seen, 0, Elu1Sums)
     assert window_attention.kernels_take_token(gpu, gpu, gpu, FORMS[1], 0)
     assert [key.form for key in asked] == [WindowForm(True, True), WindowForm(False, True, True), FORMS[1]]
     assert not window_attention.kernels_take(Window(x, x, x, valid, 4, 1.0), 0, None)

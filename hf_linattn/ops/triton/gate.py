@@ -38,7 +38,9 @@ def forward(value: Tensor, valid: Tensor | None, gate: Gate) -> Tensor:
     return output
 
 
-def backward(grad: Tensor, value: Tensor, valid: Tensor | None, gate: Gate) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    grad: Tensor, value: Tensor, valid: Tensor | None, gate: Gate, onto: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `forward`: of the values in their dtype, of weights and biases in float32.
 
     Args:
@@ -46,11 +48,12 @@ def backward(grad: Tensor, value: Tensor, valid: Tensor | None, gate: Gate) -> t
         value: as the forward took it, like all that follow.
         valid: likewise.
         gate: likewise.
+        onto: other gradients of the values, to which these are added in place; None for none.
     """
     from hf_linattn.ops.triton import gate_kernels
 
     call = _Call(value, valid, gate)
-    d_value = torch.empty_like(call.value)
+    d_value = torch.empty_like(call.value) if onto is None else onto
     batch, kv_heads, length, width = value.shape
     segments = -(-length // SEGMENT)
     parts = value.new_empty((batch, kv_heads, segments, width + 1), dtype=torch.float32)
@@ -61,6 +64,7 @@ def backward(grad: Tensor, value: Tensor, valid: Tensor | None, gate: Gate) -> t
             "PARTS": parts,
             "d_v_strides": d_value.stride()[:3],
             "segment": SEGMENT,
+            "ADD": onto is not None,
         }
         call.launch(gate_kernels.gate_gradients, (call.rows * segments,), call.tile, {**call.given, **own})
     of_weights = parts.sum((0, 2))

@@ -57,11 +57,12 @@ def gate_outputs(
 def gate_gradients(
     V, VALID, GATE, GATE_BIAS, D_OUT, D_V, PARTS, v_strides, valid_strides, d_v_strides, kv_heads, length,
     temperature, segment,
-    DV: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
+    DV: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients of the values of a segment, and its part of those of the weights.
 
-    Grid: B Hkv x segments. D_OUT `[B, Hkv, N]` float32; PARTS `[B Hkv, segments, DV + 1]`, of w and b.
+    Grid: B Hkv x segments. ADD: to what D_V holds. D_OUT `[B, Hkv, N]` float32;
+    PARTS `[B Hkv, segments, DV + 1]`, of w and b.
     """
     segments = tl.cdiv(length, segment)
     row = (tl.program_id(0) // segments).to(tl.int64)
@@ -81,7 +82,10 @@ def gate_gradients(
         keep = visible(VALID, batch, tokens, valid_strides, length)
         grad = tl.load(D_OUT + row * length + tokens, mask=keep, other=0.0)
         grad = tl.where(keep, grad * slope / temperature, 0.0)
-        store_tile(D_V, grad[:, None] * weight[None, :], start, inside, d_v_strides[2], columns, DV)
+        d_v = grad[:, None] * weight[None, :]
+        if ADD:
+            d_v += load_tile(D_V, start, inside, d_v_strides[2], columns, DV).to(tl.float32)
+        store_tile(D_V, d_v, start, inside, d_v_strides[2], columns, DV)
         # what a hidden token holds may be anything
         of_weight += tl.sum(tl.where(keep[:, None], v, 0.0) * grad[:, None], 0)
         of_bias += grad
