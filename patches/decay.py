@@ -42,6 +42,7 @@ class Decay(NamedMapAttention):
         Attention-2", Qin et al. 2024, arXiv:2401.04658; HALO, arXiv:2601.22156 (conversion).
     """
 
+    fixed_decay = True
     group = "state that forgets"
     directions = "causal"
     direction_reason = "a state that fades has one direction, from past to future"
@@ -64,19 +65,22 @@ class Decay(NamedMapAttention):
         [heads] = site.require("kv_heads", reason="so there are no rates")
         self.sum_normalised = normalise == "sum"
         self.use_map(feature_map, front, site)
-        if half_life is not None:
-            self.log_rates = [math.log(0.5) / half_life] * heads
-        elif rates == "retnet":
-            spread = [-5 - 7 * h / max(1, heads - 1) for h in range(heads)]
-            self.log_rates = [math.log1p(-(2**power)) for power in spread]
-        else:
-            self.log_rates = [-(2 ** (-8 * (h + 1) / heads)) for h in range(heads)]
+        self.heads, self.rates, self.half_life = heads, rates, half_life
 
     def denominator(self, total: Tensor, count: Tensor | None) -> Tensor:
         """The sum, or 1."""
         return total if self.sum_normalised else torch.ones_like(total)
 
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
-        """Return the logarithm of g_h, the same at every token."""
-        rates = torch.tensor(self.log_rates, dtype=key.dtype, device=key.device)
-        return rates[None, :, None].expand(1, -1, key.shape[2])
+        """Return the logarithm of g_h, the same at every token, in float32 (float64 in float64 models)."""
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        return self.log_rates(dtype, key.device)[None, :, None].expand(1, -1, key.shape[2])
+
+    def log_rates(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Compute the logarithms of g_h, `[Hkv]`, where they are used: to copy them a device would wait."""
+        if self.half_life is not None:
+            return torch.full((self.heads,), math.log(0.5) / self.half_life, dtype=dtype, device=device)
+        head = torch.arange(self.heads, dtype=dtype, device=device)
+        if self.rates == "retnet":
+            return (-(-5 - 7 * head / max(1, self.heads - 1)).exp2()).log1p()
+        return -(-8 * (head + 1) / self.heads).exp2()

@@ -44,6 +44,7 @@ class LinearAttention(StatefulAttention):
             `ops.types`; eps: with "relu", what it adds.
         plain: kernels read queries, keys and values as they come, or features of these alone.
         has_decay: there is a `log_decay`; `gates`, where a class computes them, are its logarithm.
+        fixed_decay: it is the same at every token, and gets keys and values as they come.
     """
 
     supports_packing = True
@@ -53,6 +54,7 @@ class LinearAttention(StatefulAttention):
     fused: str = "none"
     eps: float = 0.0
     has_decay: ClassVar[bool] = False
+    fixed_decay: ClassVar[bool] = False
     plain: ClassVar[bool] = True
     features: int | None = None
     sum_normalised: bool = True
@@ -67,6 +69,8 @@ class LinearAttention(StatefulAttention):
             cls.gate = LinearAttention.gate  # type: ignore[method-assign]
         if (maps - {"log_decay"}) & own.keys() and "softmax_map" not in own:
             cls.softmax_map = LinearAttention.softmax_map  # type: ignore[method-assign]
+        if "log_decay" in own and "fixed_decay" not in own:
+            cls.fixed_decay = False
         cls.has_decay = cls.log_decay is not LinearAttention.log_decay
         cls.plain = cls.kernel_inputs is LinearAttention.kernel_inputs
         if "denominator" in own and "sum_normalised" not in own:
@@ -330,8 +334,10 @@ class LinearAttention(StatefulAttention):
         gate = self.gate()
         if gate is not None and value_gates.kernels_take(tokens.value):
             return value_gates.log_gates(tokens.value, tokens.valid, gate)
-        key = tokens.key if self.gates_by_value else upcast(tokens.key)
-        decay = self.log_decay(key, upcast(tokens.value))
+        key, value = tokens.key, tokens.value
+        if not self.fixed_decay:
+            key, value = key if self.gates_by_value else upcast(key), upcast(value)
+        decay = self.log_decay(key, value)
         return None if decay is None else tokens.hide(decay.expand(*tokens.key.shape[:2], -1))
 
     def _divided(self, numerator: Tensor, total: Tensor, tokens: Tokens) -> Tensor:

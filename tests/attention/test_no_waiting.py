@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 from helpers import tiny_models
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
@@ -67,6 +68,30 @@ def test_the_kernels_of_h2o_do_not_wait_for_padding(meta, monkeypatch):
     prompt = ["prompt_sums", "prompt_choices", "prompt_outputs", "prompt_cache"]
     assert launched == [*prompt, *prompt, "window_and_heavy"]
     assert state.key.shape == (2, 2, module.columns, 8)
+
+
+def test_a_fixed_decay_reads_no_numbers(monkeypatch):
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            found = function(*arguments, **(options or {}))
+            if isinstance(found, torch.Tensor):
+                made.append(found.untyped_storage().nbytes())
+            return found
+
+    def copied(*data, **options):
+        raise AssertionError("numbers are copied to the device")
+
+    tokens = Tokens(*(torch.zeros(1, 2, 400, 64, dtype=torch.bfloat16) for _ in "qkv"), 1.0)
+    for options in ({}, {"rates": "lightning"}, {"half_life": 100}):
+        made = []
+        model = patch_model(tiny_models.llama(), "decay", options=options)
+        module = model.model.layers[0].self_attn.linattn.decay
+        with Sizes(), monkeypatch.context() as patch:
+            patch.setattr(torch, "tensor", copied)
+            found = module._log_decays(tokens)
+        assert found.shape == (1, 2, 400)
+        assert found.dtype is torch.float32
+        assert max(made) <= 2 * 400 * 4
 
 
 def test_the_device_tells():
