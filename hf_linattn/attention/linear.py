@@ -285,17 +285,20 @@ class LinearAttention(StatefulAttention):
             divide: outputs are wanted; numerators are never rounded to 16 bits.
             state: of the tokens before.
             gate: in place of the logarithm of the decay.
-            backend: who reads them; learned maps are made in C++ for "cpp", where it can.
+            backend: who reads them, whose kernels then make learned maps, where they can.
         """
         assert tokens.query is not None
         S, z = state or (None, None)
-        learned = self.softmax_map() if backend == "cpp" and self.fused == "none" else None
+        by_kernels = self.fused == "none" and backend in ("cpp", "triton")
+        learned = self.softmax_map() if by_kernels else None
         if learned is not None and all(
             map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])
         ):
             dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
+            if backend == "triton":
+                dtype = check.features_dtype(tokens.query.dtype)
             query, key = (
-                softmax_map.features(x, weight, learned.floor, dtype)
+                softmax_map.features(x, weight, learned.floor, dtype, backend)  # type: ignore[arg-type]
                 for x, weight in zip((tokens.query, tokens.key), learned[:2], strict=True)
             )
             value = tokens.value if divide else upcast(tokens.value)

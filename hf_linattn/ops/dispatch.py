@@ -160,9 +160,14 @@ windows, with a linear attention for the rest or without:
                                      triton/window_rest.py), as above; heavy hitters (triton/heavy.py),
                                      of which torch operations compute a prompt elsewhere
   any other device                   vectorised torch operations (eager/window.py)
-learned maps [softmax(W x), softmax(-W x)], for causal linear attention in C++:
+learned maps [softmax(W x), softmax(-W x)], for causal linear attention:
   CPU with a library of C++ kernels, at most 32 bits
                                      kernels in C++ (cpp/softmax_map.py), unless compiled by torch.compile
+  CUDA                               Triton kernels (triton/softmax_map.py), likewise
+  all others                         torch operations
+gates of a state, made of values:
+  CPU with a library of C++ kernels  inside those of the attention
+  CUDA                               Triton kernels (triton/gate.py), unless compiled by torch.compile
   all others                         torch operations
 the delta rule:
   CPU with a library of C++ kernels, at most 32 bits

@@ -56,7 +56,7 @@ def prefill(
     ):
         return None
     behind = without_gates(replace(evicted, query=query[:, :, alone:]), window.gate_count)
-    inputs = rest.kernel_inputs(behind, True, before)
+    inputs = rest.kernel_inputs(behind, True, before, backend="triton")
     inputs = check.narrowed(inputs, query.dtype, inside.value.dtype, Form(rest.fused))
     scale = rest.log_scale_of(query[:, :, alone:]) if rest.fused == "none" else None
     sinks = None
@@ -88,5 +88,5 @@ def _with_gradients(
         return None
     sinks = for_triton(query, seen.sinks, seen.ranks, window._turn()) if slots else None
     left = window_rest_operator.Rest(evicted.length, evicted.valid, rest.fused, rest.eps, gate=weights)
-    # of a text without padding the first tokens are the sinks
-    return window_rest_operator.attention(inside, sinks, left, slots if tokens.valid is None else 0)
+    plain = tokens.valid is None and tokens.length >= slots  # then the first tokens are the sinks
+    return window_rest_operator.attention(inside, sinks, left, slots if plain else 0)

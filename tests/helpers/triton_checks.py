@@ -12,7 +12,14 @@ import torch
 from hf_linattn import patch_model
 from hf_linattn.attention import linear
 from hf_linattn.errors import UnsupportedCallError
-from hf_linattn.ops import dispatch, gate, linear_attention, window_attention, window_rest_operator
+from hf_linattn.ops import (
+    dispatch,
+    gate,
+    linear_attention,
+    softmax_map,
+    window_attention,
+    window_rest_operator,
+)
 from hf_linattn.ops.eager.chunked_backward import of_state_after
 from hf_linattn.ops.triton import launch, launcher, measured_tiles, plan, problem
 from hf_linattn.ops.triton.tiles import Tile
@@ -450,7 +457,7 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
             mask, positions = None, torch.cat([torch.arange(11), torch.arange(13)]).expand(2, -1)
         else:
             mask[0, :9] = 0
-        forms, windows, gates, joins = [], [], [], []
+        forms, windows, gates, joins, maps = [], [], [], [], []
 
         def choose(query, key, value, kind, state=None, form=None, features=None, forms=forms):
             forms.append(form)
@@ -464,6 +471,10 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
             gates.append(value)
             return True
 
+        def take_maps(x, weight, maps=maps):
+            maps.append(x)
+            return True
+
         def joined(*given, joins=joins, attend=window_rest_operator.attention):
             joins.append(given)
             return attend(*given)
@@ -475,6 +486,7 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
                 patch.setattr(window_attention, "kernels_take", take)
                 patch.setattr(window_attention, "kernels_take_token", take)
                 patch.setattr(gate, "kernels_take", take_gates)
+                patch.setattr(softmax_map, "kernels_take", take_maps)
                 patch.setattr(window_rest_operator, "attention", joined)
             given = {"attention_mask": None if mask is None else mask[:, :24], "position_ids": positions}
             logits = model(ids[:, :24], **given, use_cache=False).logits
@@ -491,6 +503,7 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
         assert bool(forms) == (triton and spec != "window")
         assert len(windows) == (3 if triton and "window" in spec else 0), "two forwards and a token"
         assert bool(gates) == (triton and "gated" in spec)
+        assert bool(maps) == (triton and "hedgehog" in spec)
         assert bool(joins) == (triton and spec == "window+gated"), "trained as one"
         assert all(form.packed == packed for form in forms)
         runs.append([x.detach().float() for x in results])

@@ -5,15 +5,19 @@ Plain functions, called in a process of their own as those of `triton_checks`.
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
-from hf_linattn.ops import window_rest_operator
+from hf_linattn import patch_model
+from hf_linattn.attention import linear
+from hf_linattn.ops import dispatch, window_attention, window_rest_operator
+from hf_linattn.ops import gate as gates
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import Gate, Window
 from hf_linattn.ops.window_rest_operator import Rest
 
-from . import definitions
-from .triton_checks import close
+from . import definitions, tiny_models
+from .triton_checks import assert_near, close
 from .triton_gate_checks import definition as gate_definition
 
 
@@ -155,3 +159,27 @@ def check_gradients_of_gradients():
         results.append(torch.autograd.grad(sum(x.square().sum() for x in first), list(here.values())))
     for a, b in zip(*results, strict=True):
         close(b, a, 1e-4, "second derivative")
+
+
+def check_a_model(sinks, length, first):
+    """A text without padding has its sinks in front, unless it is shorter than they are many."""
+    runs, told, attend = [], [], window_rest_operator.attention
+
+    def joined(*given):
+        told.append(given[-1])
+        return attend(*given)
+
+    for triton in (True, False):
+        model = patch_model(tiny_models.llama(1), "window+gated", options={"size": 4, "sinks": sinks}).float()
+        with pytest.MonkeyPatch.context() as patch:
+            if triton:
+                for module in (linear, dispatch):
+                    patch.setattr(module, "choose_backend", lambda *about, **more: "triton")
+                for module in (window_attention, gates):
+                    patch.setattr(module, "kernels_take", lambda *about: True)
+                patch.setattr(window_rest_operator, "attention", joined)
+            logits = model(tiny_models.tokens(2, length), use_cache=False).logits
+            logits.square().mean().backward()
+        runs.append([logits, *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert told == [first]
+    assert_near(*([x.detach() for x in run] for run in runs))

@@ -27,3 +27,8 @@ def test_output_and_gradients_match_the_definition(interpreted, name):
 
 def test_gradients_of_gradients(interpreted):
     interpreted(checks.check_gradients_of_gradients)
+
+
+@pytest.mark.parametrize(("sinks", "length", "first"), [(3, 20, 3), (7, 6, 0)])
+def test_a_model_without_padding(interpreted, sinks, length, first):
+    interpreted(checks.check_a_model, sinks, length, first)

@@ -18,8 +18,8 @@ from hf_linattn.cli.main import exit_status
 from hf_linattn.errors import DataError, OptionError
 from hf_linattn.ops.triton import launch
 from hf_linattn.ops.triton.sample_calls import (
+    BESIDE,
     CALLS,
-    GATES,
     HEAVY,
     LINEAR,
     PREFILL,
@@ -201,9 +201,13 @@ def tables(found: Sequence[tuple[str, Shape, Report]]) -> str:
             "",
         ]
         lines += _calls_table(found, HEAVY)
-    if any(report.launches[call] for _, _, report in found for call in GATES):
-        lines += ["", "Gates made of values / their gradients:", ""]
-        lines += _calls_table(found, GATES)
+    if any(report.launches[call] for _, _, report in found for call in BESIDE):
+        lines += [
+            "",
+            "Gates made of values / their gradients / a learned map of queries / its gradients:",
+            "",
+        ]
+        lines += _calls_table(found, BESIDE)
     first = found[0][1].dtype
     shown = [case for case in found if case[1].dtype == first]
     names = list(dict.fromkeys(name for name, _, _ in shown))
@@ -242,7 +246,7 @@ def _calls_table(found: Sequence[tuple[str, Shape, Report]], calls: Sequence[str
             " / ".join(f"{work(report, call):,}" for call in calls),
             " / ".join(str(report.tensors[call]) for call in calls[:2]),
             " / ".join(str(report.launches[call]) for call in calls),
-            " / ".join(f"{report.host[call]:.0f}" for call in calls) if report.host else "",
+            " / ".join(f"{report.host.get(call, 0):.0f}" for call in calls) if report.host else "",
             str(sum(kernel.code.spilled for kernel in own)),
         ]
         about = f"{name} ({TARGETS[name].device}), {shape.dtype}"

@@ -31,6 +31,8 @@ from hf_linattn.ops.triton import (
     measured_tiles,
     plan,
     selftest,
+    softmax_map,
+    softmax_map_selftest,
     token_selftest,
     verdict_files,
     window,
@@ -42,6 +44,7 @@ from hf_linattn.ops.triton import (
 from hf_linattn.ops.triton.gate_selftest import GateForm
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
 from hf_linattn.ops.triton.selftest import Form, Key
+from hf_linattn.ops.triton.softmax_map_selftest import MapForm
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
@@ -56,7 +59,7 @@ SAFE_ROWS = plan.MOST_PROGRAMS // plan.WIDEST
 """Batch times heads below which no grid is too long."""
 REPORT = "Please report this line, with the versions of torch and triton, to the authors of hf_linattn."
 T = TypeVar("T")
-WindowForms: TypeAlias = WindowForm | TokenForm | RestForm | HeavyForm | GateForm
+WindowForms: TypeAlias = WindowForm | TokenForm | RestForm | HeavyForm | GateForm | MapForm
 
 
 class Verdict(NamedTuple):
@@ -100,11 +103,8 @@ class Checks:
     Args:
         kernels: has the functions of `launch`.
         length: tokens of the trial.
-        windows: has the functions of `window`.
-        tokens: has the function of `window_token`.
-        rests: has the function of `window_rest`.
-        heavies: has the function of `heavy`.
-        gates: has the functions of `gate`.
+        windows, tokens, rests, heavies, gates, maps: have those of `window`, `window_token`, `window_rest`,
+            `heavy`, `gate` and `softmax_map`.
 
     Class attributes:
         form: who computes where the kernels do, in a word.
@@ -127,9 +127,10 @@ class Checks:
         rests: Any = window_rest,
         heavies: Any = heavy,
         gates: Any = gate,
+        maps: Any = softmax_map,
     ) -> None:
         self.kernels, self.length, self.windows, self.tokens = kernels, length, windows, tokens
-        self.rests, self.heavies, self.gates = rests, heavies, gates
+        self.rests, self.heavies, self.gates, self.maps = rests, heavies, gates, maps
         self.verdicts: dict[Trial, Verdict] = {}
         self.refused: dict[str, None] = {}
         self._lock = threading.RLock()
@@ -179,15 +180,16 @@ class Checks:
         if isinstance(key.form, TokenForm):
             return token_selftest.disagreement(key, self.tokens)
         short = min(self.length, window_selftest.LENGTH)
-        if isinstance(key.form, GateForm):
-            return gate_selftest.disagreement(key, self.gates, self.length)
-        if isinstance(key.form, HeavyForm):
-            return heavy_selftest.disagreement(key, self.heavies, min(short, heavy_selftest.LENGTH))
-        if isinstance(key.form, RestForm):
-            return window_rest_selftest.disagreement(key, self.rests, short)
-        if isinstance(key.form, WindowForm):
-            return window_selftest.disagreement(key, self.windows, short)
-        return selftest.disagreement(key, self.kernels, self.length)
+        trials: dict[type, tuple[Any, Any, int]] = {
+            WindowForm: (window_selftest, self.windows, short),
+            RestForm: (window_rest_selftest, self.rests, short),
+            HeavyForm: (heavy_selftest, self.heavies, min(short, heavy_selftest.LENGTH)),
+            GateForm: (gate_selftest, self.gates, self.length),
+            MapForm: (softmax_map_selftest, self.maps, self.length),
+        }
+        trial, kernels, length = trials.get(type(key.form), (selftest, self.kernels, self.length))
+        wrong: str | None = trial.disagreement(key, kernels, length)
+        return wrong
 
     def file(self, device: torch.device) -> Path | None:
         """Name the file of verdicts; None where no folder can be found."""
@@ -393,6 +395,21 @@ def takes(query: Tensor, key: Tensor, value: Tensor, form: Form, features: int |
     return CHECKS.takes(about, max(query.shape[2], key.shape[2]), query.shape[0] * query.shape[1])
 
 
+def takes_map(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether the Triton kernels compute a learned map of `[B, H, N, D]` by `[H, F / 2, D]`."""
+    if type(x) is not Tensor or not softmax_map.fits(x, weight):
+        return False
+    operand = plan.operand_of((x.dtype,)) if usable(x.device) else ""
+    form = MapForm(weight.dtype != x.dtype)
+    key = Key(x.device, x.dtype, x.dtype, x.shape[-1], weight.shape[1], 1, operand, form)
+    return CHECKS.takes(key, x.shape[2], x.shape[0] * x.shape[1])
+
+
+def usable(device: torch.device) -> bool:
+    """Tell whether there is a triton that can be asked."""
+    return launch.available(device) and triton_too_old() is None
+
+
 def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -> bool:
     """Tell whether the Triton kernels compute a window, what is behind it, or gates; see `Checks.takes`.
 
@@ -419,8 +436,7 @@ def takes_window(query: Tensor, key: Tensor, value: Tensor, form: WindowForms) -
 
 
 def _window_key(device: torch.device, dtype: torch.dtype, D: int, Dv: int, grouped: bool, form: Any) -> Key:
-    usable = launch.available(device) and triton_too_old() is None
-    operand = plan.operand_of((dtype,)) if usable else ""
+    operand = plan.operand_of((dtype,)) if usable(device) else ""
     return Key(device, dtype, dtype, D, Dv, 1 + grouped, operand, form)
 
 
@@ -446,8 +462,7 @@ def _key(
     how = Form(*form)
     if how.kind == "none":
         dtype = features_dtype(dtype)
-    usable = launch.available(device) and triton_too_old() is None
-    operand = plan.operand_of((dtype, value_dtype)) if usable else ""
+    operand = plan.operand_of((dtype, value_dtype)) if usable(device) else ""
     return Key(device, dtype, value_dtype, D, Dv, 1 + grouped, operand, how)
 
 

@@ -15,6 +15,7 @@ from hf_linattn.ops.triton import (
     heavy_backward,
     launch,
     problem,
+    softmax_map,
     window,
     window_rest,
     window_token,
@@ -39,9 +40,10 @@ PREFILL = ("apart", "at once")
 """Window and linear attention of a prompt: their kernels one after the other, and the one that does both."""
 HEAVY = ("heavy", "heavy backward", "heavy token")
 """Window and heavy hitters of a prompt, whose kernels choose them, their gradients, and one token."""
-GATES = ("gates", "gates backward")
-"""Gates made of values; their gradients, from those of the running sums that an attention reads."""
-CALLS = LINEAR + WINDOWS + PREFILL + HEAVY + GATES
+BESIDE = ("gates", "gates backward", "map", "map backward")
+"""Gates made of values; their gradients, from those of the running sums that an attention reads. A learned
+map of queries, whose weights have as many rows as a head is wide; its gradients."""
+CALLS = LINEAR + WINDOWS + PREFILL + HEAVY + BESIDE
 SPAN, SINKS = 256, 4
 """Of the window that is compiled: what `window+gated` has by default."""
 COLUMNS = HeavyColumns(SPAN, SPAN // 2, SINKS, SPAN // 8, 512.0)
@@ -130,12 +132,20 @@ def calls(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
         "token": lambda: launch.decode(*one, log_decay=last, in_place=True),
     }
     gates, on = new(batch, kv_heads, length), problem.Launches(total)
+    rows = new(shape.heads, shape.D, shape.D, dtype=dtype)
+    of_features = dtype if dtype == torch.bfloat16 else torch.float32
+    features = new(batch, length, shape.heads, 2 * shape.D, dtype=of_features).transpose(1, 2)
     made |= {
         "gates": lambda: gate.forward(value, None, weights),
         "gates backward": lambda: gate.backward(
             gate.decay_gradients(total[None], gates[None], None, on), value, None, weights
         ),
     }
+    if shape.D <= softmax_map.WIDEST:
+        made |= {
+            "map": lambda: softmax_map.forward(query, rows, 1e-12, of_features),
+            "map backward": lambda: softmax_map.backward(features, query, rows, 1e-12),
+        }
     # last: kernels count by the first call that launches them
     made |= _prefill(shape, inside, first, decay)
     if max(shape.D, shape.Dv) > heavy.WIDEST:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.ops.triton import launcher, machine_code, plan, problem
-from hf_linattn.ops.triton.sample_calls import CALLS, COLUMNS, GATES, SPAN, WINDOWS, Shape
+from hf_linattn.ops.triton.sample_calls import BESIDE, CALLS, COLUMNS, SPAN, WINDOWS, Shape
 from hf_linattn.ops.triton.sample_calls import calls as calls_of_shape
 from hf_linattn.ops.triton.tiles import Tile
 
@@ -269,9 +269,9 @@ def _work(
     if "token" in call:
         again = -(-SPAN // tile.chunk) - 1 if name == "window_step" else 0
         return round((code.instructions + again * code.loop) * tile.warps * programs)
-    if name == "gate_outputs":
+    if name in ("gate_outputs", "map_features", "map_gradients"):
         return round(code.instructions * tile.warps * programs * 64 / shape.length)
-    if call in GATES:
+    if call in BESIDE:
         return round(code.loop * tile.warps * shape.kv_heads / shape.heads * 64 / tile.chunk)
     if tile is problem.SCAN:
         return round(code.instructions * tile.warps * grid[0] * grid[1] / rows * 64 / shape.length)
