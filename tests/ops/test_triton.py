@@ -7,6 +7,7 @@ import pytest
 from helpers import triton_checks as checks
 from helpers.selection import rest_full
 from helpers.triton_checks import Case
+from helpers.triton_model_checks import check_a_model
 
 from hf_linattn.ops.triton import launch
 
@@ -130,7 +131,7 @@ def test_property(interpreted, check):
     ),
 )
 def test_a_patched_model_computes_the_same(interpreted, spec, dtype, tolerance, packed, options):
-    interpreted(checks.check_a_model, spec, dtype, tolerance, packed, options)
+    interpreted(check_a_model, spec, dtype, tolerance, packed, options)
 
 
 def test_triton_is_not_imported_before_it_is_needed(warm_start):

@@ -246,12 +246,16 @@ def _calls_table(found: Sequence[tuple[str, Shape, Report]], calls: Sequence[str
             " / ".join(f"{work(report, call):,}" for call in calls),
             " / ".join(str(report.tensors[call]) for call in calls[:2]),
             " / ".join(str(report.launches[call]) for call in calls),
-            " / ".join(f"{report.host.get(call, 0):.0f}" for call in calls) if report.host else "",
+            " / ".join(_microseconds(report, call) for call in calls) if report.host else "",
             str(sum(kernel.code.spilled for kernel in own)),
         ]
         about = f"{name} ({TARGETS[name].device}), {shape.dtype}"
         lines.append(f"| {about} | {shape.D} | {' | '.join(cells)} |")
     return lines
+
+
+def _microseconds(report: Report, call: str) -> str:
+    return f"{report.host[call]:.0f}" if call in report.host else "-"
 
 
 if __name__ == "__main__":
