@@ -14,18 +14,16 @@ from hf_linattn.ops import linear_attention
 from hf_linattn.ops.triton import (
     check,
     heavy,
-    heavy_selftest,
     launch,
     plan,
     selftest,
+    softmax_map,
     token_selftest,
-    window,
     window_rest,
-    window_rest_selftest,
-    window_selftest,
-    window_token,
 )
+from hf_linattn.ops.triton.gate_selftest import GateForm
 from hf_linattn.ops.triton.heavy_selftest import HeavyForm
+from hf_linattn.ops.triton.softmax_map_selftest import MapForm
 from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window_rest_selftest import RestForm
 from hf_linattn.ops.triton.window_selftest import WindowForm
@@ -53,6 +51,8 @@ FORMS = (
 WINDOWS = (
     ("window", False, False),
     ("window", True, True),
+    ("window", True, True, True),
+    ("gate",),
     ("token",),
     ("token", 0, "elu1", True, "gate", ""),
     ("token", 0, "relu", False, "given", "share"),
@@ -65,6 +65,8 @@ RESTS = (
     ("rest", 48, "none", False, False),
 )
 """Likewise, of bfloat16 and heads that one kernel of a window and the rest takes."""
+MAPS = (("map", False), ("map", True))
+"""Likewise, of 16 bits; float32 weights beside bfloat16 alone."""
 HEAVY = (("heavy", False), ("heavy", True), ("heavy", False, True), ("heavy", True, True))
 """Likewise, of heads that the kernel of a window with heavy hitters takes."""
 ALLOWED = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 2e-5}
@@ -105,6 +107,9 @@ def cases(context: Context) -> list[Case]:
     if not context.dry:
         narrow = [width for width in widths if max(width) <= window_rest.WIDEST]
         forms += [("bfloat16", width, group, form) for width in narrow for group in (1, 2) for form in RESTS]
+        narrow = [width for width in widths if max(width) <= softmax_map.WIDEST]
+        of_maps = ((DTYPES[0], MAPS[0]), (DTYPES[1], MAPS[0]), (DTYPES[0], MAPS[1]))
+        forms += [(dtype, width, 1, form) for width in narrow for dtype, form in of_maps]
         narrow = [width for width in widths if max(width) <= heavy.WIDEST]
         forms += [
             (dtype, width, 1 + (place + number) % 2, form)
@@ -154,6 +159,7 @@ def key_of(
     """Make what the package's own check calls a trial."""
     of = value = getattr(torch, dtype)
     kinds = {"window": WindowForm, "token": TokenForm, "rest": RestForm, "heavy": HeavyForm}
+    kinds |= {"gate": GateForm, "map": MapForm}
     if form[0] in kinds:
         about: Any = kinds[form[0]](*form[1:])
         if form[0] in ("token", "rest") and not about.features and about.kind != "none":
@@ -176,15 +182,7 @@ def form_row(context: Context, dtype: str, widths: tuple[int, int], group: int, 
 
 def disagreement(key: selftest.Key, dry: bool) -> str | None:
     """Run the check that the package has for this form; return what differs, None where all agrees."""
-    if isinstance(key.form, TokenForm):
-        return token_selftest.disagreement(key, window_token)
-    if isinstance(key.form, HeavyForm):
-        return heavy_selftest.disagreement(key, heavy)
-    if isinstance(key.form, RestForm):
-        return window_rest_selftest.disagreement(key, window_rest)
-    if isinstance(key.form, WindowForm):
-        return window_selftest.disagreement(key, window, 20 if dry else window_selftest.LENGTH)
-    return selftest.disagreement(key, launch, 20 if dry else selftest.LENGTH)
+    return check.Checks(length=20 if dry else selftest.LENGTH).disagreement(key)
 
 
 def compile_form(dtype: str, widths: tuple[int, int], group: int, form: tuple[Any, ...]) -> None:
