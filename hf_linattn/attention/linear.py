@@ -294,9 +294,10 @@ class LinearAttention(StatefulAttention):
         if learned is not None and all(
             map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])
         ):
-            dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
             if backend == "triton":
                 dtype = check.features_dtype(tokens.query.dtype)
+            else:
+                dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
             query, key = (
                 softmax_map.features(x, weight, learned.floor, dtype, backend)  # type: ignore[arg-type]
                 for x, weight in zip((tokens.query, tokens.key), learned[:2], strict=True)

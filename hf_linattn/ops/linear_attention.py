@@ -14,7 +14,7 @@ from hf_linattn.ops.eager import bidirectional, chunked, chunked_backward, quadr
 from hf_linattn.ops.eager import linear as linear_form
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import launch
-from hf_linattn.ops.triton.problem import NONE, Segments, Slots
+from hf_linattn.ops.triton.problem import Segments, Slots, apart
 from hf_linattn.ops.types import InputGrads, Inputs, OpConfig, OutputGrads, Outputs, accumulator_dtype
 
 INPUTS, HOW = len(Inputs._fields), len(OpConfig._fields)
@@ -120,8 +120,7 @@ def _remember(
     """Keep what the backward needs; the state after only where decay has gradients, or all keys are seen."""
     ctx.config, ctx.backend = config, backend
     after = (None, None) if inputs.log_decay is None and config.causal else outputs[2:]
-    # tensors belong to what torch saves
-    slots, ctx.segments = ((), None) if segments is None else (segments.slots, segments._replace(slots=NONE))
+    slots, ctx.segments = apart(segments)
     ctx.save_for_backward(*inputs, *outputs[:2], *after, *slots)
 
 

@@ -288,6 +288,11 @@ class Elu1Sums(NamedTuple):
     values: Tensor
     total: Tensor
 
+    def scaled(self, query: Tensor) -> ScaledSums:
+        """Find the scale, by the last of these queries `[B, H, M, D]`; it has no gradient."""
+        last = query.detach()[:, :, query.shape[2] - self.total.shape[2] :]
+        return ScaledSums(*self, last.amax(-1).clamp(max=0).to(self.total.dtype))
+
 
 OtherSums: TypeAlias = ScaledSums | Elu1Sums
 """Sums over tokens beside a window, which share its normaliser."""

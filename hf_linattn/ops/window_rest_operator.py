@@ -18,7 +18,7 @@ from hf_linattn.ops.eager import window as blocks
 from hf_linattn.ops.second_order import gradients
 from hf_linattn.ops.triton import gate as gate_kernels
 from hf_linattn.ops.triton import launch, window
-from hf_linattn.ops.triton.problem import NONE, Slots
+from hf_linattn.ops.triton.problem import Slots, apart
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import (
     Elu1Sums,
@@ -131,9 +131,7 @@ class _Attention(torch.autograd.Function):
             *behind, None, None, how.kind, False, eps=how.eps, log_decay=decay
         )
         output, lse = window.forward(seen, sinks, _sums(values, total, how))
-        slots, ctx.segments = NONE, None
-        if segments is not None:
-            slots, ctx.segments = segments.slots, segments._replace(slots=NONE)
+        slots, ctx.segments = apart(segments)
         ctx.save_for_backward(*inputs, decay, values, total, output, lse, *slots)
         ctx.how = how
         return output
@@ -180,9 +178,9 @@ def _plain(*arguments: Any) -> list[Tensor]:
         [decay] = gates.plain(value, valid, *gate)
     config = OpConfig(how.kind, how.eps, False)
     sums = linear.plain(Inputs(query, key, value, valid, None, None, decay, None), config)
-    scale = torch.zeros_like(sums.total)
-    if how.kind == "elu1":
-        scale = query.detach().amax(-1).clamp(max=0).to(scale.dtype)
+    other = _sums(sums.output, sums.total, how)
+    if isinstance(other, Elu1Sums):
+        other = other.scaled(query)
     beside = None if sinks is None else WindowSinks(*sinks[1:])
     turned = None if sinks is None else sinks.query
-    return [blocks.plain(seen, ScaledSums(sums.output, sums.total, scale), beside, turned)]
+    return [blocks.plain(seen, other, beside, turned)]

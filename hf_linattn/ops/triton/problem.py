@@ -85,6 +85,11 @@ class Segments(NamedTuple):
         return {**sums, "SUMMED": self.summed, "slots": slots, "parts": self.parts}
 
 
+def apart(segments: Segments | None) -> tuple[Slots, Segments | None]:
+    """Take the tensors, which belong to what torch saves for a backward, out of what a forward knows."""
+    return (NONE, None) if segments is None else (segments.slots, segments._replace(slots=NONE))
+
+
 def last_contiguous(x: Tensor) -> Tensor:
     """Copy x where its last dimension is strided (the gradient of a sum is one number expanded).
 

@@ -97,8 +97,7 @@ _operator = torch.library.custom_op(
 def _plain(*inputs: Any) -> list[Tensor]:
     window, sinks, other = _parts(*inputs)
     if isinstance(other, Elu1Sums):
-        scale = window.query.detach().amax(-1).clamp(max=0)[:, :, -other.total.shape[2] :]
-        other = ScaledSums(*other, scale.to(other.total.dtype))
+        other = other.scaled(window.query)
     beside = None if sinks is None else WindowSinks(*sinks[1:])
     return [blocks.plain(window, other, beside, None if sinks is None else sinks.query)]
 
