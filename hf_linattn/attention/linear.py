@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -289,22 +289,16 @@ class LinearAttention(StatefulAttention):
         """
         assert tokens.query is not None
         S, z = state or (None, None)
-        by_kernels = self.fused == "none" and backend in ("cpp", "triton")
-        learned = self.softmax_map() if by_kernels else None
-        if learned is not None and all(
-            map(softmax_map.kernels_take, (tokens.query, tokens.key), learned[:2])
-        ):
+        if self.fused == "none" and backend in ("cpp", "triton"):
             if backend == "triton":
                 dtype = check.features_dtype(tokens.query.dtype)
             else:
                 dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
-            query, key = (
-                softmax_map.features(x, weight, learned.floor, dtype, backend)  # type: ignore[arg-type]
-                for x, weight in zip((tokens.query, tokens.key), learned[:2], strict=True)
-            )
-            value = tokens.value if divide else upcast(tokens.value)
-            decay = None if gate is not None else self._log_decays(tokens)
-            return Inputs(query, key, value, tokens.valid, S, z, decay, tokens.documents)
+            maps = self.maps_by_kernels(tokens.query, tokens.key, dtype, backend)
+            if maps is not None:
+                value = tokens.value if divide else upcast(tokens.value)
+                decay = None if gate is not None else self._log_decays(tokens)
+                return Inputs(*maps, value, tokens.valid, S, z, decay, tokens.documents)
         if self.fused == "none" and gate is None:
             phi_q, (phi_k, value, decay) = self.query_map(upcast(tokens.query)), self.mapped(tokens)
             return Inputs(phi_q, phi_k, value, None, S, z, decay, tokens.documents)
@@ -316,6 +310,24 @@ class LinearAttention(StatefulAttention):
             query, key = self.query_map(upcast(tokens.query)), self.key_map(upcast(tokens.key))
             value, decay = upcast(tokens.value), None
         return Inputs(query, key, value, tokens.valid, S, z, decay, tokens.documents)
+
+    def maps_by_kernels(
+        self, query: Tensor, key: Tensor, dtype: torch.dtype, backend: Literal["cpp", "triton"]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute features of queries and of keys by kernels of learned maps; None where no kernel takes them.
+
+        Args:
+            query: `[B, H, N, D]`.
+            key: `[B, Hkv, M, D]`.
+            dtype: of the features.
+            backend: whose kernels.
+        """
+        learned = self.softmax_map()
+        if learned is None or not all(map(softmax_map.kernels_take, (query, key), learned[:2])):
+            return None
+        floor = learned.floor
+        phi_q = softmax_map.features(query, learned.query, floor, dtype, backend)
+        return phi_q, softmax_map.features(key, learned.key, floor, dtype, backend)
 
     def _rounded(self, inputs: Inputs, tokens: Tokens) -> Inputs:
         """Bring features to the model's bfloat16 where the kernels in C++ multiply in it."""

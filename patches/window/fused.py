@@ -217,13 +217,18 @@ def _tail_on_gpu(
     tail = window_token.Tail(state.S, state.z, gate=gate, kind=kind, eps=rest.eps)
     if kind != "none" and (gate is not None or not rest.has_decay):
         return tail
-    wide, column = upcast(query), state.oldest[:, None]
-    if gate is not None:  # its kernel reads the value where it stands
-        key = upcast(state.key.gather(2, ring.spread(column, state.key)))
-        maps = rest.query_map(wide), rest.key_map(key)
+    column = state.oldest[:, None]
+    oldest = state.key.gather(2, ring.spread(column, state.key))
+    if gate is not None or not rest.has_decay:  # the value is read by the kernel, where it stands
+        maps = rest.maps_by_kernels(query, oldest, torch.float32, "triton")
+        if maps is not None:
+            return tail._replace(query=maps[0], evicted=maps[1])
+    wide = upcast(query)
+    if gate is not None:
+        maps = rest.query_map(wide), rest.key_map(upcast(oldest))
         return tail._replace(query=maps[0], evicted=maps[1], query_log_scale=rest.query_log_scale(wide))
-    key, value = state.window.columns(column)[:2]
-    phi_q, phi_k, _, *_, decay, _ = rest.kernel_inputs(Tokens(query, key, value, 1.0), True)
+    value = state.value.gather(2, ring.spread(column, state.value))
+    phi_q, phi_k, _, *_, decay, _ = rest.kernel_inputs(Tokens(query, oldest, value, 1.0), True)
     if kind != "none":
         return tail._replace(log_decay=decay)
     return tail._replace(

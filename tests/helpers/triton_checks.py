@@ -422,6 +422,29 @@ def check_what_a_training_step_launches():
     assert names == ["gradient_rows", "value_gradients", "key_gradients", "query_gradients"]
 
 
+def check_a_token_is_written_over():
+    """One program with all columns writes z over itself; where several share z, it is copied behind them."""
+    inputs = inputs_of(Case(length=1, D=32, Dv=32))
+    S, z = torch.rand(1, 2, 32, 32), torch.rand(1, 2, 32)
+    found, run = [], problem.Launches.launch
+    for block in (32, 16):
+        state = S.clone(), z.clone()
+
+        def launched(self, kernel, grid, tile, own, walk=None, state=state):
+            assert own["S"] is state[0]
+            assert (own["Z"] is state[1]) == (tile.block == 32)
+            run(self, kernel, grid, tile, own, walk)
+
+        with measured_tiles.trial({"step": Tile(1, block, 4, 1)}), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(problem.Launches, "launch", launched)
+            output, *after = launch.decode(*inputs[:4], *state, "elu1", in_place=True)
+        assert all(x is y for x, y in zip(after, state, strict=True))
+        found.append((output, *state))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.equal(found[0][1], S)
+    assert not torch.equal(found[0][2], z)
+
+
 def check_the_operator_over_all_keys():
     """The same, with fewer queries than keys."""
     case = Case(kv_heads=1, heads=2, masked=True, length=30, keys=40, causal=False)

@@ -66,14 +66,17 @@ def check_a_model(spec, dtype, tolerance, packed=False, options=None):
                 with torch.no_grad():
                     cache = model(ids[:, :24], attention_mask=mask[:, :24], use_cache=True).past_key_values
                     before = [x.data_ptr() for x in cache.layers[0].state] if triton else []
+                    of_texts = len(maps)
                     results.append(model(ids[:, 24:], attention_mask=mask, past_key_values=cache).logits)
                     if before:
                         assert before == [x.data_ptr() for x in cache.layers[0].state], "written over"
+        learned = "hedgehog" in spec or "hedgehog" in str(options)
         assert bool(forms) == (triton and spec != "window")
         assert len(windows) == (3 if triton and "window" in spec else 0), "two forwards and a token"
         assert bool(gates) == (triton and "gated" in spec)
-        assert bool(maps) == (triton and "hedgehog" in spec)
-        assert bool(joins) == (triton and spec == "window+gated"), "trained as one"
+        assert bool(maps) == (triton and learned)
+        assert packed or not maps or len(maps) == of_texts + 2, "a token's query, and a key"
+        assert bool(joins) == (triton and spec == "window+gated" and not learned), "trained as one"
         assert all(form.packed == packed for form in forms)
         runs.append([x.detach().float() for x in results])
     assert_near(*runs, tolerance)

@@ -18,6 +18,7 @@ CASES = {
     "large logits": Case(size=20.0, floor=1e-12, tolerance=2e-5),
     "bfloat16": Case(dtype="bfloat16", weights="bfloat16", made="bfloat16", tolerance=1e-2),
     "bfloat16, float32 weights": Case(dtype="bfloat16", made="bfloat16", tolerance=1e-2),
+    "bfloat16, float32 features": Case(dtype="bfloat16", weights="bfloat16", tolerance=1e-2),
     "float16": Case(dtype="float16", weights="float16", tolerance=1e-3),
 }
 

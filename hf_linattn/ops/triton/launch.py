@@ -252,7 +252,10 @@ def _step(
 
     assert call.length == call.keys == 1, (call.length, call.keys)
     output, total = call.new_output()
-    S, z = call.new_state(S0 if in_place else None)
+    S, z = call.new_state() if not in_place or S0 is None or z0 is None else (S0, z0)
+    # programs that share z leave it as it was until all have read it
+    shared = z is z0 and call.Dv > call.tile(STEP).block
+    new_z = torch.empty_like(z) if shared else z
     call.run(
         kernels.step,
         STEP,
@@ -263,9 +266,9 @@ def _step(
             "OUT": output,
             "TOTAL": total,
             "S": S,
-            "Z": z,
+            "Z": new_z,
         },
     )
-    if in_place and z0 is not None:  # programs share z: it is written when all have read it
-        z = z0.copy_(z)
+    if shared:
+        z.copy_(new_z)
     return output, total, S, z

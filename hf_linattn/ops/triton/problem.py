@@ -287,10 +287,10 @@ class Problem(Launches):
         output = self.token_major(self.heads, self.length, self.Dv, dtype)
         return output, self.new(self.batch, self.heads, self.length)
 
-    def new_state(self, over: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Allocate S `[B, Hkv, D, Dv]`, unless it is written `over` one, and z `[B, Hkv, D]`."""
+    def new_state(self) -> tuple[Tensor, Tensor]:
+        """Allocate S `[B, Hkv, D, Dv]` and z `[B, Hkv, D]`."""
         shape = (self.batch, self.kv_heads, self.D)
-        return self.new(*shape, self.Dv) if over is None else over, self.new(*shape)
+        return self.new(*shape, self.Dv), self.new(*shape)
 
     def new_slots(self, slots: int) -> Slots:
         """Allocate sums of segments; nothing for none."""

@@ -53,6 +53,7 @@ def disagreement(trial: Key, kernels: Any, length: int) -> str | None:
     exact = definition(x, weight, grad)
     x, weight, grad = (part.to(trial.device) for part in (x, weight, grad))
     got = {"output": kernels.forward(x, weight, FLOOR, dtype)}
+    got["token"] = kernels.forward(x[:, :, :1], weight, FLOOR, torch.float32)
     got |= dict(zip(("d_x", "d_weight"), kernels.backward(grad, x, weight, FLOOR), strict=True))
     return selftest.compare(trial, got, exact, length)
 
@@ -71,7 +72,8 @@ def definition(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[dict[str, Tenso
         sizes += part * (g.abs() + (part * g.abs()).sum(-1, keepdim=True))
         features.append(part.clamp(min=FLOOR))
     sizes = sizes * spread
-    want = torch.cat(features, -1), d_logits @ weight, (d_logits.mT @ x).sum(0)
-    scale = want[0] * spread, sizes @ weight.abs(), (sizes.mT @ x.abs()).sum(0)
-    names = ("output", "d_x", "d_weight")
+    output = torch.cat(features, -1)
+    want = output, output[:, :, :1], d_logits @ weight, (d_logits.mT @ x).sum(0)
+    scale = output * spread, (output * spread)[:, :, :1], sizes @ weight.abs(), (sizes.mT @ x.abs()).sum(0)
+    names = ("output", "token", "d_x", "d_weight")
     return dict(zip(names, want, strict=True)), dict(zip(names, scale, strict=True))

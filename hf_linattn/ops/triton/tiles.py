@@ -269,7 +269,7 @@ def configuration(
     chosen = Configuration(
         segment_states=of(total, value_dim),
         outputs=of(outputs, value_dim),
-        step=Tile(1, min(value_dim, (2048 if linked else 4096) // head_dim), 4, 1),
+        step=Tile(1, min(value_dim, 16384 // head_dim), 4 if head_dim <= 64 else 8, 1),
         gradient_rows=of(rows, head_dim),
         query_gradients=of(query, head_dim),
         key_gradients=of(key, head_dim),

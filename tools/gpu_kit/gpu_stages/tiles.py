@@ -141,6 +141,8 @@ def neighbours(name: str, tile: Tile, width: int, dry: bool) -> list[Tile]:
         {tile.chunk} if tile.chunk == 1 else {max(tile.chunk // 2, 16), tile.chunk, min(2 * tile.chunk, 128)}
     )
     blocks = {max(tile.block // 2, 16), tile.block, min(2 * tile.block, widest, 128)}
+    if name == "step" and tile.block == widest:  # in narrower ones a copy would follow, which is not timed
+        blocks = {tile.block}
     found = [Tile(c, b, w, tile.stages) for c in sorted(chunks) for b in sorted(blocks) for w in (4, 8)]
     found += [tile._replace(stages=stages) for stages in (1, 2, 3)]
     return [each for each in dict.fromkeys(found) if each != tile]
