@@ -314,7 +314,7 @@ class LinearAttention(StatefulAttention):
     def maps_by_kernels(
         self, query: Tensor, key: Tensor, dtype: torch.dtype, backend: Literal["cpp", "triton"]
     ) -> tuple[Tensor, Tensor] | None:
-        """Compute features of queries and of keys by kernels of learned maps; None where no kernel takes them.
+        """Compute features by kernels of learned maps; None where no kernel takes them.
 
         Args:
             query: `[B, H, N, D]`.

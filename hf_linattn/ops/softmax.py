@@ -18,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_linattn.ops.softmax_sink import attention, fits
 from hf_linattn.ops.tracing import exporting, transforming
 
+WIDEST = 256
+"""Of heads that fused kernels of GPUs take in groups."""
+
 
 def sink_column(sink: Tensor, like: Tensor) -> Tensor:
     """Bring logits of the extra key to `[1, 1 or H, 1, 1]` or `[B, H, N, 1]`, in the dtype of the scores."""
@@ -41,7 +44,7 @@ def _additive_4d(mask: Tensor | None, bias: Tensor | None, like: Tensor) -> Tens
     return joined if joined is None or joined.ndim == 4 else joined[(None,) * (4 - joined.ndim)]
 
 
-def _sdpa(
+def sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,16 +53,38 @@ def _sdpa(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
+    """Attend through torch's fused kernels, `[B, H, N, Dv]`; arguments are as torch has them."""
+    shape, grouped = query.shape[:3], query.shape[1] != key.shape[1]
+    taken = query.is_cpu or (mask is None and key.shape[-1] == value.shape[-1] <= WIDEST)
+    apart = grouped and not taken
+    if apart:
+        query, key, value, mask = _ungrouped(query, key, value, mask)
     # torch.func and derivatives that go forward find no rule for fused kernels, or none for their mask
     with sdpa_kernel(SDPBackend.MATH) if transforming() else nullcontext():
         output = F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped
+            query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=grouped and taken
         )
     if mask is not None and exporting():  # ONNX makes NaN of rows that see nothing
         seen = mask if mask.dtype == torch.bool else mask > float("-inf")
         output = output.masked_fill(~seen.any(-1, keepdim=True), 0)
-    return output
+    return output.reshape(*shape, value.shape[-1]) if apart else output
+
+
+def _ungrouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Bring inputs to a form without grouped heads: fused kernels of GPUs take those without a mask alone.
+
+    The query heads of a single token become tokens of their key head; of more, keys and values are repeated.
+    """
+    batch, heads, queries, size = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    if queries > 1:
+        return query, *(x.repeat_interleave(group, 1) for x in (key, value)), mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        mask = mask.reshape(*mask.shape[:-3], kv_heads, group, mask.shape[-1])
+    return query.reshape(batch, kv_heads, group, size), key, value, mask
 
 
 def softmax_attention(
@@ -84,8 +109,8 @@ def softmax_attention(
         bias: added to the scores, broadcast to `[B, H, N, S]`.
         is_causal: no mask, N == S, query i sees keys up to i.
         scaling: of the scores; None for D^-0.5.
-        sink: logit b, `[H]` or `[B, H, N, 1]`, or a scalar, which must be 0 with `is_causal`; None for plain
-            softmax.
+        sink: logit b, `[H]` or `[B, H, N, 1]`, or a scalar, which must be 0 without mask and bias; None for
+            plain softmax.
         dropout: probability, applied to the weights.
 
     Returns:
@@ -94,16 +119,16 @@ def softmax_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sink is None:
         joined = additive(mask, bias, query)
-        return _sdpa(query, key, value, joined, dropout, is_causal, scale)
+        return sdpa(query, key, value, joined, dropout, is_causal, scale)
     column = sink_column(sink, query)
     if fits(query, key, value, bias, dropout):
         return attention(query, key, value, _additive_4d(mask, bias, query), is_causal, scale, column)
-    if is_causal and sink.ndim == 0 and not sink.requires_grad and bias is None and mask is None:
-        # one zero token in front of everything: its key has logit 0 for all, its own row is dropped
-        query, key, value = (F.pad(x, (0, 0, 1, 0)) for x in (query, key, value))
-        return _sdpa(query, key, value, None, dropout, True, scale)[:, :, 1:]
-    if is_causal and bias is None and mask is None and scale > 0 and not exporting():
-        return _with_sink_token(query, key, value, sink, dropout, scale)
+    if bias is None and mask is None and sink.ndim == 0 and not sink.requires_grad:
+        # one zero token in front of everything: its key has logit 0 for all
+        key, value = (F.pad(x, (0, 0, 1, 0)) for x in (key, value))
+        return _behind_sink_token(query, key, value, dropout, is_causal, scale)
+    if bias is None and mask is None and scale > 0 and not exporting():
+        return _with_sink_token(query, key, value, sink, dropout, is_causal, scale)
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
@@ -113,7 +138,7 @@ def softmax_attention(
     shape = torch.broadcast_shapes(scores.shape[:3], column.shape[:3], (1, 1, queries))
     scores = torch.cat([scores.expand(*shape, keys), column.expand(*shape, 1)], -1)
     key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
-    return _sdpa(query, key, value, scores, dropout, False, scale)
+    return sdpa(query, key, value, scores, dropout, False, scale)
 
 
 def _parts(c: Tensor) -> Tensor:
@@ -125,14 +150,28 @@ def _parts(c: Tensor) -> Tensor:
     return torch.stack([high, middle, low], -1)
 
 
-def _with_sink_token(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, dropout: float, scale: float
+def _behind_sink_token(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float
 ) -> Tensor:
-    """Attend causally with a sink in channels of a token in front of everything: no mask of N x (N + 1).
+    """Attend where a token stands in front of all keys; where it must be a query too, its row is dropped."""
+    first = int(is_causal)
+    return sdpa(F.pad(query, (0, 0, first, 0)), key, value, None, dropout, is_causal, scale)[:, :, first:]
+
+
+def _with_sink_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attend with a sink in channels of a token in front of everything: no mask of N x (N + 1).
 
     s_i0 = scale q'_i . k'_0 = b,  q'_i = [q_i, b / a],  k'_0 = [0, p],  k'_j = [k_j, 0],  a = scale p
 
-    with p a power of two that keeps b / a near b. Its own row is dropped.
+    with p a power of two that keeps b / a near b.
     """
     batch, heads, tokens, size = query.shape
     power = 2.0 ** -round(math.log2(scale))
@@ -144,9 +183,9 @@ def _with_sink_token(
     first = torch.cat([key.new_zeros(size), key.new_full(parts.shape[-1:], power)])
     first = first.expand(*key.shape[:2], 1, -1)
     key = torch.cat([first, F.pad(key, (0, parts.shape[-1]))], 2)
-    query, key = F.pad(query, (*behind, 1, 0)), F.pad(key, behind)
+    query, key = F.pad(query, behind), F.pad(key, behind)
     padded = F.pad(value, (0, wide - value.shape[-1], 1, 0))
-    return _sdpa(query, key, padded, None, dropout, True, scale)[:, :, 1:, : value.shape[-1]]
+    return _behind_sink_token(query, key, padded, dropout, is_causal, scale)[..., : value.shape[-1]]
 
 
 def with_decay(

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_linattn.attention import AttentionSite, LinearAttention, StatefulAttention, Tokens, upcast
@@ -15,6 +14,7 @@ from hf_linattn.errors import OptionError, UnsupportedCallError
 from hf_linattn.ops import types, window_attention
 from hf_linattn.ops.eager import linear
 from hf_linattn.ops.eager import window as band
+from hf_linattn.ops.softmax import sdpa
 from hf_linattn.ops.tracing import exporting, transforming
 from hf_linattn.ops.types import Elu1Sums, OtherSums, ScaledSums, State
 from hf_linattn.parallel import Shard
@@ -290,12 +290,7 @@ class Window(StatefulAttention):
                 output = window_attention.native(window, None)
         if output is None:
             mask = None if tokens.valid is None else ring.pairs(tokens.valid, causal)
-            output = F.scaled_dot_product_attention(
-                *(query, key, value, mask),
-                is_causal=causal and mask is None,
-                scale=tokens.scaling,
-                enable_gqa=True,
-            )
+            output = sdpa(query, key, value, mask, 0.0, causal and mask is None, tokens.scaling)
         if not torch.is_grad_enabled():
             return output
         own = [weight for weight in self.parameters() if weight.requires_grad]

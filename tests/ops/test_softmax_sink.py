@@ -54,6 +54,39 @@ def test_a_sink_in_the_fused_kernel_has_the_gradients_of_an_extra_key(kind, sink
         assert relative_error(a.detach(), b.detach()) < (1e-12 if dtype == torch.float64 else 2e-2)
 
 
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("kind", ["none", "mask", "bias"])
+@pytest.mark.parametrize("sink", [None, "0", "per head"])
+def test_fused_kernels_of_gpus_get_what_they_take(sink, kind, queries, monkeypatch):
+    """Grouped heads without a mask alone: torch would compute all scores at once, in memory."""
+    query, key, value = random_qkv((2, 6, 2, 9, 16, 16))
+    query, logit = (
+        query[:, :, :queries],
+        {"0": torch.zeros(()), "per head": torch.linspace(-1, 2, 6)}.get(sink),
+    )
+    options = {
+        "mask": (torch.arange(9) >= 4).expand(2, 1, queries, 9) if kind == "mask" else None,
+        "bias": torch.randn(1, 6, queries, 9).double() if kind == "bias" else None,
+        "sink": None if logit is None else logit.double(),
+    }
+    want, calls = softmax_attention(query, key, value, **options), []
+    plain = ops.F.scaled_dot_product_attention
+
+    def fused(query, key, value, mask, *how, enable_gqa, **named):
+        calls.append(key)
+        assert not (mask is not None and enable_gqa)
+        assert enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
+        return plain(query, key, value, mask, *how, enable_gqa=enable_gqa, **named)
+
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda x: False), raising=False)
+    monkeypatch.setattr(ops.F, "scaled_dot_product_attention", fused)
+    got = softmax_attention(query, key, value, **options)
+    assert len(calls) == 1
+    assert calls[0].shape[1] == (2 if queries == 1 or kind == "none" else 6)
+    assert got.shape == want.shape
+    assert relative_error(got, want) < 1e-12
+
+
 # torch's own: importing inductor's dependencies still defines script methods
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_the_operator_of_softmax_keeps_the_rules_of_torch():
@@ -75,7 +108,7 @@ def test_fixed_sink_is_the_learned_one_at_itslearned_of():
 
 def test_sinks_need_no_mask(monkeypatch):
     masks = []
-    plain = ops._sdpa
+    plain = ops.sdpa
 
     def noted(query, key, value, mask, *others):
         masks.append(mask)
@@ -93,7 +126,7 @@ def test_sinks_need_no_mask(monkeypatch):
     assert masks == [None] * 4
     masks.clear()
     monkeypatch.setattr(ops, "fits", lambda *inputs: False)  # as on other devices
-    monkeypatch.setattr(ops, "_sdpa", noted)
+    monkeypatch.setattr(ops, "sdpa", noted)
     logits(llama(), "softmax1", sink=0.0)
     assert masks == [None, None]
     for sink in (1.5, "learned"):
