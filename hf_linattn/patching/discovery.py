@@ -373,6 +373,8 @@ def _site(
         seen, "qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size"
     )
     value_dim = _first(seen, "v_head_dim") or head_dim
+    if head_dim is not None and hasattr(seen, "q_pos_sine_proj"):
+        head_dim *= 2  # conditional DETR puts a place of that size beside each query and key
     groups = _first(seen, "num_key_value_groups")
     # jetmoe says 1, as its keys come in repeated
     kv_heads = None if groups == 1 else _first(seen, "num_key_value_heads", "num_kv_heads")

@@ -110,9 +110,15 @@ class Installation:
     def adapt(self, site: AttentionSite) -> None:
         """Have a module with attention code of its own call the interface."""
         if site.adapted:
-            for name, value in attributes_of(self._model, site.name).items():
+            attributes = attributes_of(self._model, site.name)
+            for name, value in attributes.items():
                 self._replace(site.module, name, value)
             self._undo.append(adapt(site.module))
+            config = attributes["config"]
+            if getattr(config, "attention_type", None) == "block_sparse":
+                # BigBird went over to full attention at a short text, and would be loaded without
+                self._note(config, "attention_type")
+                config.attention_type = "original_full"
 
     def attach(self, site: AttentionSite, child: PatchedAttention) -> None:
         """Put a child into an attention module, and the hook that hands it the state of each call."""

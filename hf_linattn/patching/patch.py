@@ -196,6 +196,7 @@ def _check(
     return _Checked(sites, recipes, children, native, notes)
 
 
+@torch.inference_mode(False)  # else its weights could never be trained
 def _build_children(
     sites: list[AttentionSite], recipes: dict[str, Recipe], sliding: Sliding, dtype: torch.dtype | None
 ) -> tuple[dict[str, PatchedAttention], dict[str, str]]:

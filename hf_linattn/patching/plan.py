@@ -83,7 +83,8 @@ def report_unrouted(model: Any, sites: list[AttentionSite]) -> None:
         return
     what = f"whose attention code is their own, out of a patch's reach: {counted(left)}"
     out_of_reach = not left or _in_decoder(model, left)
-    if model.can_generate() and all(site.causal is False for site in text) and out_of_reach:
+    writes = model.can_generate() or not text  # towers alone
+    if writes and all(site.causal is False for site in text) and out_of_reach:
         has = f"has modules {what}" if left else "has no attention module"
         raise UnsupportedModelError(
             f"{type(model).__name__}: its text decoder {has}. To patch the others alone, "

@@ -162,7 +162,7 @@ class Rotary:
         frequencies = _frequencies(module, self.layer_type)
         if frequencies is None or self.first:
             return None
-        about = *steps, frequencies.data_ptr(), frequencies._version, self._scaling()
+        about = *steps, *_written(frequencies), self._scaling()
         turns = _turns.setdefault(module, {})
         known = turns.get(self.layer_type)
         if known is None or known[0] != about:
@@ -187,7 +187,7 @@ class Rotary:
             steps = steps[:1]
         # a table of inference mode cannot be kept for a backward
         inference = torch.is_inference_mode_enabled()
-        about = frequencies.data_ptr(), frequencies._version, self._scaling(), inference
+        about = *_written(frequencies), self._scaling(), inference
         tables = _tables.setdefault(module, {})
         known = tables.get(self.layer_type)
         if known is None or known[0] != about or not torch.equal(known[1], steps):
@@ -197,6 +197,11 @@ class Rotary:
                 tables[self.layer_type] = known
         _, _, cos, sin = known
         return (cos, sin) if self._halves(query) else None
+
+
+def _written(frequencies: Tensor) -> tuple[int, int]:
+    """Tell which tensor these are, and how often it was written to, which inference mode does not count."""
+    return frequencies.data_ptr(), 0 if frequencies.is_inference() else frequencies._version
 
 
 def _frequencies(module: Any, layer_type: str) -> Tensor | None:

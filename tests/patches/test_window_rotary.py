@@ -177,3 +177,13 @@ def test_a_model_is_trained_after_inference_mode(compiled):
     got = model(ids, use_cache=False).logits
     got.sum().backward()
     assert torch.equal(got, want)
+
+
+def test_a_model_made_in_inference_mode_reads_and_writes_as_any_other(compiled):
+    def tokens_of():
+        model = patch_model(tiny_models.llama(dtype=torch.float32), "window", options={"size": 4, "sinks": 2})
+        return model.generate(tiny_models.tokens(2, 30), max_new_tokens=8, do_sample=False)
+
+    want = tokens_of()
+    with torch.inference_mode():
+        assert torch.equal(tokens_of(), want)

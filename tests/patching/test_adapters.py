@@ -14,7 +14,7 @@ from helpers.family_configs import TINY, fields
 from helpers.family_models import causal_model, prepare, token_batch
 from helpers.oracle import as_oracle
 
-from hf_linattn import bypassed, describe, patch_model, patched, unpatch_model
+from hf_linattn import bypassed, describe, from_pretrained, patch_model, patched, unpatch_model
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.eval.diagnose.attention_weights import watching
 from hf_linattn.patching import adapters
@@ -281,6 +281,19 @@ def test_modules_out_of_reach_get_the_masks_that_they_got(kind, patch):
             with as_oracle(plain, patch):
                 decoded = plain(ids, encoder_outputs=(want,), **given).last_hidden_state
             assert torch.allclose(got.last_hidden_state, decoded)
+
+
+def test_bigbird_that_went_over_to_full_attention_comes_back_as_it_was_saved(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.BigBirdConfig(vocab_size=128, **sizes)
+    model = prepare(transformers.BigBirdModel(config), torch.float32)
+    model(**batch())  # a short text
+    assert model.config.attention_type == "block_sparse"
+    patch_model(model, "elu1").save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(*(x(**batch()).last_hidden_state for x in (again, model)))
+    assert unpatch_model(model).config.attention_type == "block_sparse"
 
 
 def test_longformer_is_refused_with_the_reason():

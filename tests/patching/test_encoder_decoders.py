@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from helpers.family_checks import check
 from helpers.family_configs import KINDS, sizes
 from helpers.family_models import prepare
 from helpers.oracle import as_oracle
@@ -96,3 +97,14 @@ def test_a_decoder_that_says_it_is_not_causal_is_reached_beside_an_encoder_that_
     cached, plain = (model.generate(**inputs, **SAYS, use_cache=use) for use in (True, False))
     assert torch.equal(cached, plain)
     assert torch.equal(cached[1:], model.generate(inputs["input_ids"][1:, :25], **SAYS))
+
+
+def test_queries_with_a_place_beside_them_get_maps_of_their_size():
+    stages = {"hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]}
+    backbone = transformers.ResNetConfig(embedding_size=8, **stages)
+    detr = {**BART, "num_queries": 5, "backbone_config": backbone, "dropout": 0.0}
+    torch.manual_seed(0)
+    model = transformers.ConditionalDetrModel(transformers.ConditionalDetrConfig(**detr)).double().eval()
+    pixels = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    result = check("conditional_detr", model, pixels, ("elu1", "softmax1", "hedgehog"), cached=False)
+    assert result.status == "right", f"{result.reason} {result.patches}"

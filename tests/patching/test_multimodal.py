@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.family_checks import check
+from helpers.family_configs import nested
 from helpers.multimodal import (
     END,
     IMAGE,
@@ -14,9 +15,10 @@ from helpers.multimodal import (
     with_types,
 )
 from helpers.oracle import as_oracle
+from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
 
 from hf_linattn import describe, from_pretrained, is_linear, patch_model, unpatch_model
-from hf_linattn.errors import UnsupportedMaskError
+from hf_linattn.errors import UnsupportedMaskError, UnsupportedModelError
 from hf_linattn.patching.discovery import find_sites
 
 GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
@@ -64,6 +66,17 @@ def test_it_is_for_the_text_where_the_head_that_writes_is_not_there(name):
             if not site.tower and (plan == "elu1" or site.layer_idx == 0)
         }
         assert torch.equal(image_features(model, inputs), before)
+
+
+@pytest.mark.parametrize("part", ["whole", "bare"])
+def test_a_tower_is_not_patched_in_the_place_of_a_text_without_attention(part):
+    config = nested(Lfm2VlConfig, text_config={"layer_types": ["conv", "conv"]})
+    model = Lfm2VlForConditionalGeneration(config)
+    model = model if part == "whole" else model.model
+    with pytest.raises(UnsupportedModelError, match="its text decoder has no attention module"):
+        patch_model(model, "elu1")
+    patch_model(model, {"*vision*": "elu1"})
+    assert patched(model) == towers(model)
 
 
 @pytest.mark.parametrize("name", CAUSAL)

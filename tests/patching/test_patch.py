@@ -170,6 +170,15 @@ def test_a_new_patch_replaces_the_old():
     assert state(model) == before
 
 
+@pytest.mark.parametrize("patch", ["gated", "hedgehog", "performer"])
+def test_patched_in_inference_mode_a_model_trains_all_the_same(patch):
+    model = tiny_models.llama(1)
+    with torch.inference_mode():
+        patch_model(model, patch)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_two_models_with_one_config_do_not_meet():
     first, second, third = tiny_models.llama(2), tiny_models.llama(2, seed=1), tiny_models.llama(2, seed=2)
     for model in (second, third):
