@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,10 +147,7 @@ def check_writable(folder: Path) -> None:
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with writing(folder):
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=there).close()
 
 
 def load(

@@ -11,6 +11,7 @@ included, no formula repeated.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from hf_linattn.patching.contexts import patched
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.patch import is_patched
 from hf_linattn.patching.plan import sites_of, transformers_model
+
+from ..common.formatting import NOT_FINITE
 
 OTHER_LAYOUTS = ("flash", "flex", "paged", "/")
 """In the names of implementations whose kernels read other masks, or take no values as wide as the text."""
@@ -220,6 +223,8 @@ def _check_linear(call: Call, value: Tensor, output: Tensor) -> None:
     size = float((call.weights.abs() @ value.abs().to(call.weights.dtype)).amax())
     seen = call.visible.any(-1, keepdim=True)
     error = float((want - output.to(want.dtype)).masked_fill(~seen, 0).abs().amax())
+    if not math.isfinite(size + error):
+        raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}) is not finite: {NOT_FINITE}")
     if not error <= torch.finfo(output.dtype).eps ** 0.5 * size:
         raise UnsupportedCallError(
             f"{call.name} ({type(call.module).__name__}): its attention is not linear in its values (one-hot "

@@ -181,7 +181,10 @@ def check_original(model: nn.Module, source: str, dtype: str = "auto") -> None:
         raise CheckpointError(f"{source} is not the original of this model: {strange[0]!r} is in one only")
     for name, weight in ours.items():
         other = theirs[name].to(weight)
-        if weight.shape != other.shape or not torch.equal(weight, other):
+        # NaN is equal to NaN here: that the model computes none is said where it is measured
+        if weight.shape != other.shape or not (
+            torch.equal(weight, other) or torch.allclose(weight, other, rtol=0, atol=0, equal_nan=True)
+        ):
             raise CheckpointError(
                 f"the model was fine-tuned: {name!r} differs from {source}, so bypassed layers are not the "
                 "original's. Rank the layers of a model in which the patch's parameters alone were trained"

@@ -59,8 +59,8 @@ def perplexity(arguments: PerplexityArguments, command: str | None = None) -> di
     state = PartialState(cpu=on_cpu)
     with lost_processes(state.process_index, state.num_processes):
         results = _run(arguments, command or f"perplexity({arguments!r})", state)
-    # a process that ended while the first still draws the plot would sometimes abort on its way out
-    state.wait_for_everyone()
+        # a process that ended while the first still draws the plot would sometimes abort on its way out
+        state.wait_for_everyone()
     state.destroy_process_group()
     return results
 

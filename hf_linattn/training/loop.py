@@ -429,9 +429,13 @@ class TrainingLoop:
             if self._saved_step
             else "no checkpoint was due yet"
         )
-        return TrainingError(
-            f"{what}; {kept}. Try a lower learning rate, a longer warm-up or --mixed-precision no."
-        )
+        advice = "Try a lower learning rate, a longer warm-up or --mixed-precision no."
+        if self.step == 0:  # no update has been made that another rate could mend
+            advice = (
+                "The model began so: its weights hold NaN or Inf, or a sum overflows (in 16 bits, try "
+                "--mixed-precision no)."
+            )
+        return TrainingError(f"{what}; {kept}. {advice}")
 
 
 _SUPPORTED = {

@@ -136,6 +136,13 @@ def test_what_is_not_linear_in_the_values_is_refused(monkeypatch):
         diagnose(llama(), tokens(1, LENGTH))
 
 
+def test_weights_that_are_no_numbers_are_named():
+    model = llama()
+    model.model.layers[0].mlp.up_proj.weight.fill_(math.nan)
+    with pytest.raises(UnsupportedCallError, match=r"layers\.1\.self_attn.*not finite: the weights hold NaN"):
+        diagnose(model, tokens(1, LENGTH))
+
+
 @pytest.mark.parametrize("patch", [None, "elu1"])
 def test_model_is_as_before(patch):
     model = llama()

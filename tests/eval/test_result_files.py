@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import tempfile
 from importlib import import_module
 from pathlib import Path
 
@@ -216,3 +217,18 @@ def test_files_that_cannot_be_read_are_one_clear_error(name, tmp_path, monkeypat
     monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(DataError, match=r"cannot read .*(config\.json|a\.txt): Permission denied"):
         contents.digests({name: str(tmp_path)})
+
+
+def test_a_folder_that_cannot_be_written_gives_its_own_reason(tmp_path, monkeypatch):
+    def refused(**kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refused)
+        with pytest.raises(TrainingError, match=r"cannot write .*out: Read-only file system"):
+            results.check_writable(tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match=r"cannot write .*file: Not a directory"):
+        results.check_writable(tmp_path / "file")
+    results.check_writable(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -162,6 +162,21 @@ def test_nan_stops_at_its_step_and_keeps_the_last_good_checkpoint(monkeypatch, c
     assert [row["step"] for row in rows_of("nan")] == [str(step) for step in range(1, 9)]
 
 
+@pytest.mark.parametrize("extra", [(), ("--eval-data", "eval.txt")])
+def test_weights_that_are_no_numbers_are_named(extra, capsys):
+    """Before the first update no learning rate is to blame."""
+    model = LlamaForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    shutil.copytree("model", "broken", dirs_exist_ok=True)
+    model.save_pretrained("broken")
+    out = ("--output-dir", "from-broken", "--overwrite")
+    assert main([*BASE, "--model", "broken", *extra, "--max-steps", "2", *out]) == 1
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert "its weights hold NaN or Inf" in error
+    assert "learning rate" not in error
+
+
 def test_a_last_step_that_overflows_is_not_saved(monkeypatch, capsys):
     def overflow(loop):
         loop.step += 1

@@ -280,6 +280,11 @@ def test_an_original_of_other_weights_is_told(model, tmp_path):
     check_original(model, str(tmp_path / "same"))
     with pytest.raises(CheckpointError, match=r"is not the original of this model: 'model.layers.3"):
         check_original(model, str(tmp_path / "smaller"))
+    broken, broken_original = (original() for _ in range(2))
+    for each in (broken, broken_original):
+        each.model.norm.weight.data[0] = torch.nan
+    broken_original.save_pretrained(tmp_path / "broken")
+    check_original(broken, str(tmp_path / "broken"))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
     with pytest.raises(CheckpointError, match=r"fine-tuned: 'model.layers.1.mlp.up_proj.weight' differs"):

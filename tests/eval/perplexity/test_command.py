@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from helpers.fixtures_perplexity import TEXTS, curve, make_folder, make_texts
@@ -15,6 +17,7 @@ from hf_linattn import from_pretrained, patch_model
 from hf_linattn.eval import length_perplexity
 from hf_linattn.eval.common import nll
 from hf_linattn.eval.perplexity import PerplexityArguments, perplexity
+from hf_linattn.eval.perplexity import run as command_run
 from hf_linattn.eval.perplexity.__main__ import build_parser, main
 from hf_linattn.eval.perplexity.measure import measure
 
@@ -199,6 +202,22 @@ def test_no_tokenizer(folder, data, tmp_path, capsys, model):
     assert "--tokenizer" in capsys.readouterr().err
     extra = ("--tokenizer", folder, "--lengths", "64", "--stride", "32", "--max-tokens", "64")
     assert main(command(tmp_path / "bare", data, tmp_path / "out", *extra)) == 0
+
+
+def test_a_first_process_that_fails_at_the_end_is_one_line_of_the_others(tmp_path, monkeypatch, capsys):
+    """It writes the plot while the others only wait for it."""
+
+    class Second(SimpleNamespace):
+        def wait_for_everyone(self):
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr(
+        accelerate, "PartialState", lambda **options: Second(process_index=1, num_processes=2)
+    )
+    monkeypatch.setattr(command_run, "_run", lambda *arguments: {})
+    monkeypatch.setenv("RANK", "1")
+    assert main(command("model", "data", tmp_path / "out")) == 1
+    assert "error (process 1): process 1 of 2 waited for the others in vain" in capsys.readouterr().err
 
 
 def test_help_teaches(capsys):
