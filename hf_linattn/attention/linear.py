@@ -290,11 +290,12 @@ class LinearAttention(StatefulAttention):
         assert tokens.query is not None
         S, z = state or (None, None)
         if self.fused == "none" and backend in ("cpp", "triton"):
+            given = tokens.query, tokens.key
             if backend == "triton":
-                dtype = check.features_dtype(tokens.query.dtype)
+                maps = self.maps_by_kernels(*given, check.features_dtype(tokens.query.dtype), "triton")
             else:
                 dtype = torch.bfloat16 if self._rounds(tokens) else torch.float32
-            maps = self.maps_by_kernels(tokens.query, tokens.key, dtype, backend)
+                maps = self.maps_by_kernels(*given, dtype, "cpp")
             if maps is not None:
                 value = tokens.value if divide else upcast(tokens.value)
                 decay = None if gate is not None else self._log_decays(tokens)

@@ -81,7 +81,7 @@ def _ungrouped(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     if queries > 1:
-        return query, *(x.repeat_interleave(group, 1) for x in (key, value)), mask
+        return query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         mask = mask.reshape(*mask.shape[:-3], kv_heads, group, mask.shape[-1])
     return query.reshape(batch, kv_heads, group, size), key, value, mask
