@@ -154,8 +154,9 @@ def _behind_sink_token(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, scale: float
 ) -> Tensor:
     """Attend where a token stands in front of all keys; where it must be a query too, its row is dropped."""
-    first = int(is_causal)
-    return sdpa(F.pad(query, (0, 0, first, 0)), key, value, None, dropout, is_causal, scale)[:, :, first:]
+    if not is_causal:
+        return sdpa(query, key, value, None, dropout, False, scale)
+    return sdpa(F.pad(query, (0, 0, 1, 0)), key, value, None, dropout, True, scale)[:, :, 1:]
 
 
 def _with_sink_token(
@@ -179,11 +180,9 @@ def _with_sink_token(
     parts = _parts(column.squeeze(-1) / (scale * power)).to(query.dtype)
     wide = -(-max(size + parts.shape[-1], value.shape[-1]) // 8) * 8
     behind = (0, wide - size - parts.shape[-1])
-    query = torch.cat([query, parts.expand(batch, heads, tokens, -1)], -1)
-    first = torch.cat([key.new_zeros(size), key.new_full(parts.shape[-1:], power)])
-    first = first.expand(*key.shape[:2], 1, -1)
-    key = torch.cat([first, F.pad(key, (0, parts.shape[-1]))], 2)
-    query, key = F.pad(query, behind), F.pad(key, behind)
+    query = torch.cat([query, F.pad(parts, behind).expand(batch, heads, tokens, -1)], -1)
+    first = F.pad(key.new_full(parts.shape[-1:], power), (size, behind[1]))
+    key = torch.cat([first.expand(*key.shape[:2], 1, -1), F.pad(key, (0, wide - size))], 2)
     padded = F.pad(value, (0, wide - value.shape[-1], 1, 0))
     return _behind_sink_token(query, key, padded, dropout, is_causal, scale)[..., : value.shape[-1]]
 

@@ -269,6 +269,7 @@ def configuration(
     chosen = Configuration(
         segment_states=of(total, value_dim),
         outputs=of(outputs, value_dim),
+        # a program that has all columns writes z itself: of heads of up to 128 one does
         step=Tile(1, min(value_dim, 16384 // head_dim), 4 if head_dim <= 64 else 8, 1),
         gradient_rows=of(rows, head_dim),
         query_gradients=of(query, head_dim),
