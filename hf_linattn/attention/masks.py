@@ -231,7 +231,7 @@ def compact_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | None:
     """Encode a mask: the function registered with transformers, which passes the arguments.
 
     Args:
@@ -249,7 +249,8 @@ def compact_mask(
         **kwargs: what else `sdpa_mask` takes.
 
     Returns:
-        A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form.
+        A compact mask, or a boolean mask `[B, 1, N, S]` for patterns that have no compact form; None
+        where one of those is asked for, and all keys are visible to all queries.
     """
     tracing = torch.compiler.is_compiling()
     own = getattr(config, "__dict__", ())
@@ -273,6 +274,8 @@ def compact_mask(
         pattern = UNKNOWN
     packed_both_ways = pattern.kind == "bidirectional" and pattern.documents is not None
     if pattern.kind not in ("causal", "bidirectional") or packed_both_ways:
+        if across and attention_mask is None and kwargs.get("allow_is_bidirectional_skip"):
+            return None  # as transformers: Informer's encoder halves the text, and hands one mask on
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = (
             False  # None would lose the padding
         )

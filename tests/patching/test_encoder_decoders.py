@@ -108,3 +108,20 @@ def test_queries_with_a_place_beside_them_get_maps_of_their_size():
     pixels = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
     result = check("conditional_detr", model, pixels, ("elu1", "softmax1", "hedgehog"), cached=False)
     assert result.status == "right", f"{result.reason} {result.patches}"
+
+
+def test_an_encoder_that_halves_its_text_gets_no_mask_of_the_whole():
+    sizes = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 1}
+    layers = {key: value for key, value in BART.items() if "layers" in key or "heads" in key or "ffn" in key}
+    torch.manual_seed(0)
+    model = transformers.InformerModel(transformers.InformerConfig(**sizes, **layers, d_model=16)).eval()
+    past, future = torch.randn(2, 2, 14).unbind(), torch.randn(2, 2, 4).unbind()
+    batch = {"past_values": past[0], "past_time_features": past[1][..., None]}
+    batch |= {"future_values": future[0], "future_time_features": future[1][..., None]}
+    batch["past_observed_mask"] = torch.ones(2, 14)
+    torch.manual_seed(1)  # its sparse attention, which no patch reaches, draws keys
+    want = model(**batch).encoder_last_hidden_state
+    with pytest.warns(UserWarning, match="InformerProbSparseAttention"):
+        patch_model(model, "softmax1")
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(**batch).encoder_last_hidden_state, want)
