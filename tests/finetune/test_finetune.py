@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_files_of_a_finished_run(finished):
     assert results["tokens"] == STEPS * 4 * 32
     assert results["arguments"]["lr"] == 1e-2
     assert results["command"].startswith("python -m hf_linattn.finetune --model model --data train.txt")
-    assert results["versions"]["torch"] == torch.__version__
+    assert results["versions"]["torch"] == metadata.version("torch")
     assert "BOS token '<s>' (256)" in results["documents"]
     assert results["eval_loss"] < results["eval_loss_before"] < 7
     rows = rows_of(finished)

@@ -25,6 +25,12 @@ def softmax_rows(x, columns, HALF: tl.constexpr):
 
 
 @triton.jit
+def held_above(x, floor):
+    """Compute max(x, floor); a GPU's own would lose a NaN."""
+    return tl.maximum(x, floor, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def load_map(W, head, columns, rows, HALF: tl.constexpr, D: tl.constexpr):
     """Load W of a head, `[HALF, D]`."""
     return load_tile(W + head * HALF * D, 0, columns < HALF, D, rows, D)
@@ -61,9 +67,9 @@ def map_features(
     x = load_tile(head_pointer(X, x_strides, batch, head), start, inside, x_strides[2], rows, D)
     logits = logits_of(x, load_map(W, head, columns, rows, HALF, D), OPERAND)
     OUT = head_pointer(OUT, out_strides, batch, head)
-    above = tl.maximum(softmax_rows(logits, columns, HALF), floor)
+    above = held_above(softmax_rows(logits, columns, HALF), floor)
     store_tile(OUT, above, start, inside, out_strides[2], columns, HALF)
-    below = tl.maximum(softmax_rows(-logits, columns, HALF), floor)
+    below = held_above(softmax_rows(-logits, columns, HALF), floor)
     store_tile(OUT + HALF, below, start, inside, out_strides[2], columns, HALF)
 
 
