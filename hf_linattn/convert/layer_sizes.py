@@ -5,6 +5,7 @@ Some layers look far back and others do not. All together keep as many tokens as
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from hf_linattn.convert.outputs import SIZES
 from hf_linattn.convert.presets import context_of
 from hf_linattn.convert.resolve import ConversionPlan
 from hf_linattn.convert.stages import first_tokens, load_original
+from hf_linattn.errors import TrainingError
 from hf_linattn.patching.reuse import reusing_layers
 from hf_linattn.registry import parse
 from hf_linattn.training.divergence import ComparisonTarget
@@ -56,7 +58,7 @@ def size_layers(plan: ConversionPlan, accelerator: Accelerator, data: Any = None
 
     Raises:
         DataError: the text cannot be read.
-        TrainingError: there is no such model.
+        TrainingError: there is no such model, or it computes NaN.
     """
     path, arguments = plan.folder.path / SIZES, plan.arguments
     of = {"model": plan.original, "patch": arguments.patch, "options": arguments.options}
@@ -163,4 +165,9 @@ def _measured(plan: ConversionPlan, accelerator: Accelerator, data: Any) -> dict
     rows = ids[: count * length].view(-1, 1, length)
     patch_model(model, patch, options=arguments.options, sliding=arguments.sliding)
     losses = layer_losses(model, [*rows.to(accelerator.device)], plan.objective.comparison, 2 * size)
+    if not all(map(math.isfinite, losses.values())):  # a later --resume would take the sizes as measured
+        raise TrainingError(
+            f"what layers of {plan.original} lose is no number: its weights hold NaN or Inf, or a sum "
+            "overflows (in 16 bits, try --dtype float32)"
+        )
     return {"sizes": share(losses, size), "losses": losses}

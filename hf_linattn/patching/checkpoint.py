@@ -119,7 +119,7 @@ def _read(where: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         raw, _ = PreTrainedConfig.get_config_dict(where, **{key: kwargs[key] for key in HUB if key in kwargs})
     except (OSError, ValueError, TypeError, AttributeError) as error:  # the last two: not a JSON object
-        raise CheckpointError(f"{where}: config.json cannot be read: {error}") from error
+        raise CheckpointError(f"{where}: config.json cannot be read{model_inside(where)}: {error}") from error
     if not isinstance(raw, dict) or not raw.keys() - {"_commit_hash"}:  # which older transformers adds
         raise CheckpointError(f"{where}: there is no config.json that describes a model{model_inside(where)}")
     return raw

@@ -61,8 +61,10 @@ def explain_missing(message: str, kind: type[LinattnError]) -> Iterator[None]:
 
 
 def model_inside(source: str) -> str:
-    """Say where the model is that a folder does not hold; "" where nothing tells."""
+    """Say where the model is that a folder does not hold, or that it is none; "" where nothing tells."""
     folder = Path(source).expanduser()
+    if folder.is_file():
+        return " (is a file: a model is a folder, a Hub name or FILE.gguf)"
     if (folder / "config.json").exists():
         return ""
     if (folder / "adapter_config.json").exists():
@@ -133,8 +135,10 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         DataError: there is none.
     """
-    message = f"no tokenizer in {source} (give one with --tokenizer)"
-    if not Path(gguf_parts(source)[0]).expanduser().exists():
+    message, place = f"no tokenizer in {source}", Path(gguf_parts(source)[0]).expanduser()
+    if place.is_dir():
+        message += " (give one with --tokenizer)"
+    if not place.exists():
         message = (
             f"no folder {source}, and no tokenizer of this name on the Hub (or give one with --tokenizer)"
         )

@@ -110,6 +110,15 @@ def test_what_was_measured_of_something_else_is_measured_again(monkeypatch, tmp_
 
 
 @pytest.mark.usefixtures("surroundings")
+def test_a_model_that_computes_nan_is_given_no_sizes(monkeypatch, capsys, tmp_path):
+    out, nan = tmp_path / "out", {"a": float("nan"), "b": 0.1}
+    monkeypatch.setattr(layer_sizes, "layer_losses", lambda *given: nan)
+    assert main([*ARGV, "--output-dir", str(out)]) == 1
+    assert "what layers of model lose is no number: its weights hold NaN" in capsys.readouterr().err
+    assert not (out / "sizes.json").exists()
+
+
+@pytest.mark.usefixtures("surroundings")
 def test_a_short_text_leaves_all_layers_the_same(capsys, tmp_path):
     out = tmp_path / "out"
     argv = [*ARGV, "--options", '{"size": 4096}', "--output-dir", str(out)]

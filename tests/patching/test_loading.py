@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hf_linattn import from_pretrained
-from hf_linattn.errors import CheckpointError, DataError, PlanError
+from hf_linattn.errors import CheckpointError, DataError, PlanError, TrainingError
+from hf_linattn.finetune.model import load_config as load_config_to_train
 from hf_linattn.patching.loading import explain_missing, first_line, load_config, load_tokenizer
 
 BASE = str(Path(__file__).parents[2] / "examples/base")
@@ -40,6 +41,13 @@ def test_a_folder_above_the_model_says_where_it_is(tmp_path):
     for load in (load_config, from_pretrained):
         with pytest.raises(CheckpointError, match=r"the model is in .*finetune\)"):
             load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer, from_pretrained, load_config_to_train])
+def test_a_file_is_called_one(load, tmp_path):
+    (tmp_path / "some.txt").write_text("Once upon a time.")
+    with pytest.raises((CheckpointError, DataError, TrainingError), match="is a file: a model is a folder"):
+        load(str(tmp_path / "some.txt"))
 
 
 @pytest.mark.parametrize("load", [load_config, from_pretrained])
