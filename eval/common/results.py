@@ -183,8 +183,10 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
 
     Raises:
         TrainingError: it cannot be written.
-        DataError: a number in it is not finite; the file is left as it was.
+        DataError: a number in it is not finite, or the file is meanwhile that of other arguments; it is left
+            as it was.
     """
+    load(folder, results["arguments"], results["format"])  # another run may have begun there since
     try:
         text = json.dumps(results, indent=1, allow_nan=False)
     except ValueError as error:

@@ -72,7 +72,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(TrainingError, match="cannot write"):
-        results.save(tmp_path / "file", {})
+        results.save(tmp_path / "file", {"format": "x/1", "arguments": {}})
 
 
 def test_only_a_run_of_the_same_command_and_arguments_is_gone_on_with(tmp_path):
@@ -116,6 +116,17 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     assert (tmp_path / "out" / "results.csv").read_text().split() == ["value", "1", "2"]
     with pytest.raises(DataError, match=r"other arguments \(--a\)"):
         results.ResumableRun(tmp_path / "out", {**arguments, "a": 2}, "x/1", "python -m x")
+
+
+def test_of_two_runs_that_begin_in_a_folder_at_once_the_first_to_write_stays(tmp_path):
+    runs = [results.ResumableRun(tmp_path, {"a": number}, "x/1", "python -m x") for number in (1, 2)]
+    for run in runs:
+        run.begin({})
+    runs[0].save()
+    with pytest.raises(DataError, match=r"other arguments \(--a\)"):
+        runs[1].finish()
+    runs[0].finish()
+    assert results.load(tmp_path, {"a": 1}, "x/1")["complete"]
 
 
 def test_a_process_that_does_not_write_leaves_no_file(tmp_path):
