@@ -15,6 +15,7 @@ from hf_linattn.errors import DataError, LinattnError, UnsupportedModelError
 from hf_linattn.parallel import Shard, row_part
 from hf_linattn.patching.cache_layers import cache_argument, output_cache
 
+from .formatting import NOT_FINITE
 from .windows import Texts, Window
 
 LOSS_CHUNK = 1024
@@ -157,6 +158,16 @@ def explained_failures(model: nn.Module, ids: Tensor, tokens: int, memory: str) 
             f"{type(model).__name__} failed on {tokens} tokens ({error}); if it learns its positions, its "
             f"table ends at {limit}"
         ) from error
+
+
+def refuse_nan(logits: Tensor, model: nn.Module) -> None:
+    """Refuse logits of which none is the highest.
+
+    Raises:
+        DataError: there is NaN among them.
+    """
+    if bool(logits.isnan().any()):
+        raise DataError(f"the logits of {type(model).__name__} are not numbers: {NOT_FINITE}")
 
 
 def embedding_rows(model: Any) -> int:

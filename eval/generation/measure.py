@@ -18,7 +18,7 @@ from hf_linattn.patching.cache_layers import cache_argument, output_cache
 from hf_linattn.patching.causality import require_causal
 
 from ..common.formatting import NOT_FINITE
-from ..common.nll import scoring, window_logits
+from ..common.nll import refuse_nan, scoring, window_logits
 from ..common.windows import Bos, Document, Texts, Window, encode
 from .comparison import ORIGINAL, Comparison, Continuation, agreement, repetition
 
@@ -209,8 +209,7 @@ def _greedy(
         if cache is None:
             raise UnsupportedModelError(f"{type(model).__name__} keeps no cache to continue a text from")
         logits = out.logits[:, -1]
-        if bool(logits.isnan().any()):
-            raise DataError(f"the logits of {type(model).__name__} are not numbers: {NOT_FINITE}")
+        refuse_nan(logits, model)
         step = logits.argmax(-1, keepdim=True)
         written.append(step)
         advance(len(step))

@@ -48,6 +48,18 @@ def test_they_are_the_models_own(model, tmp_path, capsys):
     assert "written to" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("choice", [(), ("--temperature", "1.0")], ids=["greedy", "random"])
+def test_a_model_of_nan_writes_nothing(model, tmp_path, capsys, choice):
+    loaded = from_pretrained(str(model))
+    torch.nn.init.constant_(loaded.lm_head.weight, float("nan"))
+    loaded.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    output = tmp_path / "samples.json"
+    assert main(["--model", str(tmp_path / "model"), "--prompt", "ab", "--output", str(output), *choice]) == 1
+    assert "are not numbers: the weights hold NaN" in capsys.readouterr().err
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
