@@ -133,6 +133,7 @@ class ResumableRun:
 
     def finish(self, table: str | None = None, columns: Sequence[str] | None = None) -> None:
         """Write the rows as a table, and results.json last: it says that all files are there."""
+        self.save()  # refused where another run's is there, whose table stays then
         self.results["complete"] = True
         if self.writes and table is not None:
             save_csv(self.folder / table, self.rows, columns)

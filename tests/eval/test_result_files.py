@@ -122,11 +122,12 @@ def test_of_two_runs_that_begin_in_a_folder_at_once_the_first_to_write_stays(tmp
     runs = [results.ResumableRun(tmp_path, {"a": number}, "x/1", "python -m x") for number in (1, 2)]
     for run in runs:
         run.begin({})
-    runs[0].save()
+        run.rows.append(run.results["arguments"])
+    runs[0].finish("table.csv")
     with pytest.raises(DataError, match=r"other arguments \(--a\)"):
-        runs[1].finish()
-    runs[0].finish()
+        runs[1].finish("table.csv")
     assert results.load(tmp_path, {"a": 1}, "x/1")["complete"]
+    assert (tmp_path / "table.csv").read_text().split() == ["a", "1"]
 
 
 def test_a_process_that_does_not_write_leaves_no_file(tmp_path):
