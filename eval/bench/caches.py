@@ -126,7 +126,10 @@ def growth_by_side(model: nn.Module, ids: Tensor) -> dict[str, list[Growth] | No
     with scoring(model):
         for name, side in sides(model).items():
             with side():
-                growths[name] = growth(read(model, ids)[1])
+                cache = read(model, ids[:, :-2])[1]
+                # a window's ring grows with its text, and has all its columns behind several tokens at once
+                forward(model, ids[:, -2:], 1, past_key_values=cache, use_cache=True)
+                growths[name] = growth(cache)
     return growths
 
 

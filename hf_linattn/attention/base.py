@@ -124,6 +124,14 @@ class Attention(Patch):
         """
         return None
 
+    def prefill(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Any] | None:
+        """Compute the first tokens of a text, none of them padding, on a CPU; None for `attend`.
+
+        For calls without gradients, which nothing compiles. Gives the output `[B, H, N, Dv]`, and the state
+        after, in memory of its own.
+        """
+        return None
+
     def wrap(self, inner: Attention) -> None:
         """Take in the linear attention that it is composed with."""
         raise OptionError(f"{self.name!r} holds no other attention")

@@ -166,6 +166,11 @@ class StateLayer(CacheLayerMixin):
                 f"{self._heads(shape)}: it is another model's. Start from a new cache"
             )
 
+    def begin(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store the state after the first tokens of a text, none of them padding; its memory is its own."""
+        self.shape = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        self.state, self.seen = state, key.shape[2]
+
     @staticmethod
     def _heads(shape: tuple[int, ...]) -> str:
         return "{} heads with {} for keys, of {} and {} numbers".format(*shape)

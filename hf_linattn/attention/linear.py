@@ -205,15 +205,28 @@ class LinearAttention(StatefulAttention):
         output, total, after = self.sums(tokens, state, divide=self.sum_normalised)
         return output if self.sum_normalised else self._divided(output, total, tokens), after
 
+    def _all_in_kernel(self) -> bool:
+        """Tell whether one call in C++ can compute all, the maps and the decay too."""
+        if any(getattr(type(self), name) is not getattr(LinearAttention, name) for name in WAY):
+            return False
+        return self.fused != "none" and self.sum_normalised and not (self.has_decay and self.gate() is None)
+
+    def prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> tuple[Tensor, State] | None:
+        """Compute the first tokens by a call that was packed before."""
+        if not (self.plain and self._all_in_kernel()) or transforming():
+            return None
+        given = query, key, value, None, self.gate() if self.has_decay else None
+        found = plan.find(*given, self.fused, self.eps, True, True, CHUNK)
+        outputs = None if found is None else found.run(*given, None)
+        return None if outputs is None else (outputs[0], State(*outputs[2:]))
+
     def prepared_step(self, call: Call) -> PreparedToken | None:
         """Prepare the tokens behind this one, where one call in C++ computes each, maps and all."""
         layer, gate = call.layer, self.gate()
-        if layer is None or any(
-            getattr(type(self), name) is not getattr(LinearAttention, name) for name in WAY
-        ):
+        if layer is None or not self._all_in_kernel():
             return None
-        if self.fused == "none" or not self.sum_normalised or (self.has_decay and gate is None):
-            return None  # something is left to torch
         state, given = layer.state, (call.query, call.key, call.value)
         form = Form(self.fused, True, True, self.has_decay, False)
         if not isinstance(state, State) or not native.may_overwrite(state) or not dense(*given):

@@ -25,7 +25,7 @@ from hf_linattn.errors import (
 )
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.parallel.shard import Shard
-from hf_linattn.patching.steps import prepare, run_again
+from hf_linattn.patching.steps import begin, prepare, run_again
 from hf_linattn.registry import Recipe
 
 SEEN_IN_CALLS = EXTRAS.keys() - {"attention_mask"}
@@ -259,10 +259,11 @@ class PatchedAttention(PatchHolder):
                 "torch.onnx.export(dynamo=True)"
             )
         how, layer = (scaling, dropout, causal), context.layer
-        if layer is not None and layer.prepared is not None:
-            again = run_again(self, layer, query, key, value, mask, how, extras)
-            if again is not None:
-                return again, None
+        if layer is not None:
+            directly = begin if layer.prepared is None else run_again
+            output = directly(self, layer, query, key, value, mask, how, extras)
+            if output is not None:
+                return output, None
         self._refuse_call(context.cross, dropout, causal, extras)
         if key.shape[1] != value.shape[1]:  # kernels read both by one number of heads
             raise UnsupportedCallError(

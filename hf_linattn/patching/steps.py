@@ -1,4 +1,4 @@
-"""Tokens decoded one by one behind the same state: what the first call found out, kept for the next ones."""
+"""Short ways on a CPU: a text's first tokens, and those decoded one by one, as the call before found them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_again(
         torch.is_grad_enabled()
         or step.state is not layer.state
         or step.child is not child
-        or not _is_simple(child, layer, mask, how, extras)
+        or not _is_simple(child, layer, mask, how, extras, 1)
     ):
         return None
     if _given(query, key, value, how, extras) != step.given:
@@ -74,6 +74,47 @@ def run_again(
     if output is not None:
         layer.seen += 1
     return output
+
+
+def begin(
+    child: Any,
+    layer: StateLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    how: tuple[float | None, float, bool],
+    extras: dict[str, Any],
+) -> Tensor | None:
+    """Compute the first tokens of a text, none of them padding; None where more must be looked at.
+
+    Args:
+        child: the module's `PatchedAttention`.
+        layer: of the cache, empty.
+        query: `[B, H, N, D]`.
+        key: `[B, Hkv, N, D]`.
+        value: `[B, Hkv, N, Dv]`.
+        mask: see `masks`.
+        how: scaling, dropout, and whether the attention is causal.
+        extras: the other keywords of the interface call.
+    """
+    if not query.is_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
+        return None
+    if layer.static or layer.state is not None or layer.seen or torch.is_autocast_enabled("cpu"):
+        return None
+    if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2] or key.shape[:3] != value.shape[:3]:
+        return None
+    if query.dtype != value.dtype or child.attention.directions == "bidirectional":
+        return None
+    if not (_is_plain(child) and _is_simple(child, layer, mask, how, extras, query.shape[2])):
+        return None
+    scaling = query.shape[3] ** -0.5 if how[0] is None else how[0]
+    found = child.attention.prefill(query, key, value, scaling)
+    if found is None:
+        return None
+    output, state = found
+    layer.begin(state, query, key, value)
+    return output.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
 
 
 def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras: dict[str, Any]) -> None:
@@ -91,12 +132,12 @@ def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras
         return
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
         return
-    if child.modifiers or child.needs_hidden or child.keeps_gates or child.attention.offloaded_inside():
+    if not _is_plain(child):
         return
-    if not isinstance(layer.seen, int) or not layer.may_overwrite():
-        return
+    if not isinstance(layer.seen, int) or layer.seen < 2 or not layer.may_overwrite():
+        return  # a first token alone may be all there is: preparing takes as long as computing it
     if (
-        not _is_simple(child, layer, None, how, extras)
+        not _is_simple(child, layer, None, how, extras, 1)
         or torch.is_inference_mode_enabled() != layer.state[0].is_inference()
     ):
         return
@@ -106,15 +147,27 @@ def prepare(child: Any, call: Any, how: tuple[float | None, float, bool], extras
         layer.prepared = PreparedStep(run, child, layer.state, given)
 
 
+def _is_plain(child: Any) -> bool:
+    """Tell whether a module needs queries, keys and values alone, and has its weights at hand."""
+    return not (
+        child.modifiers or child.needs_hidden or child.keeps_gates or child.attention.offloaded_inside()
+    )
+
+
 def _is_simple(
-    child: Any, layer: StateLayer, mask: Any, how: tuple[float | None, float, bool], extras: dict[str, Any]
+    child: Any,
+    layer: StateLayer,
+    mask: Any,
+    how: tuple[float | None, float, bool],
+    extras: dict[str, Any],
+    length: int,
 ) -> bool:
-    """Tell whether a token sees all before it, none of which is padding, and nothing else matters."""
+    """Tell whether each new token sees all before it, none of which is padding, and nothing else matters."""
     if mask is not None and not (
         type(mask) is Tensor
         and mask.dtype == CAUSAL
         and mask.shape[2] == 1
-        and mask.shape[3] == layer.seen + 1
+        and mask.shape[3] == layer.seen + length
     ):
         return False
     attention = child.attention

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_linattn.attention import LinearAttention, Tokens, upcast
+from hf_linattn.attention.call import Call
 from hf_linattn.attention.prepared import Weights, dense
 from hf_linattn.ops import window_attention
 from hf_linattn.ops.cpp import takes, window_decode
@@ -103,6 +104,8 @@ class PreparedToken:
     ) -> None:
         assert tokens.query is not None
         query, self.window, self.turn = tokens.query, window, turn
+        columns = state.valid.shape[1]
+        self.room = columns if columns < window.size else None  # see `growing`
         self.sinks, sinks, tail = state.sink_key.shape[2], None, None
         if self.sinks:
             sinks = window_decode.Sinks(query, state.sink_key, state.sink_value)
@@ -120,6 +123,8 @@ class PreparedToken:
         """Compute a token behind so many: `[B, 1, H, Dv]`; None where something has changed."""
         if self.window.branches not in (None, "both") or self.weights.changed() or before < self.sinks:
             return None
+        if self.room is not None and before >= self.room:
+            return None
         turned = None
         if self.turn is not None and before > self.turn.last:
             turned = self.turn.rotary.turn(query, [before - self.turn.last])
@@ -129,20 +134,14 @@ class PreparedToken:
 
 
 def prepare(
-    window: Any,
-    rest: LinearAttention | None,
-    tokens: Tokens,
-    state: WindowState,
-    turn: Turn | None,
-    share: Share | None,
+    window: Any, call: Call, state: WindowState, turn: Turn | None, share: Share | None
 ) -> PreparedToken | None:
     """Prepare the tokens behind this one, as `PreparedToken` takes it; None where each must be looked at."""
-    query = tokens.query
-    assert query is not None
-    if not takes.linear(query, tokens.key, tokens.value, state.linear) or (
-        rest is not None and not state.linear
-    ):
+    query = call.query
+    tokens = Tokens(query, call.key, call.value, call.scaling, sink=call.sink, softcap=call.softcap)
+    if not tokens.is_plain or not takes.linear(query, tokens.key, tokens.value, state.linear):
         return None
+    rest = window.rest if window.inner and state.linear is not None else None
     if rest is not None and (
         (rest.gate() is None and rest.has_decay) or (rest.fused == "none" and rest.softmax_map() is None)
     ):

@@ -62,11 +62,11 @@ class WindowState(NamedTuple):
     The window is a ring: a single token takes the place of the oldest, and nothing else is moved.
 
     Attributes:
-        key, value, valid: of the window, `size` columns, see `KeyValues`.
+        key, value, valid: of the window, `size` columns, fewer while it grows (`growing`); see `KeyValues`.
         sink_key, sink_value, sink_valid: of the sinks, one column each.
         oldest: column of the oldest token of the window, int64 `[B]`. From there on, columns that do not
             count come before those that do.
-        S, z: state of the linear attention; without elements for a window alone.
+        S, z: state of the linear attention; without elements for a window alone, and while the ring grows.
     """
 
     key: Tensor

@@ -21,7 +21,7 @@ from hf_linattn.parallel import Shard
 from hf_linattn.patching.contexts import Branches
 from hf_linattn.registry import register
 
-from . import ring, salient, split
+from . import growing, ring, salient, split
 from .fused import PreparedToken, Share, fused_step, prepare
 from .prefill import prefill
 from .rest import absorb, before_first, of_all_queries, scaled, sums, with_gates, without_gates
@@ -190,6 +190,7 @@ class Window(StatefulAttention):
 
     def _causal(self, tokens: Tokens, state: WindowState | None) -> tuple[Tensor, WindowState | None]:
         """Compute tokens without padding between them."""
+        state = growing.with_room(self, tokens, state)
         if state is None and self._holds(tokens):
             after = self._begun(tokens) if tokens.keep else None
             return self._softmax(tokens, causal=True), after
@@ -210,7 +211,7 @@ class Window(StatefulAttention):
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
-        rest = self._linear() if self.inner else None
+        rest = self._linear() if self.inner and state.linear is not None else None
         if self._sums_in_kernels() and tokens.is_plain:
             fused = fused_step(rest, tokens, state, *self._turn_and_share())
             if fused is not None:
@@ -240,11 +241,7 @@ class Window(StatefulAttention):
         """Prepare the tokens behind this one, where one call in C++ computes each."""
         if self.salient or not self._sums_in_kernels() or call.layer is None:
             return None
-        tokens = Tokens(call.query, call.key, call.value, call.scaling, sink=call.sink, softcap=call.softcap)
-        if not tokens.is_plain:
-            return None
-        rest = self._linear() if self.inner else None
-        return prepare(self, rest, tokens, call.layer.state, *self._turn_and_share())
+        return prepare(self, call, call.layer.state, *self._turn_and_share())
 
     def _nothing_left(self, evicted: Tokens | None, before: State) -> bool:
         """Whether no token has ever left the window, as far as it takes no time to ask."""
@@ -298,10 +295,17 @@ class Window(StatefulAttention):
 
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
-        after = ring.from_prompt(tokens, self.size, self.sinks)
-        if not self.inner:
-            return after
-        return after.with_linear(before_first(self._linear(), without_gates(tokens, self.gate_count)))
+        rest = before_first(self._linear(), without_gates(tokens, self.gate_count)) if self.inner else None
+        return ring.from_prompt(tokens, self.size, self.sinks).with_linear(rest)
+
+    def prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> tuple[Tensor, WindowState] | None:
+        """Compute a text inside the window; the ring after it grows with the tokens behind."""
+        tokens = Tokens(query, key, value, scaling)
+        if self.salient or self.gate_count or self.branches not in (None, "both") or not self._holds(tokens):
+            return None
+        return self._softmax(tokens, causal=True), growing.begun(self, tokens)
 
     def _absorbed(self, tokens: Tokens, before: State | None) -> State:
         return absorb(self._linear(), without_gates(tokens, self.gate_count), before)
@@ -317,6 +321,7 @@ class Window(StatefulAttention):
         tokens = with_gates(tokens)
         place = ring.places(tokens.valid, state is None, keep=True)
         tokens = tokens if place is None else ring.without_gaps(tokens, place)
+        state = growing.with_room(self, tokens, state)
         pushed = ring.push(tokens, state or self._empty(tokens), begins=state is None)
         if not self.inner:
             return pushed.after

@@ -1,0 +1,60 @@
+"""The ring of a text that begins on a CPU: it has room for as many tokens again, and grows with the text.
+
+A short text then neither writes nor reads what it has no tokens for: columns of keys and values, and the
+state of what leaves the window, which comes with the last columns.
+"""
+
+from typing import Any
+
+import torch
+
+from hf_linattn.attention import Tokens
+
+from . import ring
+from .rest import before_first, without_gates
+from .ring import KeyValues, WindowState
+
+LEAST = 32
+"""Columns from the start."""
+
+
+def begun(window: Any, tokens: Tokens) -> WindowState:
+    """Keep the first tokens of a text, at most as many as the window has, none of them padding."""
+    key, length, sinks = tokens.key, tokens.length, window.sinks
+    room = min(window.size, max(LEAST, 2 * length))
+    new = KeyValues(key, tokens.value, ring.counted(tokens))
+    first = ring.padded(new.first(sinks), 0, max(sinks - length, 0))
+    columns = ring.padded(new, 0, room - length)
+    columns.valid[:, :sinks] = False
+    oldest = key.new_full((key.shape[0],), length % room, dtype=torch.int64)
+    nothing = key.new_empty(key.shape[0], 0)
+    state = WindowState(*columns, *first, oldest, nothing, nothing)
+    return state if room < window.size else _with_rest(window, tokens, state)
+
+
+def with_room(window: Any, tokens: Tokens, state: WindowState | None) -> WindowState | None:
+    """Give a ring that grows room for these tokens.
+
+    Args:
+        window: the attention.
+        tokens: one has a place of its own; for several, or without queries, the ring gets all its columns.
+        state: of the tokens before, None for none; returned where there is room.
+    """
+    if state is None or state.valid.shape[1] == window.size:
+        return state
+    size, room, one = window.size, state.valid.shape[1], ring.is_step(tokens, state)
+    alone = window.branches in (None, "both", "window") and tokens.query is not None
+    if one and alone and not torch.compiler.is_compiling():
+        if not (state.oldest == 0).any():
+            return state
+        size = min(size, 2 * room)
+    oldest = torch.where(state.oldest == 0, room, state.oldest)  # of full rows
+    columns = ring.padded(state.window, 0, size - room)
+    state = WindowState(*columns, *state.sinks, oldest, state.S, state.z)
+    return state if size < window.size else _with_rest(window, tokens, state)
+
+
+def _with_rest(window: Any, tokens: Tokens, state: WindowState) -> WindowState:
+    if not window.inner:
+        return state
+    return state.with_linear(before_first(window.rest, without_gates(tokens, window.gate_count)))
