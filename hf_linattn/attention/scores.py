@@ -81,7 +81,8 @@ class ScoreAttention(Attention):
             else:
                 apart = decay[0].unsqueeze(-1) - decay[1].unsqueeze(-2)
                 bias = apart if bias is None else bias + apart
-        causal = visibility.plain and visibility.causal and query.shape[2] > 1
+        # in this order: comparing sizes gives a symbol in a graph of any length, which torch's kernels refuse
+        causal = query.shape[2] > 1 and visibility.plain and visibility.causal
         mask: Tensor | None = None
         whole = visibility.plain or (visibility.dense is None and visibility.sees_all())
         if not whole or (causal and (bias is not None or chosen is not None or not fused)):

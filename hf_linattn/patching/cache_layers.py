@@ -21,7 +21,8 @@ from hf_linattn.attention.cache import HybridStateLayer, StateLayer
 from hf_linattn.attention.gate_layer import GateLayer, with_gates
 from hf_linattn.attention.site import CACHE_ARGUMENTS
 from hf_linattn.attention.tokens import Tokens
-from hf_linattn.errors import CacheError
+from hf_linattn.errors import CacheError, UnsupportedCallError
+from hf_linattn.ops.tracing import exporting
 
 CACHE_NAME = next(x.name for x in fields(BaseModelOutputWithPast) if x.name in CACHE_ARGUMENTS)
 """How transformers' models call a cache that they take and return: "cache", before 5.24 "past_key_values"."""
@@ -157,6 +158,7 @@ def put_state_layer(cache: Any, index: int, where: str, written_as: str) -> Stat
 
     Raises:
         CacheError: what is there cannot become a state exactly.
+        UnsupportedCallError: `torch.export` is given a static cache.
     """
     old: Any = _layer_at(cache, index, where)
     if isinstance(old, StateLayer):
@@ -191,6 +193,11 @@ def put_state_layer(cache: Any, index: int, where: str, written_as: str) -> Stat
         new = HybridStateLayer(old, pending, seen) if hybrid else StateLayer(pending=pending, seen=seen)
         new.record_past = getattr(old, "record_past", False)
     elif isinstance(old, StaticLayer):
+        if old.is_initialized and exporting():  # how many tokens it holds is an input of the program
+            raise UnsupportedCallError(
+                f"{where}: a linear-attention state cannot be exported in a StaticCache. "
+                "Pass use_cache=False and the whole text"
+            )
         if old.is_initialized and int(old.get_seq_length()) > 0:
             raise CacheError(
                 f"{where}: a StaticCache that already holds keys cannot be absorbed: start from an empty one"

@@ -75,6 +75,17 @@ def test_forward_is_one_graph(patch, batch):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("patch", rest_full([*PATCHES, "gated"], ["logn", "elu1"]))
+def test_prompts_of_any_length_are_one_graph(patch):
+    model, counter = hf_linattn.patch_model(llama(layers=1), patch), Counter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for length in (20, 40, 33):
+        ids = tokens(2, length)
+        assert distance(compiled(ids).logits, model(ids).logits) < EXACT
+    assert (counter.graphs, counter.runs, breaks()) == (1, 3, 0)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("plan", rest_full([*PATCHES, {"1": "elu1"}], ["logn", {"1": "elu1"}]), ids=str)
 def test_decoding_with_a_static_cache_is_one_graph(plan):
     model, counter = hf_linattn.patch_model(llama(layers=2 if isinstance(plan, dict) else 1), plan), Counter()

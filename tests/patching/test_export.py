@@ -9,6 +9,7 @@ from helpers.paths import ROOT
 from helpers.selection import rest_full
 from helpers.tiny_models import llama
 from transformers import DynamicCache
+from transformers.integrations.executorch import convert_and_export_with_cache
 
 from hf_linattn import available_patches, patch_model
 from hf_linattn.errors import LinattnError, UnsupportedCallError
@@ -95,6 +96,17 @@ def test_a_state_is_not_exported_as_if_it_were_a_constant():
     model(ids[:, :19], past_key_values=cache)
     with pytest.raises(UnsupportedCallError, match="cannot be exported behind a cache"):
         torch.export.export(Continued(model, cache), (ids[:, 19:],))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_static_cache_is_no_place_for_a_state_in_a_program():
+    """transformers' recipe for ExecuTorch: the tokens before are an input, whose number is not known."""
+    model = exports.patched("elu1").model
+    static = {"cache_implementation": "static", "cache_config": {"batch_size": 1, "max_cache_len": 8}}
+    model.generation_config.update(**static)
+    with pytest.raises(Exception, match=r"LlamaAttention 0: .*Pass use_cache=False and the whole text"):
+        convert_and_export_with_cache(model)
 
 
 def test_kernels_in_cpp_are_not_exported(monkeypatch):
