@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_linattn import from_pretrained, is_patched, patch_model, unpatch_model
@@ -25,6 +26,7 @@ from hf_linattn.patching.loading import explain_missing, gguf_parts
 
 from ..common.cli import json_object
 from ..common.models import UNPATCHED
+from ..common.nll import refuse_nan
 
 NAME = "hf_linattn"
 OTHER_LOADERS = ("delta", "autogptq", "gptqmodel", "gguf_file", "tp_plan")
@@ -128,6 +130,26 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
                     "max_gen_toks in the task or with gen_kwargs"
                 )
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    # of NaN lm_eval makes an accuracy like any other: the first choice, or token 0, is the best
+
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for _, _, tokens in requests:
+            if not 0 < len(tokens) <= self.max_length:
+                raise OptionError(
+                    f"an answer to score has {len(tokens)} tokens, and can have 1 to max_length, which is "
+                    f"{self.max_length}"
+                )
+        found = super()._loglikelihood_tokens(requests, *args, **kwargs)
+        refuse_nan(torch.tensor([nats for nats, _ in found]), self.model)
+        return found
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        def checked(_: Tensor, scores: Tensor) -> Tensor:
+            refuse_nan(scores, self.model)
+            return scores
+
+        return super()._model_generate(context, max_length, stop, logits_processor=[checked], **kwargs)
 
 
 @dataclass(frozen=True)

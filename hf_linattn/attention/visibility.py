@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_linattn.attention.masks import CAUSAL, is_compact, once
+from hf_linattn.attention.masks import BIDIRECTIONAL, CAUSAL, is_compact, once
 from hf_linattn.errors import UnsupportedMaskError
 from hf_linattn.ops.tracing import exporting, transforming
 
@@ -263,13 +263,25 @@ def read_visibility(mask: Tensor | Visibility | None, queries: int, keys: int, i
         queries: number N of queries.
         keys: number of keys at hand; a state cache gives the new ones alone.
         is_causal: decides only where there is no mask.
+
+    Raises:
+        UnsupportedMaskError: it tells the padding of a longer text than the one at hand.
     """
     if isinstance(mask, Visibility):
         return mask
     if mask is None:
         return Visibility(is_causal and not (queries == 1 and keys > 1), queries, keys)
     if is_compact(mask):
-        _, _, count, keys = mask.shape
+        _, _, count, length = mask.shape
+        if mask.dtype == BIDIRECTIONAL and count < 3 and keys < length:  # Informer's encoder halves its text
+            if count == 1:
+                return Visibility(False, queries, keys)
+            raise UnsupportedMaskError(
+                f"the attention mask tells the padding of {length} keys, and this layer has {keys} left: the "
+                "model shortens its text between layers, and which of them are padding is not known. Pass "
+                "no mask, and rows of one length"
+            )
+        keys = length
         documents = mask[:, 0, 1] if count > 1 else None
         window, chunks = (mask[0, 0, 2], mask[:, 0, 3]) if count > 3 else (None, None)
         causal, may_be_packed = mask.dtype == CAUSAL, count in (3, 5)

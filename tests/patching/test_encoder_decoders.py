@@ -110,11 +110,16 @@ def test_queries_with_a_place_beside_them_get_maps_of_their_size():
     assert result.status == "right", f"{result.reason} {result.patches}"
 
 
-def test_an_encoder_that_halves_its_text_gets_no_mask_of_the_whole():
+def informer(**options):
     sizes = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 1}
     layers = {key: value for key, value in BART.items() if "layers" in key or "heads" in key or "ffn" in key}
     torch.manual_seed(0)
-    model = transformers.InformerModel(transformers.InformerConfig(**sizes, **layers, d_model=16)).eval()
+    config = transformers.InformerConfig(**sizes, **layers, d_model=16, **options)
+    return prepare(transformers.InformerModel(config), torch.float32)
+
+
+def test_an_encoder_that_halves_its_text_gets_no_mask_of_the_whole():
+    model = informer()
     past, future = torch.randn(2, 2, 14).unbind(), torch.randn(2, 2, 4).unbind()
     batch = {"past_values": past[0], "past_time_features": past[1][..., None]}
     batch |= {"future_values": future[0], "future_time_features": future[1][..., None]}
@@ -125,3 +130,16 @@ def test_an_encoder_that_halves_its_text_gets_no_mask_of_the_whole():
         patch_model(model, "softmax1")
     torch.manual_seed(1)
     torch.testing.assert_close(model(**batch).encoder_last_hidden_state, want)
+
+
+def test_layers_behind_a_halved_text_count_the_keys_that_are_left():
+    encoder = informer(attention_type="full", dropout=0.0).encoder
+    text = torch.randn(2, 12, encoder.config.feature_size, generator=torch.Generator().manual_seed(0))
+    want = encoder(inputs_embeds=text).last_hidden_state
+    patch_model(encoder, {"layers.1.self_attn": "logn"}, options={"train_length": 6})  # a factor of 1
+    torch.testing.assert_close(encoder(inputs_embeds=text).last_hidden_state, want)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    torch.testing.assert_close(encoder(inputs_embeds=text, attention_mask=mask).last_hidden_state, want)
+    mask[1, 7:] = 0
+    with pytest.raises(UnsupportedMaskError, match=r"12 keys, and this layer has 6 left.*rows of one length"):
+        encoder(inputs_embeds=text, attention_mask=mask)

@@ -146,6 +146,27 @@ def test_generation_stops_and_asks_for_room(lm_class, folder):
         lm.generate_until([request("generate_until", "one", {})])
 
 
+def test_an_answer_longer_than_the_model_reads_is_refused(lm_class, folder):
+    lm = lm_class(str(folder), max_length=4)
+    with pytest.raises(OptionError, match=r"has 10 tokens, and can have 1 to max_length, which is 4"):
+        lm.loglikelihood([request("loglikelihood", "one", " apple pie")])
+
+
+def test_a_model_that_computes_nan_has_no_accuracy(lm_class, folder, tokenizer):
+    model = from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    lm = lm_class(model, tokenizer=tokenizer)
+    settings = {"max_gen_toks": 2, "until": [], "do_sample": False}
+    for ask, given in (
+        (lm.loglikelihood, pairs()),
+        (lm.loglikelihood_rolling, [request("loglikelihood_rolling", TEXT)]),
+        (lm.generate_until, [request("generate_until", "a", settings)]),
+    ):
+        with pytest.raises(DataError, match="the weights hold NaN"):
+            ask(given, disable_tqdm=True)
+
+
 def test_an_adapter_goes_on_top_of_the_patch(lm_class, patched, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
