@@ -12,7 +12,7 @@ from hf_linattn.attention import Tokens
 
 from . import ring
 from .rest import before_first, without_gates
-from .ring import KeyValues, WindowState
+from .ring import WindowState
 
 LEAST = 32
 """Columns from the start."""
@@ -20,15 +20,18 @@ LEAST = 32
 
 def begun(window: Any, tokens: Tokens) -> WindowState:
     """Keep the first tokens of a text, at most as many as the window has, none of them padding."""
-    key, length, sinks = tokens.key, tokens.length, window.sinks
+    key, value, batch, length, sinks = tokens.key, tokens.value, len(tokens.key), tokens.length, window.sinks
     room = min(window.size, max(LEAST, 2 * length))
-    new = KeyValues(key, tokens.value, ring.counted(tokens))
-    first = ring.padded(new.first(sinks), 0, max(sinks - length, 0))
-    columns = ring.padded(new, 0, room - length)
-    columns.valid[:, :sinks] = False
-    oldest = key.new_full((key.shape[0],), length % room, dtype=torch.int64)
-    nothing = key.new_empty(key.shape[0], 0)
-    state = WindowState(*columns, *first, oldest, nothing, nothing)
+    valid, first = (key.new_zeros(batch, count, dtype=torch.bool) for count in (room, sinks))
+    valid[:, sinks:length] = first[:, :length] = True
+    state = WindowState(
+        *(ring.lengthened(x, room - length) for x in (key, value)),
+        valid,
+        *(ring.lengthened(x[:, :, :sinks], sinks - length) for x in (key, value)),
+        first,
+        key.new_full((batch,), length % room, dtype=torch.int64),
+        *(key.new_empty(batch, 0) for _ in range(2)),
+    )
     return state if room < window.size else _with_rest(window, tokens, state)
 
 

@@ -426,20 +426,25 @@ def _as_tokens(kept: KeyValues, like: Tokens) -> Tokens:
 
 def padded(kept: KeyValues, before: int, behind: int) -> KeyValues:
     """Add columns that do not count on both sides."""
-    sides, whole = (0, 0, before, behind), torch.contiguous_format
-    if not before and not behind:  # F.pad would keep the order of tokens and heads in memory
-        return KeyValues(*(x.clone(memory_format=whole) for x in kept))
-    if not before and all(_takes_pages_late(x, behind) for x in kept[:2]):
-        key, value = (_with_room(x, behind) for x in kept[:2])
-        return KeyValues(key, value, F.pad(kept.valid, (0, behind)))
-    return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), F.pad(kept.valid, (before, behind)))
+    valid, sides = F.pad(kept.valid, (before, behind)), (0, 0, before, behind)
+    if not before:
+        return KeyValues(lengthened(kept.key, behind), lengthened(kept.value, behind), valid)
+    return KeyValues(F.pad(kept.key, sides), F.pad(kept.value, sides), valid)
+
+
+def lengthened(x: Tensor, behind: int) -> Tensor:
+    """Copy tokens `[B, H, N, D]` to memory of their own, with zeros for so many behind them, if any."""
+    if behind <= 0:  # F.pad would keep the order of tokens and heads in memory
+        return x.clone(memory_format=torch.contiguous_format)
+    return _with_room(x, behind) if _takes_pages_late(x, behind) else F.pad(x, (0, 0, 0, behind))
 
 
 def _takes_pages_late(x: Tensor, behind: int) -> bool:
     """Whether zeros behind these tokens are so many that memory should not be written before tokens come."""
     if x.device.type != "cpu" or x.requires_grad or type(x) is not Tensor or torch.compiler.is_compiling():
         return False
-    return x[:, :, :1].numel() * behind * x.element_size() >= LARGE
+    batch, heads, _, width = x.shape
+    return batch * heads * behind * width * x.element_size() >= LARGE
 
 
 def _with_room(x: Tensor, behind: int) -> Tensor:
