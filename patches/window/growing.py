@@ -1,7 +1,7 @@
 """The ring of a text that begins on a CPU: it has room for as many tokens again, and grows with the text.
 
-A short text then neither writes nor reads what it has no tokens for: columns of keys and values, and the
-state of what leaves the window, which comes with the last columns.
+A short text then neither writes nor reads what it has no tokens for. With the last columns come the state of
+what leaves the window, and the sinks, which are among the other columns till then.
 """
 
 from typing import Any
@@ -20,19 +20,19 @@ LEAST = 32
 
 def begun(window: Any, tokens: Tokens) -> WindowState:
     """Keep the first tokens of a text, at most as many as the window has, none of them padding."""
-    key, value, batch, length, sinks = tokens.key, tokens.value, len(tokens.key), tokens.length, window.sinks
+    key, value, batch, length = tokens.key, tokens.value, len(tokens.key), tokens.length
     room = min(window.size, max(LEAST, 2 * length))
-    valid, first = (key.new_zeros(batch, count, dtype=torch.bool) for count in (room, sinks))
-    valid[:, sinks:length] = first[:, :length] = True
+    valid = key.new_zeros(batch, room, dtype=torch.bool)
+    valid[:, :length] = True
     state = WindowState(
         *(ring.lengthened(x, room - length) for x in (key, value)),
         valid,
-        *(ring.lengthened(x[:, :, :sinks], sinks - length) for x in (key, value)),
-        first,
+        *(x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value)),
+        valid.new_empty(batch, 0),
         key.new_full((batch,), length % room, dtype=torch.int64),
         *(key.new_empty(batch, 0) for _ in range(2)),
     )
-    return state if room < window.size else _with_rest(window, tokens, state)
+    return state if room < window.size else _completed(window, tokens, state)
 
 
 def with_room(window: Any, tokens: Tokens, state: WindowState | None) -> WindowState | None:
@@ -54,10 +54,17 @@ def with_room(window: Any, tokens: Tokens, state: WindowState | None) -> WindowS
     oldest = torch.where(state.oldest == 0, room, state.oldest)  # of full rows
     columns = ring.padded(state.window, 0, size - room)
     state = WindowState(*columns, *state.sinks, oldest, state.S, state.z)
-    return state if size < window.size else _with_rest(window, tokens, state)
+    return state if size < window.size else _completed(window, tokens, state)
 
 
-def _with_rest(window: Any, tokens: Tokens, state: WindowState) -> WindowState:
+def _completed(window: Any, tokens: Tokens, state: WindowState) -> WindowState:
+    """Take the sinks out of a ring that has all its columns, and add the state of what leaves it."""
+    count, missing = window.sinks, window.sinks - state.valid.shape[1]
+    if count:
+        first = ring.padded(state.window.first(count), 0, max(missing, 0))
+        columns = state.window._replace(valid=state.valid.clone())
+        columns.valid[:, :count] = False
+        state = WindowState(*columns, *first, *state[6:])
     if not window.inner:
         return state
     return state.with_linear(before_first(window.rest, without_gates(tokens, window.gate_count)))

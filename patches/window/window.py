@@ -433,7 +433,7 @@ class Window(StatefulAttention):
         """
         assert tokens.query is not None
         query, key, value = tokens.query, seen.key, self._values(seen.value)
-        window, turn = None, self._turn()
+        window, turn, slots = None, self._turn(), seen.sinks.key.shape[2]  # of sinks: none while a ring grows
         sinks = seen.sinks._replace(value=self._values(seen.sinks.value))
         if not isinstance(other, Elu1Sums):
             other = with_own_sink(tokens, value.shape[-1], other)
@@ -441,18 +441,18 @@ class Window(StatefulAttention):
             assert seen.valid is not None
             window = types.Window(query, key, value, seen.valid, span, tokens.scaling)
         whole = window if tokens.softcap is None else None
-        if whole is not None and window_attention.kernels_take(whole, self.sinks, other and type(other)):
-            given = for_triton(query, sinks, seen.ranks, turn) if self.sinks else None
+        if whole is not None and window_attention.kernels_take(whole, slots, other and type(other)):
+            given = for_triton(query, sinks, seen.ranks, turn) if slots else None
             return window_attention.by_kernels(whole, given, other)
         if isinstance(other, Elu1Sums):
             other = scaled(self._linear(), query, *other)
         if whole is not None and window_attention.native_takes(whole, other):
-            beside = for_cpp(query, sinks, seen.ranks, turn) if self.sinks else None
-            if beside is not None or not self.sinks:
+            beside = for_cpp(query, sinks, seen.ranks, turn) if slots else None
+            if beside is not None or not slots:
                 return window_attention.native(whole, other, beside)
         if other is not None:
             other = ScaledSums(*of_all_queries(tokens.length, *other))
-        if self.sinks:
+        if slots:
             first = sink_sums(upcast(query), sinks, seen.ranks, turn, tokens.scaling, tokens.softcap)
             other = first if other is None else band.add_sums(first, other)
         if window is not None:

@@ -158,3 +158,19 @@ def test_a_cache_holds_no_more_than_its_text(compiled):
         state = cache.layers[0].state
         held.append((state.valid.shape[1], state.z.numel() > 0))
     assert held == [(32, False)] * 27 + [(SIZE, True)] * (LENGTH - 32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("sinks", "first"), [(3, 1), (45, 5)], ids=["few tokens", "more sinks than columns"])
+def test_sinks_come_out_of_a_short_ring(sinks, first, begun, compiled):
+    """With several tokens at once, before which there are fewer than sinks."""
+    ids, options = tiny_models.tokens(2, 100), {"window": {"size": SIZE, "sinks": sinks, "positions": "text"}}
+
+    def model(dtype):
+        torch.manual_seed(0)
+        return patch_model(tiny_models.llama(dtype=dtype), "window+elu1", options=options)
+
+    want = model(torch.float64)(ids, use_cache=False).logits
+    got = decoded(model(torch.float32), ids, first, several, at=first)
+    assert begun == [first] * 2
+    assert relative_error(got.double(), want) < 1e-4
