@@ -12,7 +12,7 @@ from hf_linattn.attention import Tokens
 
 from . import ring
 from .rest import before_first, without_gates
-from .ring import WindowState
+from .ring import KeyValues, WindowState
 
 LEAST = 32
 """Columns from the start."""
@@ -22,16 +22,11 @@ def begun(window: Any, tokens: Tokens) -> WindowState:
     """Keep the first tokens of a text, at most as many as the window has, none of them padding."""
     key, value, batch, length = tokens.key, tokens.value, len(tokens.key), tokens.length
     room = min(window.size, max(LEAST, 2 * length))
-    valid = key.new_zeros(batch, room, dtype=torch.bool)
+    valid, nothing = key.new_zeros(batch, room, dtype=torch.bool), key.new_empty(batch, 0)
     valid[:, :length] = True
-    state = WindowState(
-        *(ring.lengthened(x, room - length) for x in (key, value)),
-        valid,
-        *(x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value)),
-        valid.new_empty(batch, 0),
-        key.new_full((batch,), length % room, dtype=torch.int64),
-        *(key.new_empty(batch, 0) for _ in range(2)),
-    )
+    columns = KeyValues(ring.lengthened(key, room - length), ring.lengthened(value, room - length), valid)
+    oldest = key.new_full((batch,), length % room, dtype=torch.int64)
+    state = WindowState(*columns, *columns.first(0), oldest, nothing, nothing)
     return state if room < window.size else _completed(window, tokens, state)
 
 
@@ -53,7 +48,7 @@ def with_room(window: Any, tokens: Tokens, state: WindowState | None) -> WindowS
         size = min(size, 2 * room)
     oldest = torch.where(state.oldest == 0, room, state.oldest)  # of full rows
     columns = ring.padded(state.window, 0, size - room)
-    state = WindowState(*columns, *state.sinks, oldest, state.S, state.z)
+    state = WindowState(*columns, *columns.first(0), oldest, state.S, state.z)
     return state if size < window.size else _completed(window, tokens, state)
 
 
