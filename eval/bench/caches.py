@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_linattn import bypassed, is_patched
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.cache_layers import output_cache, self_attention_cache
+from hf_linattn.patching.cache_layers import cache_argument, output_cache, self_attention_cache
 
 from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
@@ -128,7 +128,7 @@ def growth_by_side(model: nn.Module, ids: Tensor) -> dict[str, list[Growth] | No
             with side():
                 cache = read(model, ids[:, :-2])[1]
                 # a window's ring grows with its text, and has all its columns behind several tokens at once
-                forward(model, ids[:, -2:], 1, past_key_values=cache, use_cache=True)
+                forward(model, ids[:, -2:], 1, **{cache_argument(model): cache}, use_cache=True)
                 growths[name] = growth(cache)
     return growths
 

@@ -322,7 +322,7 @@ def layer_kinds(model: Any, sites: list[AttentionSite]) -> list[str]:
     return [kinds[layer] for layer in wanted]
 
 
-@torch.no_grad()
+@torch.enable_grad()  # the ring of a text without gradients grows with it, and a slot is for a whole one
 def _probed_states(model: Any, kinds: list[str]) -> dict[int, Any]:
     """Learn the state of each layer that keeps one, of one row and without data, from one token."""
     if STATES not in kinds:
@@ -333,7 +333,7 @@ def _probed_states(model: Any, kinds: list[str]) -> dict[int, Any]:
     for layer, kind in enumerate(kinds):
         if kind == STATES:
             state = cache.layers[layer].state
-            states[layer] = state_like(state, [x.to("meta") for x in state])
+            states[layer] = state_like(state, [x.detach().to("meta") for x in state])
     return states
 
 
