@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_linattn import bypassed, is_patched
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.errors import UnsupportedModelError
-from hf_linattn.patching.cache_layers import cache_argument, output_cache, self_attention_cache
+from hf_linattn.patching.cache_layers import output_cache, self_attention_cache
 
 from ..common.models import UNPATCHED
 from ..common.nll import forward, scoring
@@ -125,11 +125,8 @@ def growth_by_side(model: nn.Module, ids: Tensor) -> dict[str, list[Growth] | No
     growths = {}
     with scoring(model):
         for name, side in sides(model).items():
-            with side():
-                cache = read(model, ids[:, :-2])[1]
-                # a window's ring grows with its text, and has all its columns behind several tokens at once
-                forward(model, ids[:, -2:], 1, **{cache_argument(model): cache}, use_cache=True)
-                growths[name] = growth(cache)
+            with side(), torch.enable_grad():  # without gradients a window's ring grows with its text
+                growths[name] = growth(read(model, ids)[1])
     return growths
 
 

@@ -170,6 +170,16 @@ def refuse_nan(logits: Tensor, model: nn.Module) -> None:
         raise DataError(f"the logits of {type(model).__name__} are not numbers: {NOT_FINITE}")
 
 
+def nan_refused(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a logits processor for `generate` that refuses NaN and changes nothing."""
+
+    def checked(_: Tensor, logits: Tensor) -> Tensor:
+        refuse_nan(logits, model)
+        return logits
+
+    return checked
+
+
 def embedding_rows(model: Any) -> int:
     """Count the tokens that the model can read."""
     return int(model.get_input_embeddings().weight.shape[0])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_linattn import describe
 from hf_linattn.cli.files import write_json
@@ -20,7 +19,7 @@ from hf_linattn.ops.dispatch import kernels
 from hf_linattn.patching.causality import require_causal
 
 from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
-from ..common.nll import explained_failures, refuse_nan, scoring
+from ..common.nll import explained_failures, nan_refused, scoring
 from ..common.results import versions
 
 FORMAT = "hf_linattn.samples/1"
@@ -82,10 +81,6 @@ def generate(
     if temperature is not None:
         choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
-    def checked(_: Tensor, logits: Tensor) -> Tensor:
-        refuse_nan(logits, model)
-        return logits
-
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     written = []
     with scoring(model):
@@ -103,7 +98,7 @@ def generate(
                         attention_mask=torch.ones_like(ids),
                         max_new_tokens=max_new_tokens,
                         pad_token_id=pad,
-                        logits_processor=[checked],
+                        logits_processor=[nan_refused(model)],
                         **choice,
                     )[0, ids.shape[1] :]
                 seconds = round(time.perf_counter() - start, 3)

@@ -26,7 +26,7 @@ from hf_linattn.patching.loading import explain_missing, gguf_parts
 
 from ..common.cli import json_object
 from ..common.models import UNPATCHED
-from ..common.nll import refuse_nan
+from ..common.nll import nan_refused, refuse_nan
 
 NAME = "hf_linattn"
 OTHER_LOADERS = ("delta", "autogptq", "gptqmodel", "gguf_file", "tp_plan")
@@ -145,11 +145,8 @@ class LinattnLM(HFLM):  # type: ignore[misc]  # lm_eval has no types
         return found
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        def checked(_: Tensor, scores: Tensor) -> Tensor:
-            refuse_nan(scores, self.model)
-            return scores
-
-        return super()._model_generate(context, max_length, stop, logits_processor=[checked], **kwargs)
+        kwargs["logits_processor"] = [nan_refused(self.model)]
+        return super()._model_generate(context, max_length, stop, **kwargs)
 
 
 @dataclass(frozen=True)

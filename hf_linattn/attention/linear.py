@@ -215,11 +215,8 @@ class LinearAttention(StatefulAttention):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> tuple[Tensor, State] | None:
         """Compute the first tokens by a call that was packed before."""
-        if not (self.plain and self._all_in_kernel()) or transforming():
-            return None
-        given = query, key, value, None, self.gate() if self.has_decay else None
-        found = plan.find(*given, self.fused, self.eps, True, True, CHUNK)
-        outputs = None if found is None else found.run(*given, None)
+        tokens = Tokens(query, key, value, scaling)
+        outputs = self._planned(tokens, True, True) if self._all_in_kernel() else None
         return None if outputs is None else (outputs[0], State(*outputs[2:]))
 
     def prepared_step(self, call: Call) -> PreparedToken | None:

@@ -86,17 +86,9 @@ def begin(
     how: tuple[float | None, float, bool],
     extras: dict[str, Any],
 ) -> Tensor | None:
-    """Compute the first tokens of a text, none of them padding; None where more must be looked at.
+    """Compute the first N tokens of a text, none of them padding; None where more must be looked at.
 
-    Args:
-        child: the module's `PatchedAttention`.
-        layer: of the cache, empty.
-        query: `[B, H, N, D]`.
-        key: `[B, Hkv, N, D]`.
-        value: `[B, Hkv, N, Dv]`.
-        mask: see `masks`.
-        how: scaling, dropout, and whether the attention is causal.
-        extras: the other keywords of the interface call.
+    Arguments as of `run_again`, of N tokens; nothing is prepared in the layer.
     """
     if not query.is_cpu or torch.is_grad_enabled() or torch.compiler.is_compiling() or exporting():
         return None

@@ -17,7 +17,7 @@ from hf_linattn.ops.triton.token_selftest import TokenForm
 from hf_linattn.ops.triton.window import Sinks
 from hf_linattn.ops.types import Gate, State
 
-from . import ring
+from . import growing, ring
 from .ring import WindowState
 from .sinks import Turn
 
@@ -141,7 +141,7 @@ def prepare(
     tokens = Tokens(query, call.key, call.value, call.scaling, sink=call.sink, softcap=call.softcap)
     if not tokens.is_plain or not takes.linear(query, tokens.key, tokens.value, state.linear):
         return None
-    rest = window.rest if window.inner and state.linear is not None else None
+    rest = growing.rest_of(window, state)
     if rest is not None and (
         (rest.gate() is None and rest.has_decay) or (rest.fused == "none" and rest.softmax_map() is None)
     ):

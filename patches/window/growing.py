@@ -60,6 +60,16 @@ def _completed(window: Any, tokens: Tokens, state: WindowState) -> WindowState:
         columns = state.window._replace(valid=state.valid.clone())
         columns.valid[:, :count] = False
         state = WindowState(*columns, *first, *state[6:])
+    return with_rest(window, tokens, state)
+
+
+def with_rest(window: Any, tokens: Tokens, state: WindowState) -> WindowState:
+    """Add the linear attention's state before the first of these tokens, if there is such an attention."""
     if not window.inner:
         return state
     return state.with_linear(before_first(window.rest, without_gates(tokens, window.gate_count)))
+
+
+def rest_of(window: Any, state: WindowState) -> Any:
+    """Return the linear attention; None for a window alone, and while nothing can leave it."""
+    return window.rest if window.inner and state.linear is not None else None

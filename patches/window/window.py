@@ -211,8 +211,8 @@ class Window(StatefulAttention):
 
     def _step(self, tokens: Tokens, state: WindowState) -> tuple[Tensor, WindowState]:
         """Compute one token."""
-        rest = self._linear() if self.inner and state.linear is not None else None
         if self._sums_in_kernels() and tokens.is_plain:
+            rest = growing.rest_of(self, state)
             fused = fused_step(rest, tokens, state, *self._turn_and_share())
             if fused is not None:
                 return fused
@@ -295,8 +295,7 @@ class Window(StatefulAttention):
 
     def _begun(self, tokens: Tokens) -> WindowState:
         """Return the state after such a text."""
-        rest = before_first(self._linear(), without_gates(tokens, self.gate_count)) if self.inner else None
-        return ring.from_prompt(tokens, self.size, self.sinks).with_linear(rest)
+        return growing.with_rest(self, tokens, ring.from_prompt(tokens, self.size, self.sinks))
 
     def prefill(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float
