@@ -29,7 +29,8 @@ class Elu1(LinearAttention):
 
     def query_map(self, query: Tensor) -> Tensor:
         """phi(q) over exp(max_d q_d) where all of q is negative: the same output, no underflow for any q."""
-        return (query.clamp(max=0) - self.query_log_scale(query).unsqueeze(-1)).exp() + query.clamp(min=0)
+        scale = self.query_log_scale(query).to(query.dtype).unsqueeze(-1)  # one of its numbers
+        return (query.clamp(max=0) - scale).exp() + query.clamp(min=0)
 
     def query_log_scale(self, query: Tensor) -> Tensor:
         """min(max_d q_d, 0), never in 16 bits: exp is taken of differences to it."""

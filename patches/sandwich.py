@@ -7,6 +7,9 @@ from hf_linattn.attention import AttentionSite, Modifier
 from hf_linattn.errors import OptionError
 from hf_linattn.registry import register
 
+NO_FLOAT64 = ("mps",)
+"""Devices, Apple's GPUs, on whose behalf the CPU computes angles."""
+
 
 @register("sandwich")
 class Sandwich(Modifier):
@@ -40,7 +43,8 @@ class Sandwich(Modifier):
 
     def score_bias(self, distance: Tensor) -> Tensor:
         """Looked up by distance: cosines of every pair would cost size times as much."""
-        table = self.products(distance.shape[-1], distance.device).to(distance.dtype)
+        device = torch.device("cpu") if distance.device.type in NO_FLOAT64 else distance.device
+        table = self.products(distance.shape[-1], device).to(distance.dtype).to(distance.device)
         head = torch.arange(1, self.heads + 1, dtype=distance.dtype, device=distance.device)
         bias = table[distance.abs().long()]  # below the number of keys
         return bias[:, None] * (self.heads / (8 * head))[:, None, None]

@@ -170,7 +170,7 @@ def _agreement(form: Form, config: BenchConfig, seed: int) -> str:
     probe = BenchConfig(config.shape, "prefill", min(PROBE, config.length), True, config.dtype, config.device)
     tensors = random_inputs(probe, seed)
     with torch.no_grad():
-        output = form(*_features(tensors.query, tensors.key, tensors.value)).double()
+        output = form(*_features(tensors.query, tensors.key, tensors.value)).cpu().double()
         numerator, total = _definition(tensors)
     tolerance = TOLERANCE[config.dtype]
     error = _distance(output, numerator / total)
@@ -185,8 +185,9 @@ def _agreement(form: Form, config: BenchConfig, seed: int) -> str:
 
 
 def _definition(tensors: RandomInputs) -> tuple[Tensor, Tensor]:
-    """Return numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64."""
-    query, key, value = _features(tensors.query.double(), tensors.key.double(), tensors.value.double())
+    """Return numerator `[B, N, H, Dv]` and total of elu1 by N x N weights, in float64 on the CPU."""
+    three = (x.cpu().double() for x in (tensors.query, tensors.key, tensors.value))
+    query, key, value = _features(*three)
     weights = (query @ key.mT).tril()
     return (weights @ value).transpose(1, 2), weights.sum(-1, keepdim=True).transpose(1, 2)
 

@@ -49,9 +49,12 @@ def machine() -> str:
 
 
 def default_device() -> torch.device:
-    """Choose the accelerator if there is one, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    """Choose the accelerator if there is one and accelerate may use it (ACCELERATE_USE_CPU), else the CPU."""
+    from accelerate.utils import parse_flag_from_env
+
+    if parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def recorded(args: Any, *without: str) -> dict[str, Any]:

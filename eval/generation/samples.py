@@ -20,7 +20,7 @@ from hf_linattn.patching.causality import require_causal
 
 from ..common.models import ModelSpec, load_model, load_tokenizer, set_seed
 from ..common.nll import explained_failures, nan_refused, scoring
-from ..common.results import versions
+from ..common.results import default_device, versions
 
 FORMAT = "hf_linattn.samples/1"
 MEMORY = "out of memory: take a shorter --prompt, fewer --new-tokens, --dtype bfloat16 or a smaller model"
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, command: str) -> str:
         LinattnError: a prompt or a model cannot be used.
     """
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(default_device())
     samples: list[dict[str, Any]] = []
     models: list[dict[str, Any]] = []
     settings = {name: getattr(args, name) for name in ("temperature", "samples", "seed")}

@@ -191,13 +191,14 @@ class Evaluator:
 
 def _sums(original: Tensor, other: Tensor, targets: Tensor) -> tuple[list[float], list[float]]:
     """Sum nats of `other` and KL(original || other) by row, from logits `[B, N, V]`, tokens `[B, N]`."""
-    nats = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
+    # in float64 on the CPU: Apple's GPUs do not have it
+    nats = torch.zeros(len(targets), dtype=torch.float64)
     divergences = torch.zeros_like(nats)
     parts = zip(*(x.split(LOSS_CHUNK, 1) for x in (original, other, targets)), strict=True)
     for first, second, tokens in parts:
         log_p, log_q = (x.float().log_softmax(-1) for x in (first, second))
-        nats -= log_q.gather(-1, tokens[..., None])[..., 0].double().sum(1)
+        nats -= log_q.gather(-1, tokens[..., None])[..., 0].cpu().double().sum(1)
         p = log_p.exp()
         # a token that the model rules out has no part in the sum, and -inf - -inf is no number
-        divergences += torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).double().sum(1)
+        divergences += torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).cpu().double().sum(1)
     return nats.tolist(), divergences.tolist()

@@ -191,15 +191,16 @@ def score_stream(
 
 
 def _bucket_sums(nats: Tensor, edges: list[int]) -> list[list[float]]:
-    """Sum nats `[B, N]` by bucket in float64: B lists."""
+    """Sum nats `[B, N]` by bucket in float64, which Apple's GPUs do not have: B lists."""
     widths = [high - low for low, high in pairwise(edges)]
-    sums: list[list[float]] = torch.stack([p.sum(1) for p in nats.double().split(widths, 1)], 1).tolist()
+    parts = nats.cpu().double().split(widths, 1)
+    sums: list[list[float]] = torch.stack([part.sum(1) for part in parts], 1).tolist()
     return sums
 
 
 def _add_by_position(sums: list[float], edges: list[int], start: int, nats: Tensor) -> None:
     """Add the nats of positions start, start + 1, ... to their buckets."""
-    nats = nats.double()
+    nats = nats.cpu().double()
     for k, (low, high) in enumerate(pairwise(edges)):
         part = nats[max(low - start, 0) : max(high - start, 0)]
         if len(part):

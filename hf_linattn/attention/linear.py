@@ -155,7 +155,8 @@ class LinearAttention(StatefulAttention):
         backend = choose_backend(*given, self.fused, state, form, self.features)
         if backend == "vectorised":
             numerator, total, after = self._vectorised(tokens, state)
-            return linear.normalised(numerator, total) if divide else numerator, total, after
+            output = linear.normalised(numerator, total) if divide else numerator.to(total.dtype)
+            return output, total, after
         config = OpConfig(self.fused, self.eps, divide)
         if backend == "cpp" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gate = self.gate()

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Path:
     from hf_linattn.cli.jobs import run_jobs
     from hf_linattn.demo import smollm2
     from hf_linattn.demo.data import prepare
-    from hf_linattn.demo.folder import claim, cores, fingerprint
+    from hf_linattn.demo.folder import claim, cores, device, fingerprint
     from hf_linattn.patching.loading import load_config, load_tokenizer
 
     if args.model is not None:
@@ -120,9 +120,12 @@ def run(args: argparse.Namespace) -> Path:
         sys.stderr.write(note + "\n")
     prompt = args.output_dir / "data" / "question.txt"
     prompt.write_bytes(chat_prompt(tokenizer, args.question).encode("utf-8"))
+    args.cpu = device(args.cpu) == "cpu"
     steps = make_steps(args, model, replace(data, prompts=[str(prompt)]))
     write_json(args.output_dir / "commands.json", steps.commands)
     environment = {"OMP_NUM_THREADS": str(cores()), "TOKENIZERS_PARALLELISM": "false"}
+    if args.cpu:  # of those commands, too, that have no --cpu
+        environment["ACCELERATE_USE_CPU"] = "true"
     run_jobs(steps.jobs, args.output_dir / "logs", 1, environment)
     return Path(args.output_dir) / "report.html"
 

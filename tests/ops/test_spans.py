@@ -1,5 +1,7 @@
 """The vectorised form, which GPUs fall back to: spans of bounded size, products in 16 bits."""
 
+import itertools
+
 import pytest
 import torch
 from helpers import definitions, tiny_models
@@ -8,6 +10,7 @@ from hf_linattn import patch_model
 from hf_linattn.attention import Tokens
 from hf_linattn.eval.bench import memory
 from hf_linattn.ops.eager import linear
+from hf_linattn.ops.types import State
 
 
 @pytest.fixture
@@ -75,16 +78,26 @@ def test_products_in_bfloat16(kind):
     query, key, value = (torch.randn(1, 2, 300, 16, generator=generator).bfloat16() for _ in "qkv")
     phi_q, phi_k = (definitions.feature_map(x.float(), kind, True, 0.01) for x in (query, key))
     decay = -0.1 * torch.rand(1, 2, 300, generator=generator)
-    for fade in (None, decay):
-        numerator, total, state = linear.causal(
-            phi_q, phi_k, value.float(), log_decay=fade, products=torch.bfloat16
+    documents = (torch.arange(300) >= 130).long()[None]
+    before = State(*(torch.rand(1, 2, *shape, generator=generator) for shape in ((16, 16), (16,))))
+    for fade, labels, state in itertools.product((None, decay), (None, documents), (None, before)):
+        numerator, total, after = linear.causal(
+            phi_q, phi_k, value.float(), state, labels, fade, products=torch.bfloat16
         )
-        output = linear.normalised(numerator, total)
-        assert {x.dtype for x in (output, total, *state)} == {torch.float32}
+        assert numerator.dtype == torch.bfloat16
+        assert {x.dtype for x in (total, *after)} == {torch.float32}
+        output = linear.normalised(numerator.clone(), total)
+        assert output.dtype == torch.float32
+        with torch.no_grad():
+            assert torch.equal(linear.normalised(numerator, total), output.bfloat16())
+        given = phi_q.double(), phi_k.double(), value.double()
         exact = definitions.linear(
-            phi_q.double(), phi_k.double(), value.double(), log_decay=None if fade is None else fade.double()
+            *given,
+            **{} if state is None else {"S": state.S.double(), "z": state.z.double()},
+            documents=labels,
+            log_decay=None if fade is None else fade.double(),
         )
-        for got, want in zip((output, total, *state), exact, strict=True):
+        for got, want in zip((output, total, *after), exact, strict=True):
             assert float((got - want).norm() / want.norm()) < 6e-3
 
 
@@ -115,21 +128,23 @@ def test_models_in_bfloat16(monkeypatch, spec, length):
         assert float((got - want).norm()) < 3e-2 * float(want.norm() + weight.norm() * (length == 1))
 
 
-@pytest.mark.parametrize(("spec", "most"), [("elu1", 21), ("relu", 17)])
-def test_what_it_moves_in_bfloat16(spec, most):
+@pytest.mark.parametrize(("spec", "most", "trained"), [("elu1", 13, 43), ("relu", 10, 34), ("decay", 19, 50)])
+def test_what_it_moves_in_bfloat16(spec, most, trained):
     """In times queries, keys, values and outputs; `pytest -s` prints it."""
     model = patch_model(tiny_models.llama(1, dtype=torch.bfloat16, head_dim=64), spec)
     attention = model.model.layers[0].self_attn.linattn.attention
-    for length in (4096, 8192):
-        given = [torch.empty(1, length, 2, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)] * 3
+    for length, train in ((4096, False), (8192, False), (4096, True)):
+        given = [torch.empty(1, length, 2, 64, dtype=torch.bfloat16, device="meta") for _ in "qkv"]
+        given = [x.transpose(1, 2).requires_grad_(train) for x in given]
 
-        def call(given=given):
-            with torch.no_grad():
-                return attention.causal(Tokens(*given, 0.125), None)[0].to(torch.bfloat16)
+        def call(given=given, train=train):
+            with torch.set_grad_enabled(train):
+                output = attention.causal(Tokens(*given, 0.125), None)[0].to(torch.bfloat16)
+            return torch.autograd.grad(output, given, torch.empty_like(output)) if train else output
 
         times = memory.moved(call) / (4 * given[0].numel() * 2)
-        print(f"{spec}, {length:,} tokens: {times:.1f} times q + k + v + o")
-        assert 6 < times < most + (length > 4096) * 2  # two spans are put together
+        print(f"{spec}, {length:,} tokens{', trained' * train}: {times:.1f} times q + k + v + o")
+        assert 6 < times < (trained if train else most + (length > 4096) * 2)  # two spans are put together
     x = torch.empty(10, 10, device="meta")
     assert memory.moved(lambda: (x.view(100), x.mT, torch.empty_like(x))) == 0
     assert memory.moved(lambda: (x + x[0], x.add_(1))) == (210 + 200) * 4

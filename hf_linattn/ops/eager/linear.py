@@ -64,10 +64,13 @@ def grouped(phi_q: Tensor, kv_heads: int) -> Tensor:
 def normalised(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Divide `[B, H, N, Dv]` by `[B, H, N]`.
 
-    Rows that see nothing, 0 / 0, give 0 with finite gradients; an added epsilon would bias all rows.
+    Rows that see nothing, 0 / 0, give 0 with finite gradients; an added epsilon would bias all rows. A
+    numerator of 16 bits, as `causal` returns it, is written over where nobody wants gradients.
     """
-    safe = torch.where(denominator > 0, denominator, 1.0)
-    return numerator / safe.unsqueeze(-1)
+    safe = torch.where(denominator > 0, denominator, 1.0).unsqueeze(-1)
+    if numerator.dtype == denominator.dtype or torch.is_grad_enabled():
+        return numerator / safe
+    return numerator.div_(safe)  # computed in float32, and rounded as the model will have it
 
 
 def read(phi_q: Tensor, state: State) -> tuple[Tensor, Tensor]:
@@ -172,11 +175,12 @@ def causal(
             one.
         log_decay: `[B, Hkv, N]`, at most 0: each token scales what came before it by its exponential.
         in_place: a single token may write its state over the one before.
-        products: dtype to which operands are rounded, and in which they may come; sums are float32 then. None
-            for that of the features.
+        products: dtype to which operands are rounded, and in which they may come; totals and states are
+            float32 then. None for that of the features.
 
     Returns:
-        Numerator `[B, H, N, Dv]`, total `[B, H, N]`, and the state of the last document after the last token.
+        Numerator `[B, H, N, Dv]`, of several tokens in the dtype of products, total `[B, H, N]`, and the state
+        of the last document after the last token.
     """
     length = phi_k.shape[2]
     if length == 1:
@@ -248,25 +252,22 @@ def _block(
     products: torch.dtype | None = None,
 ) -> Sums:
     sums, rounded = (phi_k.dtype, phi_k.dtype) if products is None else (torch.float32, products)
-
-    def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
-        return torch.einsum(equation, a.to(rounded), b.to(rounded))
-
-    length = phi_k.shape[2]
+    length, shared = phi_k.shape[2], phi_q.shape[1] // phi_k.shape[1]
     query, key, values = (_chunks(x) for x in (grouped(phi_q, phi_k.shape[1]), phi_k, value))
-    if products is not None:  # once for all, and laid out as products read them
-        query, dense = query.transpose(2, 3), torch.contiguous_format
-        query, key, values = (x.to(products, memory_format=dense).contiguous() for x in (query, key, values))
-        query = query.transpose(2, 3)
+    # once for all, and laid out as products read them: queries [B, Hkv, chunks, H / Hkv, CHUNK, D]
+    query, key, values = (
+        x.to(rounded, memory_format=torch.contiguous_format).contiguous()
+        for x in (query.transpose(2, 3), key, values)
+    )
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=phi_k.device).tril()
-    intra: Tensor = lower.to(key.dtype)
+    intra: Tensor = lower.to(rounded)
     key_out, query_in, between, from_state = key, query, None, None
     if log_decay is not None:
         running = _chunks(log_decay.unsqueeze(-1))[..., 0].cumsum(-1)  # [B, Hkv, chunks, CHUNK]
         pairwise = running.unsqueeze(-1) - running.unsqueeze(-2)
-        intra = pairwise.masked_fill(~lower, float("-inf")).exp()[:, :, None]
-        key_out = key * (running[..., -1:] - running).exp().unsqueeze(-1)
-        query_in = query * running.exp()[:, :, None, :, :, None]
+        intra = pairwise.masked_fill(~lower, float("-inf")).exp()[:, :, :, None].to(rounded)
+        key_out = key * (running[..., -1:] - running).exp().unsqueeze(-1).to(rounded)
+        query_in = query * running.exp()[:, :, :, None, :, None].to(rounded)
         total = F.pad(running[..., -1].cumsum(-1), (1, 0))  # before each chunk, and behind the last
         chunks = torch.arange(total.shape[-1], device=key.device)
         log_between = total.unsqueeze(-1) - total[..., None, 1:]
@@ -275,24 +276,31 @@ def _block(
     if documents is not None:
         index = _chunk_index(length, key.shape[2], phi_k.device)
         label = documents[:, index.clamp(max=length - 1)]  # [B, chunks, CHUNK]
-        same = (label.unsqueeze(-1) == label.unsqueeze(-2))[:, None, None]
-        intra = intra * same
+        intra = intra * (label.unsqueeze(-1) == label.unsqueeze(-2))[:, None, :, None]
         first, last = label[..., :1], label[..., -1:]
         key_out = key_out * (label == last)[:, None, :, :, None]  # the last document of a chunk goes on
-        query_in = query_in * (label == first)[:, None, None, :, :, None]  # the first one looks back
+        query_in = query_in * (label == first)[:, None, :, None, :, None]  # the first one looks back
         reader = torch.cat([first, last[:, -1:]], 1)
         follows = (reader == last.transpose(1, 2)).tril(-1)[:, None].to(sums)
         between = follows if between is None else between * follows
         same_document = (reader[..., 0] == label[:, :1, 0])[:, None].to(sums)
         from_state = same_document if from_state is None else from_state * same_document
-    added = product("bhncd,bhnce->bhnde", key_out, values).to(sums)
-    states, final = _states_before(added, key_out.sum(3, dtype=sums), state, between, from_state)
-    scores = product("bhgncd,bhnkd->bhgnck", query, key) * intra
-    numerator = product("bhgnck,bhnke->bhgnce", scores, values).to(sums)
-    numerator = numerator + product("bhgncd,bhnde->bhgnce", query_in, states.S)
-    total = scores.sum(-1, dtype=sums) + torch.einsum("bhgncd,bhnd->bhgnc", query_in.to(sums), states.z)
+    key_sums = key_out.sum(3, dtype=sums)
+    added = key_out.mT @ values
+    states, final = _states_before(added, key_sums, state, between, from_state)
+    query_in = query_in.flatten(3, 4)
+    scores = (query.flatten(3, 4) @ key.mT).unflatten(3, (shared, CHUNK)) * intra
+    near, far = scores.sum(-1, dtype=sums).flatten(3, 4), query_in @ states.z.to(rounded).unsqueeze(-1)
+    numerator = _plus_product(scores.flatten(3, 4) @ values, query_in, states.S.to(rounded))
+    total = near + far.squeeze(-1)
+    numerator, total = (x.unflatten(3, (shared, CHUNK)).transpose(2, 3) for x in (numerator, total))
     numerator, total = (leading(x.flatten(3, 4), 3, length).flatten(1, 2) for x in (numerator, total))
     return numerator, total, final
+
+
+def _plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Compute x + a b of three matrices for each chunk, in one operation."""
+    return torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).view_as(x)
 
 
 def _states_before(
@@ -301,23 +309,44 @@ def _states_before(
     """Compute the state before each chunk, `[B, Hkv, chunks, D, Dv]`, and the one after the last.
 
     Args:
-        S: what each chunk adds, `[B, Hkv, chunks, D, Dv]`.
-        z: likewise, `[B, Hkv, chunks, D]`.
+        S: what each chunk adds, `[B, Hkv, chunks, D, Dv]`, which may be of 16 bits.
+        z: likewise, `[B, Hkv, chunks, D]`, in the dtype of sums, which the last state has, too.
         state: before the first chunk.
         between: `[B, 1 or Hkv, chunks + 1, chunks]`, what each later place takes of each chunk; None for all.
         from_state: `[B, 1 or Hkv, chunks + 1]`, what each place takes of `state`; None for all.
     """
+    carried = None
+    if state is not None:
+        carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
+        carried = carried if from_state is None else _scaled(carried, from_state)
+    if S.dtype != z.dtype and not torch.compiler.is_compiling():  # the chunks of a graph are not bounded
+        return _rounded_states_before(S, z, carried, between)
+    S = S.to(z.dtype)
     if between is None:
         # shifted, not total minus own: a large chunk would cancel small keys before it
         S, z = F.pad(S, (0, 0, 0, 0, 1, 0)).cumsum(2), F.pad(z, (0, 0, 1, 0)).cumsum(2)
     else:
         S, z = (between @ S.flatten(3)).unflatten(-1, S.shape[3:]), between @ z
-    if state is not None:
-        carried = State(state.S.unsqueeze(2), state.z.unsqueeze(2))
-        if from_state is not None:
-            carried = _scaled(carried, from_state)
+    if carried is not None:
         S, z = S + carried.S, z + carried.z
     return State(S[:, :, :-1], z[:, :, :-1]), State(S[:, :, -1], z[:, :, -1])
+
+
+def _rounded_states_before(
+    S: Tensor, z: Tensor, carried: State | None, between: Tensor | None
+) -> tuple[State, State]:
+    """Compute `_states_before` by a product, which sums in float32 and rounds once, as its reader wants it."""
+    sizes, parts = S.shape[3:], S.flatten(3)
+    if between is None:
+        between, weighted = z.new_ones(S.shape[2] + 1, S.shape[2]).tril(-1), parts
+    else:
+        weighted = parts * between[..., -1, :, None]
+    last = weighted.sum(2, dtype=z.dtype).unflatten(-1, sizes)
+    S, z = (between[..., :-1, :].to(S.dtype) @ parts).unflatten(-1, sizes), between @ z
+    if carried is not None:
+        own = carried.S[:, :, : S.shape[2]]
+        S, z, last = S + own.to(S.dtype), z + carried.z, last + carried.S[:, :, -1]
+    return State(S, z[:, :, :-1]), State(last, z[:, :, -1])
 
 
 def leading(x: Tensor, axis: int, length: int) -> Tensor:
