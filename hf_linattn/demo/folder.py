@@ -54,7 +54,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def device(cpu: bool) -> str:
-    """Tell where models of a demo run: "gpu" or "cpu", which Apple's is counted as: no kernels of ours there."""
+    """Tell where models of a demo run: "gpu" or "cpu". Apple's GPUs, without kernels of ours, are no "gpu"."""
     import torch
 
     return "gpu" if torch.cuda.is_available() and not cpu else "cpu"

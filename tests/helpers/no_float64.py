@@ -10,9 +10,7 @@ from torch.utils._pytree import tree_leaves
 def _refuse(result: Any, applies: Any) -> Any:
     for x in tree_leaves(result):
         if isinstance(x, torch.Tensor) and x.dtype == torch.float64 and applies(x):
-            raise TypeError(
-                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't have it"
-            )
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
     return result
 
 

@@ -179,8 +179,8 @@ def causal(
             float32 then. None for that of the features.
 
     Returns:
-        Numerator `[B, H, N, Dv]`, of several tokens in the dtype of products, total `[B, H, N]`, and the state
-        of the last document after the last token.
+        Numerator `[B, H, N, Dv]`, of several tokens in the dtype of products, total `[B, H, N]`, and the
+        state of the last document after the last token.
     """
     length = phi_k.shape[2]
     if length == 1:
@@ -335,7 +335,7 @@ def _states_before(
 def _rounded_states_before(
     S: Tensor, z: Tensor, carried: State | None, between: Tensor | None
 ) -> tuple[State, State]:
-    """Compute `_states_before` by a product, which sums in float32 and rounds once, as its reader wants it."""
+    """Compute `_states_before` by a product, which sums in float32 and rounds once, as its reader would."""
     sizes, parts = S.shape[3:], S.flatten(3)
     if between is None:
         between, weighted = z.new_ones(S.shape[2] + 1, S.shape[2]).tril(-1), parts
