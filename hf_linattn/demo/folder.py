@@ -54,7 +54,7 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def device(cpu: bool) -> str:
-    """Tell where models of a demo run: "gpu" or "cpu". Apple's GPUs, without kernels of ours, are no "gpu"."""
+    """Tell where models of a demo run: "gpu" or "cpu". Apple's GPUs have no kernels of ours: "cpu"."""
     import torch
 
     return "gpu" if torch.cuda.is_available() and not cpu else "cpu"
