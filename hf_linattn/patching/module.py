@@ -361,7 +361,8 @@ class PatchedAttention(PatchHolder):
             )
         if attention.linear and extras.get("output_attentions"):
             raise UnsupportedCallError(
-                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights"
+                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights. Pass "
+                "output_attentions=False"
             )
 
     def extra_repr(self) -> str:
