@@ -22,7 +22,8 @@ class Lsh(ScoreAttention):
     The softmax is over the union, so a key that several rounds find counts once (Reformer's exact form). R_r
     is random, one set of rotations a layer, saved with the model. The number of buckets does not follow n, or
     a decoded token would be hashed otherwise than in the prompt; cached keys are hashed again at each call.
-    This implementation masks: the pattern can be studied, its speed is not gained.
+    This implementation masks: the pattern can be studied, its speed is not gained. In 16 bits rounded queries
+    and keys fall into other buckets here and there, and such a row's output is another one.
 
     With `shared` one vector of a token is both query and key: the direction of its key, which the cache
     keeps; its query gives the length alone: q_i = |q_i| k_i / |k_i|, and keys are sqrt(D) k_j / |k_j|. Where

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection
 from itertools import product
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,18 +30,6 @@ CACHED_MANAGER = "_cached_continuous_batching_manager"
 SAVES = ("save_pretrained", "push_to_hub")
 
 
-class CachePlace(NamedTuple):
-    """A layer of the cache that `generate` should find replaced.
-
-    Attributes:
-        layer: index of the layer in the cache.
-        module: dotted name of the attention module.
-    """
-
-    layer: int
-    module: str
-
-
 class Installation:
     """One patched model: what was changed, how to undo it, and what others ask about it.
 
@@ -52,7 +40,7 @@ class Installation:
         options: dotted name of a module -> its options, by part of the composition.
         notes: dotted name of a module -> what became of its window.
         configs: the copies that the model's configs were replaced by; None where no module is patched.
-        cache_places: layers of the cache to be replaced before `generate` begins.
+        has_places: layers of the cache are to be replaced before `generate` begins.
         attached: attention module with a child -> its dotted name when it got that.
     """
 
@@ -61,7 +49,7 @@ class Installation:
     ) -> None:
         self.options, self.notes = options, notes
         self.configs: OwnConfigs | None = None
-        self.cache_places: list[CachePlace] = []
+        self.has_places = False
         self.attached: dict[nn.Module, str] = {}
         self._model = model
         self._undo: list[Callable[[], Any]] = []
@@ -127,8 +115,7 @@ class Installation:
         self.attached[site.module] = site.name
         self._undo.append(site.module.register_forward_pre_hook(bind_cache_layer, with_kwargs=True).remove)
         if (child.keeps_state or child.keeps_gates or child.drops_window) and _has_own_slot(site):
-            assert site.layer_idx is not None
-            self.cache_places.append(CachePlace(site.layer_idx, site.name))
+            child.has_place = self.has_places = True
 
     def copies(self) -> list[str]:
         """Name modules whose patch is a copy, as that of a layer copied within the model is."""
@@ -150,7 +137,7 @@ class Installation:
 
     def prepare_caches(self) -> None:
         """Have `generate` put the layers of patched modules into its cache before it asks that anything."""
-        if self.cache_places and hasattr(self._model, PREPARE_CACHE):
+        if self.has_places and hasattr(self._model, PREPARE_CACHE):
             self._replace(self._model, PREPARE_CACHE, _PreparedCache(_prepare_cache, self._model))
 
     def serve_batches(self) -> None:
@@ -261,13 +248,14 @@ def _prepare_cache(
     output = getattr(type(model), PREPARE_CACHE)(model, generation_config, model_kwargs, *args, **kwargs)
     cache = self_attention_cache(model_kwargs.get(CACHE_NAME))
     if cache is not None:
-        for layer, name in model.__dict__[INSTALLATION].cache_places:
+        for module in model.modules():  # as they are by now: layers may have been wrapped, moved or taken out
+            child: Any = module._modules.get(NAME)
+            if child is None or not child.has_place or child.bypass is not None:
+                continue
+            layer: Any = module.layer_idx
             if layer >= len(cache.layers) and cache.layer_class_to_replicate is None:
                 continue  # of a layer that is left out, as an early exit does; a forward asks again
-            inside = model.get_submodule(name).modules()  # others may have wrapped the module since
-            child: Any = next(module._modules[NAME] for module in inside if NAME in module._modules)
-            if child.bypass is None:
-                put_layer(child, cache, layer, name)
+            put_layer(child, cache, layer, f"{type(module).__name__} {layer}")
         if generation_config.is_assistant:
             cache.activate_past_recording()
     return output

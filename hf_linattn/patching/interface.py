@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from hf_linattn.attention.cache import StateLayer
 from hf_linattn.attention.masks import CAUSAL, WHOLE_MASKS, compact_mask, is_compact
@@ -36,6 +37,8 @@ SHARD = "_linattn_shard"
 """Attribute of such modules while rows are split over processes: the part that this one has."""
 CROSS_ARGUMENTS = frozenset(("key_value_states", "encoder_hidden_states", "cross_attention_states"))
 NATIVE_IMPLEMENTATIONS = ("sdpa", "eager")
+EAGER = "eager_attention_forward"
+"""Name of the function that computes a family's own attention with its weights."""
 
 
 def attention(
@@ -75,6 +78,8 @@ def attention(
             f"{type(module).__name__} asks for the {NAME!r} attention but was not patched: load the "
             "folder with hf_linattn.from_pretrained, or call patch_model on this model."
         )
+    if not kwargs.get("output_attentions") and _weights_are_collected():
+        kwargs["output_attentions"] = True
     if PACKED in kwargs:
         keeps_state = kept is None and child.keeps_state
         hidden = None if child is None else getattr(child.calls, "context", NO_CONTEXT).hidden
@@ -112,6 +117,17 @@ def attention(
     causal = _looks_back(module, attention_mask, query.shape[2], is_causal) and not context.cross
     # never the module itself: offloading moves every argument of a call to the device
     return child(context, query, key, value, attention_mask, scaling, dropout, causal, kwargs)  # type: ignore[no-any-return]
+
+
+def _weights_are_collected() -> bool:
+    """Tell whether the running forward collects attention weights.
+
+    Not each module is told: GPT-2's are not, and none is where the config asks for them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    collected = _active_collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 def _refuse_mixed_adapters(wrapper: Any) -> None:
@@ -157,6 +173,8 @@ def native_attention(
     Returns:
         Output `[B, N, H, Dv]` and attention weights or None.
     """
+    if kept == "sdpa" and kwargs.get("output_attentions") and EAGER in names_of(module):
+        kept = "eager"  # which has weights: without them those of the next layers would take their places
     if isinstance(mask, Visibility) or is_compact(mask):
         visibility = read_visibility(mask, query.shape[2], key.shape[2], True)
         if visibility.plain and kept == "sdpa":
@@ -175,10 +193,7 @@ def native_attention(
         mask = visibility.mask(query.device)
     if mask is not None and mask.dtype == torch.bool and kept == "eager":
         mask = additive_mask(mask, query.dtype)
-    if kept == "eager":
-        function = names_of(module)["eager_attention_forward"]
-    else:
-        function = ALL_ATTENTION_FUNCTIONS[kept]
+    function = names_of(module)[EAGER] if kept == "eager" else ALL_ATTENTION_FUNCTIONS[kept]
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -206,7 +221,7 @@ def check_native_impl(site: AttentionSite, kept: str) -> None:
             f"{', '.join(NATIVE_IMPLEMENTATIONS)} only: its model cannot be patched in part"
         )
     known = kept in NATIVE_IMPLEMENTATIONS
-    without = "eager_attention_forward" not in names_of(site.module)
+    without = EAGER not in names_of(site.module)
     if not known or (kept == "eager" and not site.adapted and without):
         raise UnsupportedModelError(
             f"{site.name} keeps its own attention, {kept!r}, beside patched layers; that works for "

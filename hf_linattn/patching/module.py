@@ -73,6 +73,7 @@ class PatchedAttention(PatchHolder):
         self.drops_window = site.window is not None and not keep_window
         self.forward_info = site.forward_info  # kept: dynamo cannot look it up in the cache of read_source
         self.calls = threading.local()  # .context: of the running call, set by the pre-hook
+        self.has_place = False  # a layer of the cache is its own, and `generate` should find that replaced
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
         self.shard: Shard | None = None  # the part of each row that this process has, while rows are split
         self.leaves_out_dropout = False  # of weights that there are not; set by commands that train
@@ -360,7 +361,8 @@ class PatchedAttention(PatchHolder):
             )
         if attention.linear and extras.get("output_attentions"):
             raise UnsupportedCallError(
-                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights"
+                f"{self.where}: output_attentions=True, and {self.spec!r} has no attention weights. Pass "
+                "output_attentions=False"
             )
 
     def extra_repr(self) -> str:

@@ -312,3 +312,46 @@ def test_encoder_decoder_is_cached_exactly(family, plan, beams):
                 out = model(source, attention_mask=mask, decoder_input_ids=want, use_cache=False)
                 want = torch.cat([want, out.logits[:, -1].argmax(-1, keepdim=True)], 1)
         assert torch.equal(greedy, want)
+
+
+class Skipped(torch.nn.Module):
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states
+
+
+class WithoutAttention(torch.nn.Module):
+    def forward(self, hidden_states, **kwargs):
+        return torch.zeros_like(hidden_states), None
+
+
+def take_out(model, layers):
+    del layers[1]
+
+
+def skip(model, layers):
+    layers[1] = Skipped()
+
+
+def knock_out(model, layers):
+    layers[1].self_attn = WithoutAttention()
+
+
+def swap(model, layers):
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def take_out_and_count(model, layers):
+    del layers[0]
+    model.config.num_hidden_layers = len(layers)
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
+
+
+@pytest.mark.parametrize("operate", [take_out, skip, knock_out, swap, take_out_and_count])
+@pytest.mark.parametrize("plan", ["elu1", "sdpa, elu1", "window+hedgehog"])
+def test_layers_changed_after_patching(plan, operate):
+    model, ids = patched_llama(plan, layers=3), tokens(2, 12, seed=4)
+    operate(model, model.model.layers)
+    assert torch.equal(generate(model, ids), grow(model, ids, NEW))
+    hf_linattn.unpatch_model(model)
+    assert torch.equal(generate(model, ids), grow(model, ids, NEW))

@@ -261,6 +261,33 @@ def test_attention_weights_are_returned_or_refused(patch, ids):
             assert bool((total > 0).all())
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama, by its config"])
+def test_each_layer_has_its_own_attention_weights(family, implementation, ids):
+    """Of a layer that keeps its softmax too: without weights of its own it would get the next layer's."""
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 97, "attn_pdrop": 0.0}
+        model = build("GPT2LMHeadModel", implementation="eager", bos_token_id=1, eos_token_id=1, **sizes)
+    else:
+        model = llama(3, implementation="eager")
+    given = {"output_attentions": True, "use_cache": False}
+    want = model(ids, **given).attentions
+    if family.endswith("config"):
+        model.config.output_attentions = given.pop("output_attentions")
+    model.config._attn_implementation_internal = implementation
+    hf_linattn.patch_model(model, {"1": "softmax1"})
+    found = model(ids, **given).attentions
+    assert len(found) == 3
+    assert distance(found[0], want[0]) < EXACT
+    assert bool((found[1].sum(-1) < 1).all())
+    assert distance(found[2].sum(-1), want[2].sum(-1)) < 1e-6  # eager softmax is in float32
+    with hf_linattn.bypassed(model):
+        assert all(distance(*pair) < EXACT for pair in zip(model(ids, **given).attentions, want, strict=True))
+    hf_linattn.patch_model(model, "elu1")
+    with pytest.raises(UnsupportedCallError, match="no attention weights"):
+        model(ids, **given)
+
+
 def test_a_padded_mask_that_hides_everything_stays_finite(ids):
     mask = torch.ones_like(ids)
     mask[0] = 0
