@@ -30,6 +30,7 @@ class Sandwich(Modifier):
     """
 
     group = "position"
+    takes_own_heads = True
 
     def __init__(self, site: AttentionSite, *, size: int = 128, rope: bool = True) -> None:
         super().__init__(site)
@@ -41,7 +42,7 @@ class Sandwich(Modifier):
     def score_bias(self, distance: Tensor) -> Tensor:
         """Looked up by distance: cosines of every pair would cost size times as much."""
         table = self.products(distance.shape[-1], distance.device).to(distance.dtype)
-        head = torch.arange(1, self.heads + 1, dtype=distance.dtype, device=distance.device)
+        head = torch.arange(1, self.heads + 1, dtype=distance.dtype, device=distance.device)[self.query_heads]
         bias = table[distance.abs().long()]  # below the number of keys
         return bias[:, None] * (self.heads / (8 * head))[:, None, None]
 
