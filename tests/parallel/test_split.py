@@ -48,7 +48,10 @@ HEADS = {
         "0": ("delta", {"decay": "channel", "conv": 4}),
         "1": ("h2o", {"size": 6, "heavy": 4}),
     },
-    "scores, softmax": {"0": ("softmax1+kerple+temperature+output_gate", {"sink": "learned"})},
+    "scores, no weights": {
+        "0": ("softmax1+kerple+temperature+output_gate", {"sink": "learned"}),
+        "1": "elu1",
+    },
     "heads gathered": {"0": ("gated+logn", {"source": "hidden", "kappa": "learned"})},
 }
 """What tensor parallelism could get wrong, by layer."""
