@@ -90,8 +90,10 @@ class HeadShare:
         try:
             for store, name, cut in self.places:
                 whole = store[name]
-                held.append((store, name, whole))
                 shared = self.summed(whole)
+                if cut is None and shared is whole:  # a patch may note something in it
+                    continue
+                held.append((store, name, whole))
                 store[name] = shared if cut is None else shared[cut]
             yield
         finally:

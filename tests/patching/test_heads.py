@@ -89,6 +89,17 @@ def test_weights_are_whole_again_behind_a_call_that_fails(split):
     assert all(child.get_parameter(name) is weight for name, weight in before.items())
 
 
+def test_what_a_patch_notes_in_a_call_stays(split):
+    model = patch_model(llama(1), "performer", options={"redraw": 2}).train()
+    [(child, (context, *qkv, mask, scaling, dropout, causal, extras), _)] = calls_of(model, tokens(1, 9))
+    split(0)
+    share_heads(model)
+    before = child.performer.projection.clone()
+    child(context, *(x.chunk(2, 1)[0] for x in qkv), mask, scaling, dropout, causal, extras)
+    assert child.performer.step == 2
+    assert not torch.equal(child.performer.projection, before)
+
+
 class Numbered(Modifier):
     """Scores fall by the number of the head."""
 
