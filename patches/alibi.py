@@ -30,6 +30,7 @@ class Alibi(Modifier):
     """
 
     group = "position"
+    takes_own_heads = True
 
     def __init__(self, site: AttentionSite, *, rope: bool = True) -> None:
         super().__init__(site)
@@ -38,7 +39,7 @@ class Alibi(Modifier):
 
     def score_bias(self, distance: Tensor) -> Tensor:
         """Return -m_h |i - j|."""
-        return -self.slopes(distance)[:, None, None] * distance.abs()[:, None]
+        return -self.slopes(distance)[self.query_heads, None, None] * distance.abs()[:, None]
 
     def slopes(self, like: Tensor) -> Tensor:
         """Compute m_h, `[H]`, where they are used: a buffer in bfloat16 would round them."""

@@ -43,6 +43,7 @@ class Decay(NamedMapAttention):
     """
 
     fixed_decay = True
+    takes_own_heads = True
     group = "state that forgets"
     directions = "causal"
     direction_reason = "a state that fades has one direction, from past to future"
@@ -74,7 +75,7 @@ class Decay(NamedMapAttention):
     def log_decay(self, key: Tensor, value: Tensor) -> Tensor:
         """Return the logarithm of g_h, the same at every token, in float32 (float64 in float64 models)."""
         dtype = torch.promote_types(key.dtype, torch.float32)
-        return self.log_rates(dtype, key.device)[None, :, None].expand(1, -1, key.shape[2])
+        return self.log_rates(dtype, key.device)[None, self.key_heads, None].expand(1, -1, key.shape[2])
 
     def log_rates(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Compute the logarithms of g_h, `[Hkv]`, where they are used: to copy them a device would wait."""

@@ -47,6 +47,7 @@ class Power(ScoreAttention):
     group = "sparse"
     directions = "bidirectional"
     direction_reason = "a token is dropped by the attention that it receives from later tokens too"
+    joins_heads = "drops tokens by the attention of all heads together, and each process has some of them"
     cross = False
     windowed = False
     supports = SCORE_EXTRAS - {"indices"}

@@ -33,6 +33,7 @@ class Sandwich(Modifier):
     """
 
     group = "position"
+    takes_own_heads = True
 
     def __init__(self, site: AttentionSite, *, size: int = 128, rope: bool = True) -> None:
         super().__init__(site)
@@ -45,7 +46,7 @@ class Sandwich(Modifier):
         """Looked up by distance: cosines of every pair would cost size times as much."""
         device = torch.device("cpu") if distance.device.type in NO_FLOAT64 else distance.device
         table = self.products(distance.shape[-1], device).to(distance.dtype).to(distance.device)
-        head = torch.arange(1, self.heads + 1, dtype=distance.dtype, device=distance.device)
+        head = torch.arange(1, self.heads + 1, dtype=distance.dtype, device=distance.device)[self.query_heads]
         bias = table[distance.abs().long()]  # below the number of keys
         return bias[:, None] * (self.heads / (8 * head))[:, None, None]
 

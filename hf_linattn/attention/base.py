@@ -60,8 +60,13 @@ class Patch(PatchHolder):
         needs_hidden: reads the module's input, `call.hidden`.
         gates_by_value: makes gates of the values.
         keeps_gates: gates of past tokens are wanted again, by `call.gates`.
+        takes_own_heads: what it computes by the number of heads it cuts down to `query_heads` or `key_heads`.
+        joins_heads: why no head can be computed without the others; "" where each can.
         default_for: what `hf_linattn.convert` takes this patch for by default: "conversion" where none is
             named, "learned front" for a learned layer in front of another patch's map. Not inherited.
+
+    Attributes:
+        query_heads, key_heads: the module's heads that this process computes, where several share them.
     """
 
     name: ClassVar[str] = ""
@@ -77,6 +82,10 @@ class Patch(PatchHolder):
     needs_hidden: bool = False
     gates_by_value: bool = False
     keeps_gates: bool = False
+    takes_own_heads: ClassVar[bool] = False
+    joins_heads: ClassVar[str] = ""
+    query_heads: slice = slice(None)
+    key_heads: slice = slice(None)
 
     def __init__(self, site: AttentionSite) -> None:
         super().__init__()

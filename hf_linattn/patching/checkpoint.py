@@ -18,7 +18,7 @@ from hf_linattn.patching import gguf
 from hf_linattn.patching.discovery import find_sites
 from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.loading import TRUST, gguf_parts, model_inside, trust
-from hf_linattn.patching.patch import FORMAT, Sliding, patch_model
+from hf_linattn.patching.patch import FORMAT, Sliding, patch_model, share_heads
 from hf_linattn.registry import parse
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -111,6 +111,7 @@ def load_weights(
     model.__class__ = base  # an ordinary model again: deepcopy, pickle and type checks see the class itself
     saved_class = base.__name__ in (config.architectures or ())
     _check_weights(info, where, same_class=saved_class, lenient=lenient)
+    share_heads(model)
     return (model, info) if wanted else model
 
 

@@ -25,6 +25,7 @@ from hf_linattn.errors import (
 )
 from hf_linattn.ops.tracing import exporting
 from hf_linattn.parallel.shard import Shard
+from hf_linattn.patching.heads import HeadShare
 from hf_linattn.patching.steps import begin, prepare, run_again
 from hf_linattn.registry import Recipe
 
@@ -76,6 +77,7 @@ class PatchedAttention(PatchHolder):
         self.has_place = False  # a layer of the cache is its own, and `generate` should find that replaced
         self.bypass: str | None = None  # the module's own implementation, while that computes in its place
         self.shard: Shard | None = None  # the part of each row that this process has, while rows are split
+        self.head_share: HeadShare | None = None  # the heads that it has, where processes share them
         self.leaves_out_dropout = False  # of weights that there are not; set by commands that train
         self.base = ""
         self.modifiers: list[str] = []
@@ -253,6 +255,24 @@ class PatchedAttention(PatchHolder):
         Returns:
             Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
         """
+        if self.head_share is None:
+            return self._compute(context, query, key, value, mask, scaling, dropout, causal, extras)
+        context = context._replace(hidden=self.head_share.summed(context.hidden))
+        with self.head_share.in_place(query, key):
+            return self._compute(context, query, key, value, mask, scaling, dropout, causal, extras)
+
+    def _compute(
+        self,
+        context: CallContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | Visibility | None,
+        scaling: float | None,
+        dropout: float,
+        causal: bool,
+        extras: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
         if torch._C._get_tracing_state() is not None:
             raise UnsupportedCallError(
                 f"{self.where}: torch.jit.trace, and torch.onnx.export(dynamo=False), would keep what is "

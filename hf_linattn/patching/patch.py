@@ -22,6 +22,7 @@ from hf_linattn.patching.discovery import (
     is_beside_text,
     writes_text,
 )
+from hf_linattn.patching.heads import HeadShare, agree, shares_of
 from hf_linattn.patching.installation import (
     Installation,
     installation_of,
@@ -31,7 +32,7 @@ from hf_linattn.patching.installation import (
 from hf_linattn.patching.interface import NAME, check_native_impl
 from hf_linattn.patching.module import PatchedAttention
 from hf_linattn.patching.plan import Plan, report_unrouted, resolve, sites_of, transformers_model
-from hf_linattn.registry import Recipe
+from hf_linattn.registry import Recipe, parse
 
 Model = TypeVar("Model", bound=nn.Module)
 Sliding = Literal["keep", "global", "refuse"]
@@ -85,6 +86,7 @@ def patch_model(
     earlier = installation_of(inside)
     dtype = next((p.dtype for p in inside.parameters() if p.is_floating_point()), None)
     checked = _check(sites, resolve(patch, sites, options), sliding, earlier, dtype)
+    shares = _shares(inside, sites, checked.children, checked.recipes)
     if isinstance(patch, str) and checked.children:
         report_unrouted(inside, sites)
     learned = {child.spec for child in checked.children.values() if any(True for _ in child.parameters())}
@@ -98,8 +100,37 @@ def patch_model(
         )
     if earlier is not None:
         earlier.undo()
+    agree(inside, checked.children)
+    for name, share in shares.items():
+        share.install(checked.children[name])
     _install(inside, checked, sliding)
     return model
+
+
+def share_heads(model: PreTrainedModel) -> None:
+    """Let a patched model, whose weights were split as they were loaded, compute the heads of this process.
+
+    Raises:
+        UnsupportedModelError: a patch that cannot be shared out by heads.
+    """
+    installation = installation_of(model)
+    assert installation is not None
+    children: dict[str, Any] = {name: module._modules[NAME] for module, name in installation.attached.items()}
+    recipes = {name: parse(child.spec, installation.options[name]) for name, child in children.items()}
+    for name, share in _shares(model, sites_of(model), children, recipes).items():
+        share.install(children[name])
+
+
+def _shares(
+    model: PreTrainedModel,
+    sites: list[AttentionSite],
+    children: dict[str, Any],
+    recipes: dict[str, Recipe],
+) -> dict[str, HeadShare]:
+    def rebuilt(site: AttentionSite) -> PatchedAttention:
+        return PatchedAttention(recipes[site.name], site, keep_window=children[site.name].keep_window)
+
+    return shares_of(model, sites, children, rebuilt)
 
 
 def unpatch_model(model: Model) -> Model:

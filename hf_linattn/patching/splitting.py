@@ -13,6 +13,7 @@ from torch import nn
 from hf_linattn.attention.site import AttentionSite
 from hf_linattn.errors import UnsupportedModelError
 from hf_linattn.parallel import Shard, row_part
+from hf_linattn.patching.heads import processes_of
 from hf_linattn.patching.installation import installation_of
 from hf_linattn.patching.interface import NAME, SHARD, UNPATCHED_IMPL
 from hf_linattn.patching.plan import sites_of, transformers_model
@@ -83,6 +84,11 @@ def _checked_sites(model: Any) -> list[AttentionSite]:
         raise UnsupportedModelError(
             f"{kind} takes no position_ids, so nothing tells it where in the row a part begins: run it in "
             "one process"
+        )
+    if processes_of(model) is not None:
+        raise UnsupportedModelError(
+            f"the heads of {kind} are shared by processes, which all need the same rows: load it without "
+            "tp_plan, or leave rows whole"
         )
     config = model.config.get_text_config()
     if counts := [name for name in COUNTING if getattr(config, name, None)]:

@@ -79,7 +79,7 @@ class Window(StatefulAttention):
     group = "hybrid"
     time = "O(n w)"
     cross = False
-    wraps = in_kernels = True
+    wraps = in_kernels = takes_own_heads = True
     supports = frozenset(("s_aux", "softcap"))
     branches: Branches | None = None  # of a hybrid: "both", unless `use_branches` says otherwise
 

@@ -91,6 +91,9 @@ ROWS: dict[str, list[Shown]] = {
     ],
     "`Trainer`": [works(ALL, f"{COPIES}the_trainer_learns_and_its_checkpoint_loads")],
     "accelerate: `Accelerator`": [works(ALL, "patching/test_training_tools.py::test_accelerator")],
+    "tensor parallel (`tp_plan`)": [
+        works(DECODERS, "parallel/test_split.py::test_heads_that_two_processes_share"),
+    ],
     "accelerate: FSDP 2": [
         works("linear", "training/test_fsdp.py::test_finetuning_gives_the_result_of_one_process"),
         works("hybrid", "training/test_fsdp.py::test_lora_with_the_teacher_inside_and_a_window_dropped"),

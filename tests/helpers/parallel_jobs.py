@@ -8,6 +8,7 @@ written to `<job number>.<rank>.json`, with the exit status: `{"exit": 0, "resul
 """
 
 import contextlib
+import copy
 import gc
 import io
 import json
@@ -22,14 +23,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
-from hf_linattn import patch_model, registry
+from hf_linattn import from_pretrained, patch_model, registry, unpatch_model
 from hf_linattn.errors import LinattnError
 from hf_linattn.eval.perplexity import __main__ as perplexity
 from hf_linattn.eval.perplexity import run as perplexity_run
 from hf_linattn.finetune import __main__ as finetune
 from hf_linattn.finetune import run as finetune_run
 from hf_linattn.parallel import Shard, row_part
+from hf_linattn.patching.interface import NAME
 from hf_linattn.patching.splitting import split_rows
 from hf_linattn.training import loop
 
@@ -185,6 +190,51 @@ def call_refused(**inputs):
         except LinattnError as error:
             return [type(error).__name__, str(error)]
     return None
+
+
+def heads(name, patch, family):
+    """How far a model whose heads two processes share is from the model in one process."""
+    one, ids = tiny(family, patch, None, "float64"), tiny_models.tokens(2, 40)
+    if dist.get_rank() == 0:
+        one.save_pretrained(f"{name}-patched")
+        unpatch_model(copy.deepcopy(one)).save_pretrained(f"{name}-plain")
+    dist.barrier()
+    split = {"distributed_config": DistributedConfig(tp_size=dist.get_world_size())}
+    model = AutoModelForCausalLM.from_pretrained(f"{name}-plain", **split)
+    before, keys = logits_of(model, ids), set(model.state_dict())
+    torch.manual_seed(dist.get_rank())  # as scripts do that want another dropout in each
+    patch_model(model, patch)
+    first = [None] * dist.get_world_size()
+    dist.all_gather_object(first, [float(p.sum()) for key, p in model.state_dict().items() if NAME in key])
+    learned = {key: p for key, p in one.state_dict().items() if NAME in key}
+    model.load_state_dict(learned, strict=False)
+    expected = one(ids, labels=ids, use_cache=False)
+    found = {"logits": relative(logits_of(model, ids), expected.logits), "start": first[0] == first[1]}
+    unpatch_model(model)
+    found["unpatched"] = torch.equal(logits_of(model, ids), before) and set(model.state_dict()) == keys
+    model = from_pretrained(f"{name}-patched", **split)
+    got = model(ids, labels=ids, use_cache=False)
+    got.loss.backward()
+    expected.loss.backward()
+    found["loss"] = relative(got.loss, expected.loss)
+    found["gradients"] = max(
+        relative(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, other.grad)
+        for p, other in zip(model.parameters(), one.parameters(), strict=True)
+        if other.grad is not None
+    )
+    ids, mask = tiny_models.left_padded(ids[:, :17], 5)
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    found["generated"] = torch.equal(model.generate(ids, **how), one.generate(ids, **how))
+    model.save_pretrained(f"{name}-saved")
+    dist.barrier()
+    saved = from_pretrained(f"{name}-saved").state_dict()
+    found["saved"] = all(torch.equal(saved.pop(key), p) for key, p in one.state_dict().items()) and not saved
+    return found
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(ids, use_cache=False).logits
 
 
 def alone(how, patch="elu1", options=None):

@@ -1,4 +1,4 @@
-"""Rows split over two and four processes (gloo, on this machine), against the same rows in one."""
+"""Rows and heads split over processes (gloo, on this machine), against the same model in one."""
 
 import json
 import random
@@ -39,6 +39,22 @@ MILLION = 1_000_000
 SOME = ("elu1", "gated", "delta", "window+elu1", "window+delta", "hybrid of layers")
 FOUR = (*SOME, "window over several processes", "delta behind a convolution", "window with sinks")
 FAMILIES = ("gpt2", "gpt_neox", "opt", "qwen3", "mixtral", "olmo3")
+HEADS = {
+    "rates by number, hidden state": {
+        "0": ("decay+output_norm", {"normalise": "none", "feature_map": "cosine"}),
+        "1": ("window+gated", {"size": 6, "sinks": 2, "source": "hidden"}),
+    },
+    "drawn, chosen": {
+        "0": ("delta", {"decay": "channel", "conv": 4}),
+        "1": ("h2o", {"size": 6, "heavy": 4}),
+    },
+    "scores, no weights": {
+        "0": ("softmax1+kerple+temperature+output_gate", {"sink": "learned"}),
+        "1": "elu1",
+    },
+    "heads gathered": {"0": ("gated+logn", {"source": "hidden", "kappa": "learned"})},
+}
+"""What tensor parallelism could get wrong, by layer."""
 REFUSED = {
     "unpatched": ({"patch": "softmax"}, "is not patched"),
     "no split state": ({"patch": {"0": "elu1", "1": "flow"}}, "model.layers.1.self_attn: its state has no"),
@@ -137,6 +153,11 @@ def jobs_in(folder, python):
     found.add("again", 2, "compare", *({**cases[name], "recompute": True} for name in SOME[:3]))
     found.add("long", 4, "compare", *({**cases[name], "length": 512} for name in SOME))
     found.add("families", 2, "compare", *families)
+    types = {"drawn, chosen": "qwen3", "heads gathered": "olmo2"}
+    shared = [
+        {"name": name, "patch": patch, "family": types.get(name, "llama")} for name, patch in HEADS.items()
+    ]
+    found.add("heads", 2, "heads", *shared, seconds=200)
     found.add("refused", 2, "refused", *(case for case, _ in REFUSED.values()))
     found.add("calls", 2, "call_refused", *(case for case, _ in CALLS.values()))
     for how in ("killed", "stopped", "backward"):
@@ -240,6 +261,15 @@ def test_what_cannot_be_split_is_refused_in_one_line_by_all(jobs, index):
         assert text in message
         assert "\n" not in message
         assert unchanged
+
+
+@names(HEADS)
+def test_heads_that_two_processes_share(jobs, index):
+    for rank in range(2):
+        result = jobs.results("heads", rank)[index]
+        exact = {key: result.pop(key) for key in ("start", "unpatched", "generated", "saved")}
+        assert exact == dict.fromkeys(exact, True)
+        check_whole(result)
 
 
 @names(CALLS)
