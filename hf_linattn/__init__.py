@@ -11,6 +11,7 @@ from hf_linattn.patching.checkpoint import from_pretrained
 from hf_linattn.patching.contexts import bypassed, patched, use_branches
 from hf_linattn.patching.describe import describe, is_linear
 from hf_linattn.patching.patch import is_patched, patch_model, unpatch_model
+from hf_linattn.patching.peft_adapters import watch
 from hf_linattn.registry import available_patches, register
 
 __all__ = [
@@ -29,3 +30,4 @@ __all__ = [
 ]
 
 install()
+watch()

@@ -257,36 +257,49 @@ class Modifier(Patch):
         """Return the output in place of the attention's, `[B, H, N, Dv]`."""
         return output
 
-    def forward(self, call: Call, output: Tensor | None = None) -> Tensor | None:
-        """Change the call in place, before the attention; or return its output changed, after it."""
-        if output is not None:
-            return self.output(call, output)
-        self._change(call)
-        return None
+    def forward(self, call: Call, output: Tensor | None = None) -> Tensor | dict[str, Tensor]:
+        """Return what changes the call, before the attention; or its output changed, after it.
 
-    def _change(self, call: Call) -> None:
+        Nothing is written into the call here: what gathers weights around a module's forward (DeepSpeed)
+        gathers them again for gradients of what it returned.
+        """
+        return self._changes(call) if output is None else self.output(call, output)
+
+    def change(self, call: Call) -> None:
+        """Change the call in place, before the attention."""
+        changes = self(call)
+        call.query = changes.get("query", call.query)
+        call.scaling = self.scaling(call.scaling, call.query.shape[-1])
+        if "gates" in changes:
+            call.forget(changes["gates"])
+        if "factor" in changes:
+            call.stretch(changes["factor"])
+        if "bias" in changes:
+            call.add_bias(changes["bias"])
+
+    def _changes(self, call: Call) -> dict[str, Tensor]:
+        changes: dict[str, Tensor] = {}
         cls, query = type(self), call.query
         dtype = torch.promote_types(query.dtype, torch.float32)
         if cls.query_scale is not Modifier.query_scale:
             visible = call.visibility.count(call.device).to(dtype)
-            call.query = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
-        call.scaling = self.scaling(call.scaling, query.shape[-1])
+            changes["query"] = (query.to(dtype) * self.query_scale(visible).unsqueeze(-1)).to(query.dtype)
         biased, stretched, forgets = (
             getattr(cls, name) is not getattr(Modifier, name)
             for name in ("score_bias", "score_factor", "log_gates")
         )
-        if biased or stretched or forgets:
-            if call.cross:
-                raise UnsupportedCallError(
-                    f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
-                    "are of different texts. Leave it out: name modules of self-attention in the plan, such "
-                    "as '*.self_attn' or '*.SelfAttention' (describe(model) lists all)"
-                )
-            if forgets:
-                call.forget(self.log_gates(call))
+        if (biased or stretched or forgets) and call.cross:
+            raise UnsupportedCallError(
+                f"{call.where}: {self.name!r} goes by distance, and queries and keys of cross-attention "
+                "are of different texts. Leave it out: name modules of self-attention in the plan, such "
+                "as '*.self_attn' or '*.SelfAttention' (describe(model) lists all)"
+            )
+        if forgets:
+            changes["gates"] = self.log_gates(call)
         if biased or stretched:
             distance = call.distance().to(dtype)
             if stretched:
-                call.stretch(self.score_factor(distance))
+                changes["factor"] = self.score_factor(distance)
             if biased:
-                call.add_bias(self.score_bias(distance))
+                changes["bias"] = self.score_bias(distance)
+        return changes

@@ -79,8 +79,8 @@ class StatefulAttention(Attention):
         """Return the state after tokens whose output nobody needs; `tokens.query` may be None."""
         if tokens.query is None:
             raise CacheError(
-                f"{self.name!r} needs the queries of past tokens too, and a cache of the unpatched model "
-                "holds none: start from a new cache"
+                f"{self.name!r} needs the queries of past tokens too, and a cache of the unpatched model or "
+                "a learned prefix holds none: start from a new cache, or tune a prompt in place of a prefix"
             )
         return self.causal(tokens, state)[1]
 

@@ -92,8 +92,8 @@ def _of_adapter(base: str, groups: Sequence[Mapping[str, Any]]) -> str:
     if not groups:
         return f"{merged} They alone go on `{base}` by `peft.PeftModel.from_pretrained`."
     return (
-        f"{merged} They alone go on a patched model; peft would put them on `{base}` as it is, without a "
-        "word, and they were not trained on that. Patch it first, by `hf_linattn.patch_model`, then call "
+        f"{merged} They alone go on a patched model; peft would put them on `{base}` as it is, "
+        "and they were not trained on that. Patch it first, by `hf_linattn.patch_model`, then call "
         f"`peft.PeftModel.from_pretrained`.\n\n{_origin(base, groups)}"
     )
 

@@ -26,6 +26,7 @@ from hf_linattn.patching.checkpoint import check_entry, from_pretrained, load_we
 from hf_linattn.patching.config import GUARD, unmark
 from hf_linattn.patching.installation import INSTALLATION, installation_of, patched_part
 from hf_linattn.patching.interface import NAME
+from hf_linattn.patching.peft_adapters import naming_patches
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """Files that transformers writes a model's weights to."""
@@ -128,7 +129,8 @@ def install() -> None:
         alone = getattr(self, "should_save_on_this_rank", bool)(given.get("is_main_process", True))
         elsewhere = given.get("push_to_hub") or given.get("distributed_checkpoint")
         if INSTALLATION not in self.__dict__ or not alone or elsewhere:
-            save(self, save_directory, *args, **kwargs)
+            with naming_patches(self):
+                save(self, save_directory, *args, **kwargs)
             return
         folder = Path(save_directory)
         _refuse_unnamed_quantisation(self, folder)
@@ -136,7 +138,7 @@ def install() -> None:
         try:
             with writing(folder, CheckpointError):
                 folder.mkdir(parents=True, exist_ok=True)
-            with filling(folder, CheckpointError) as partial:
+            with filling(folder, CheckpointError) as partial, naming_patches(self):
                 save(self, partial, *args, **kwargs)
                 if (partial / "config.json").exists() and not given.get("variant"):
                     _clear(folder)

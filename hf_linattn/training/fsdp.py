@@ -23,8 +23,14 @@ def accelerator_options() -> dict[str, Any]:
     """Make the options of `Accelerator` where `accelerate launch --use_fsdp` started this process.
 
     Raises:
-        OptionError: a setting of FSDP that does not work here.
+        OptionError: a setting of FSDP that does not work here, or another way to split a model.
     """
+    for flag in ("deepspeed", "megatron_lm"):
+        if os.environ.get(f"ACCELERATE_USE_{flag.upper()}", "false").lower() == "true":
+            raise OptionError(
+                f"accelerate launch --use_{flag} is not supported by this command: split the model with "
+                "--use_fsdp --fsdp_version 2, or leave it out. Trainer takes patched models under DeepSpeed"
+            )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return {}
     from accelerate.utils import FullyShardedDataParallelPlugin

@@ -7,6 +7,7 @@ from helpers.oracle import as_oracle
 from helpers.tiny_models import distance, grow, left_padded, llama, positions, tokens
 
 import hf_linattn
+from hf_linattn.errors import CacheError
 from hf_linattn.patching.cache_layers import CACHE_NAME
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -119,3 +120,12 @@ def test_an_attention_that_peft_has_wrapped_generates(patch):
     ids, mask = left_padded(tokens(2, 20), 4)
     got = wrapped.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     assert torch.equal(got, grow(wrapped, ids, 6, mask))
+
+
+@pytest.mark.parametrize(
+    ("patch", "way_out"), [("h2o", "tune a prompt in place of a prefix"), ("delta", "'source': 'value'")]
+)
+def test_a_prefix_without_what_the_state_needs_is_refused(patch, way_out):
+    wrapped = tuned("prefix", hf_linattn.patch_model(llama(), patch))
+    with pytest.raises(CacheError, match=way_out):
+        wrapped(tokens(1, 9))

@@ -14,7 +14,7 @@ from helpers.oracle import as_oracle
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_linattn import describe, is_patched, patch_model, unpatch_model
-from hf_linattn.attention import StatefulAttention
+from hf_linattn.attention import Modifier, StatefulAttention
 from hf_linattn.errors import NotPatchedError, UnsupportedCallError, UnsupportedModelError
 
 IDS = tiny_models.tokens(2, 70)
@@ -97,6 +97,48 @@ def test_autocast_is_that_of_softmax(spec, monkeypatch):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(IDS, labels=IDS).loss.backward()
     assert {x.dtype for tokens in seen for x in (tokens.query, tokens.key, tokens.value)} == {torch.bfloat16}
+
+
+class Gathering(torch.autograd.Function):
+    """Calls a function before the gradients of what a module returned go on, as DeepSpeed's stage 3 does."""
+
+    @staticmethod
+    def forward(ctx, tensor, gather):
+        ctx.gather = gather
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.gather()
+        return gradient, None
+
+
+@pytest.mark.parametrize("patch", ["fox", "temperature", "kerple", "output_gate+fox"])
+def test_weights_of_modifiers_that_are_there_around_their_forward_alone(patch):
+    """DeepSpeed's stage 3 gathers weights by hooks on the tensors that their module takes and returns."""
+    model = patch_model(tiny_models.llama(2), patch)
+    want = gradients(model)
+    for module in model.modules():
+        if isinstance(module, Modifier) and (
+            whole := [(p, p.data) for p in module.parameters(recurse=False)]
+        ):
+
+            def gather(*_, whole=whole):
+                for parameter, data in whole:
+                    parameter.data = data
+
+            def free(_, __, output, gather=gather, whole=whole):
+                for parameter, _ in whole:
+                    parameter.data = parameter.data.new_empty(0)
+                if isinstance(output, dict):
+                    return {name: Gathering.apply(tensor, gather) for name, tensor in output.items()}
+                return output if output is None else Gathering.apply(output, gather)
+
+            gather()
+            module.register_forward_pre_hook(gather)
+            module.register_forward_hook(free)
+            free(None, None, {})
+    assert difference(gradients(model), want) < 1e-12
 
 
 def test_dropout_is_refused_by_linear_attention_and_applied_by_softmax1():

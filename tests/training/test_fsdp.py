@@ -205,6 +205,8 @@ def test_bfloat16(ended):
         ("FSDP_VERSION", "1", "--fsdp_version 2"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "true", "activation checkpointing is not supported"),
         ("FSDP_AUTO_WRAP_POLICY", "BY_CHANCE", "Invalid auto wrap policy: BY_CHANCE"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "--use_deepspeed is not supported by this command: split"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "--use_megatron_lm is not supported"),
     ],
 )
 def test_refused_settings(workplace, monkeypatch, capsys, variable, value, message):
