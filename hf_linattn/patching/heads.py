@@ -71,7 +71,10 @@ class HeadShare:
 
     def summed(self, x: Tensor | None) -> Tensor | None:
         """Hand on what is the same in all processes, whose gradient is the sum of theirs."""
-        return self.shard.summed(x) if x is not None and x.requires_grad and torch.is_grad_enabled() else x
+        return None if x is None else self._shared(x)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        return self.shard.summed(x) if x.requires_grad and torch.is_grad_enabled() else x
 
     @contextmanager
     def in_place(self, query: Tensor, key: Tensor) -> Iterator[None]:
@@ -89,8 +92,8 @@ class HeadShare:
         held = []
         try:
             for store, name, cut in self.places:
-                whole = store[name]
-                shared = self.summed(whole)
+                whole: Tensor = store[name]
+                shared = self._shared(whole)
                 if cut is None and shared is whole:  # a patch may note something in it
                     continue
                 held.append((store, name, whole))
@@ -164,18 +167,21 @@ def shares_of(
     """
     shard = processes_of(model)
     shares: dict[str, HeadShare] = {}
-    for site in sites if shard is not None else []:
+    if shard is None:
+        return shares
+    for site in sites:
         if site.name not in children or not _is_shared(model, site):
             continue
-        child, sizes = children[site.name], {"heads": site.heads, "kv_heads": site.kv_heads}
-        for count in sizes.values():
+        child, sizes = children[site.name], (site.heads, site.kv_heads)
+        for count in sizes:
             if count is not None and count % shard.size:
                 raise UnsupportedModelError(
                     f"{child.where}: {shard.size} processes cannot share {count} heads. Take a number that "
                     "divides them"
                 )
-        own = {name: None if n is None else n // shard.size for name, n in sizes.items()}
-        shares[site.name] = HeadShare(shard, child, rebuilt(replace(site, **own)).train(child.training), site)
+        heads, kv_heads = (None if n is None else n // shard.size for n in sizes)
+        local = rebuilt(replace(site, heads=heads, kv_heads=kv_heads)).train(child.training)
+        shares[site.name] = HeadShare(shard, child, local, site)
     return shares
 
 
@@ -190,6 +196,8 @@ def _is_shared(model: Any, site: AttentionSite) -> bool:
 def agree(model: Any, children: dict[str, Any]) -> None:
     """Give all processes the weights of the first one: what a patch draws may go by a process's own seed."""
     shard = processes_of(model)
-    for child in children.values() if shard is not None else []:
+    if shard is None:
+        return
+    for child in children.values():
         for tensor in child.state_dict().values():
             shard.spread(tensor)

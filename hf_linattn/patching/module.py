@@ -336,7 +336,8 @@ class PatchedAttention(PatchHolder):
         if self.shard is not None:
             continue_row(call, self.keeps_state)
         for name in self.modifiers:
-            self.get_submodule(name).change(call)
+            modifier: Any = self.get_submodule(name)
+            modifier.change(call)
         output, weights = self.attention(call)
         for name in self.changes_output:
             output = self.get_submodule(name)(call, output)

@@ -108,12 +108,13 @@ def check(model: nn.Module, config: Any, adapter: str) -> None:
 def _install(peft_model: ModuleType) -> None:
     """Put the methods in place, once a process; a peft that has others is left as it is."""
     try:
-        from peft.config import PeftConfigMixin
-        from peft.tuners.tuners_utils import BaseTuner
+        from peft import config, tuners
 
-        cls = peft_model.PeftModel
-        make, to_dict = PeftConfigMixin.from_peft_type.__func__, PeftConfigMixin.to_dict
-        inject, prompts, save = BaseTuner.inject_adapter, cls._setup_prompt_encoder, cls.save_pretrained
+        cls: Any = peft_model.PeftModel
+        base: Any = config.PeftConfigMixin
+        tuner: Any = tuners.tuners_utils.BaseTuner
+        make, to_dict = base.from_peft_type.__func__, base.to_dict
+        inject, prompts, save = tuner.inject_adapter, cls._setup_prompt_encoder, cls.save_pretrained
     except (ImportError, AttributeError):
         return
 
@@ -144,7 +145,7 @@ def _install(peft_model: ModuleType) -> None:
         with naming_patches(self):
             return save(self, *args, **kwargs)
 
-    PeftConfigMixin.from_peft_type = classmethod(from_peft_type)
-    PeftConfigMixin.to_dict = to_dict_with_patches
-    BaseTuner.inject_adapter = checked_inject
+    base.from_peft_type = classmethod(from_peft_type)  # type: ignore[arg-type]
+    base.to_dict = to_dict_with_patches
+    tuner.inject_adapter = checked_inject
     cls._setup_prompt_encoder, cls.save_pretrained = checked_prompts, save_with_patches
