@@ -21,7 +21,7 @@ from hf_linattn.patching.splitting import split_rows
 
 from ..common.model_specs import ModelLoader, error_prefix, is_reference, refuse_growing_cache
 from ..common.models import ModelSpec, load_texts, load_tokenizer, train_length
-from ..common.results import ResumableRun
+from ..common.results import ResumableRun, default_device
 from ..common.windows import Plan, Texts, encode, plan_windows
 from .arguments import PerplexityArguments
 from .branches import FORMAT as BRANCHES_FORMAT
@@ -52,11 +52,9 @@ def perplexity(arguments: PerplexityArguments, command: str | None = None) -> di
         LinattnError: the model or a patch does not suit.
     """
     from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env
 
     # torchrun on a machine without accelerator: only cpu=True makes its processes one group
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    state = PartialState(cpu=on_cpu)
+    state = PartialState(cpu=default_device().type == "cpu")
     with lost_processes(state.process_index, state.num_processes):
         results = _run(arguments, command or f"perplexity({arguments!r})", state)
         # a process that ended while the first still draws the plot would sometimes abort on its way out

@@ -69,11 +69,8 @@ class HeadShare:
             if isinstance(part, Patch):
                 part.query_heads, part.key_heads = query_heads, key_heads
 
-    def summed(self, x: Tensor | None) -> Tensor | None:
+    def shared(self, x: Tensor) -> Tensor:
         """Hand on what is the same in all processes, whose gradient is the sum of theirs."""
-        return None if x is None else self._shared(x)
-
-    def _shared(self, x: Tensor) -> Tensor:
         return self.shard.summed(x) if x.requires_grad and torch.is_grad_enabled() else x
 
     @contextmanager
@@ -93,7 +90,7 @@ class HeadShare:
         try:
             for store, name, cut in self.places:
                 whole: Tensor = store[name]
-                shared = self._shared(whole)
+                shared = self.shared(whole)
                 if cut is None and shared is whole:  # a patch may note something in it
                     continue
                 held.append((store, name, whole))

@@ -255,11 +255,13 @@ class PatchedAttention(PatchHolder):
         Returns:
             Output `[B, N, H, Dv]`, and the weights `[B, H, N, S]` where they were asked for.
         """
+        how = scaling, dropout, causal
         if self.head_share is None:
-            return self._compute(context, query, key, value, mask, scaling, dropout, causal, extras)
-        context = context._replace(hidden=self.head_share.summed(context.hidden))
+            return self._compute(context, query, key, value, mask, how, extras)
+        if context.hidden is not None:
+            context = context._replace(hidden=self.head_share.shared(context.hidden))
         with self.head_share.in_place(query, key):
-            return self._compute(context, query, key, value, mask, scaling, dropout, causal, extras)
+            return self._compute(context, query, key, value, mask, how, extras)
 
     def _compute(
         self,
@@ -268,9 +270,7 @@ class PatchedAttention(PatchHolder):
         key: Tensor,
         value: Tensor,
         mask: Tensor | Visibility | None,
-        scaling: float | None,
-        dropout: float,
-        causal: bool,
+        how: tuple[float | None, float, bool],
         extras: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         if torch._C._get_tracing_state() is not None:
@@ -279,7 +279,7 @@ class PatchedAttention(PatchHolder):
                 "read of masks and lengths as constants, and wrong results with them. Take torch.export, or "
                 "torch.onnx.export(dynamo=True)"
             )
-        how, layer = (scaling, dropout, causal), context.layer
+        (scaling, dropout, causal), layer = how, context.layer
         if layer is not None:
             directly = begin if layer.prepared is None else run_again
             output = directly(self, layer, query, key, value, mask, how, extras)

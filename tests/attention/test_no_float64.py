@@ -1,6 +1,5 @@
 """Apple's GPUs have no float64: nothing that runs on the model's device asks for it."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,10 @@ BIDIRECTIONAL = {"linformer", "power"}
 
 
 @pytest.mark.parametrize("spec", sorted({*available_patches(), "window+gated"} - BIDIRECTIONAL))
-def test_attention(monkeypatch, spec):
-    # autocast does not know the meta device
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)
-    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
+def test_attention(meta, monkeypatch, spec):
     monkeypatch.setattr("hf_linattn.patches.sandwich.NO_FLOAT64", ("meta",))
-    model = patch_model(tiny_models.llama(1), spec, options=OPTIONS.get(spec)).float().to("meta")
-    ids = torch.zeros(2, 20, dtype=torch.long, device="meta")
+    model = patch_model(tiny_models.llama(1), spec, options=OPTIONS.get(spec)).float().to(meta)
+    ids = torch.zeros(2, 20, dtype=torch.long, device=meta)
     with NoFloat64():
         model(ids, use_cache=True).logits.sum().backward()  # with a cache transformers looks for no documents
         with torch.no_grad():

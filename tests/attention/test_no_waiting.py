@@ -3,8 +3,6 @@
 The meta device holds no numbers, so whatever asks for one raises.
 """
 
-import contextlib
-
 import pytest
 import torch
 from helpers import tiny_models
@@ -28,14 +26,6 @@ SPECS = {
     "window": {"size": 8, "sinks": 2},
     "h2o": {"size": 8, "heavy": 4, "sinks": 2},
 }
-
-
-@pytest.fixture
-def meta(monkeypatch):
-    """Autocast, which torch does not know on that device, is off."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)
-    monkeypatch.setattr(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
-    return torch.device("meta")
 
 
 @pytest.mark.parametrize("spec", SPECS)
